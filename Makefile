@@ -1,0 +1,63 @@
+# `make demo` and `make test` work from a bare clone: they need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Tests run one process a core, so each process gets one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test test-slow test-gpu test-real check format docs bench sync clean
+
+demo: $(STAMP)
+	$(BIN)/retrain demo
+
+test: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -n auto
+
+test-slow: $(DEV_STAMP)
+	$(PYTEST) -n auto -m slow
+
+test-gpu: $(DEV_STAMP)
+	$(PYTEST) -m gpu
+
+test-real: $(DEV_STAMP)
+	$(PIP_INSTALL) -e ".[ray,distributed,tinker]"
+	$(PYTEST) -m real
+
+check: test docs
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV_STAMP)
+	$(BIN)/mkdocs build --strict
+
+bench: $(DEV_STAMP)
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/credit.py
+
+# Rewrites everything that is generated from the schema: retrain.toml, docs tables, manual blocks.
+sync: $(DEV_STAMP)
+	$(BIN)/python -m retrain.config.reference
+	$(BIN)/retrain man --sync
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+
+# A stamp is younger than pyproject.toml and constraints.txt while nothing changed, so second runs install nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "retrain needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e ".[dev]"
+	touch $@

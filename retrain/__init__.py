@@ -1,0 +1,3 @@
+"""RLVR training for language models: one TOML, one command."""
+
+__all__: list[str] = []

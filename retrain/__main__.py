@@ -1,0 +1,5 @@
+"""`python -m retrain`."""
+
+from retrain.cli import main
+
+main()

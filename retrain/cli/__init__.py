@@ -1,0 +1,124 @@
+"""The command line: the table of commands, `main`, and the only place that turns an error into an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import click
+
+from retrain.errors import RetrainError
+
+__all__ = ["main"]
+
+# Name -> (module that holds the click command `command`, one line for --help). Modules load only when chosen.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("retrain.cli.init", "Write a starter configuration."),
+    "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in to start from."),
+    "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
+    "explain": ("retrain.cli.explain", "Say what a configuration would do."),
+    "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
+    "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),
+    "man": ("retrain.cli.man", "Read the manual."),
+    "help": ("retrain.cli.help", "Print the full reference."),
+    "completion": ("retrain.cli.completion", "Print shell completion for bash, zsh or fish."),
+}
+_TRAIN = "train"
+_SUMMARY = """Train a language model with verifiable rewards.
+
+\b
+  retrain [CONFIG.toml] [--flags]   train; a campaign or a squeeze, if the file describes one
+  retrain COMMAND ...               one of the commands below
+
+Without CONFIG, ./retrain.toml is used. Every option of the file is also a flag, e.g. --lr 1e-4 or --training.lr 1e-4;
+`retrain help` lists them all."""
+
+
+class _Commands(click.Group):
+    """Dispatches to a command, or to training when the first word is not one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == _TRAIN:
+            return _load("retrain.cli.train")
+        return _load(COMMANDS[cmd_name][0]) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List commands from the table alone, so that --help imports none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
+            args = [_TRAIN, *args]
+        return super().parse_args(ctx, args)
+
+
+def _load(module: str) -> click.Command:
+    command = importlib.import_module(module).command
+    assert isinstance(command, click.Command)
+    return command
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from retrain.version import version  # noqa: PLC0415  (reading package metadata costs start-up time)
+
+        click.echo(f"retrain {version()}")
+        ctx.exit()
+
+
+app = _Commands(
+    name="retrain",
+    help=_SUMMARY,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the version.",
+        )
+    ],
+)
+
+
+def suggest_command(word: str) -> str:
+    """A sentence that names the command that was perhaps meant, or ""."""
+    close = get_close_matches(word, COMMANDS, n=1)
+    return f"Did you mean `retrain {close[0]}`?" if close else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        code = app.main(
+            args=list(arguments) if arguments is not None else None, prog_name="retrain", standalone_mode=False
+        )
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Abort:
+        click.echo("Interrupted.", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except RetrainError as error:
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of our output, such as `head`, has gone; that is no failure.
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,69 @@
+"""The flags, derived from the schema: one for every option, under its short name and as `--section.key`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from retrain.config.options import Option, all_options
+from retrain.plugins import REGISTRIES
+
+
+def click_options() -> list[click.Option]:
+    """One click option for each option of the schema; None means that the user did not give it."""
+    return [_click_option(option) for option in all_options()]
+
+
+def overrides_from(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given, as `{"section.key": value}` in the types that TOML would have produced."""
+    given = ((option, parameters[_name(option)]) for option in all_options())
+    return {option.path: _parse(option, value) for option, value in given if value is not None}
+
+
+def _name(option: Option) -> str:
+    return f"{option.section}__{option.key}"
+
+
+def _click_option(option: Option) -> click.Option:
+    spellings = dict.fromkeys([option.flag, f"--{option.path}"])
+    if option.type_name == "bool":
+        declarations = [f"{spelling}/--no-{spelling[2:]}" for spelling in spellings]
+        return click.Option([_name(option), *declarations], default=None, help=option.description)
+    return click.Option(
+        [_name(option), *spellings],
+        type=_Value(option),
+        default=None,
+        metavar=option.type_name.upper().replace(" ", "_"),
+        help=option.description,
+    )
+
+
+class _Value(click.ParamType[str]):
+    """Accepts any text, so that the schema alone judges it; knows the choices for shell completion."""
+
+    name = "value"
+
+    def __init__(self, option: Option) -> None:
+        self.option = option
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """Offer the values that the option takes, or file names where it takes a path."""
+        if self.option.key.endswith(("path", "dir", "from", "paths")):
+            return [click.shell_completion.CompletionItem(incomplete, type="file")]
+        choices = self.option.choices or (REGISTRIES[self.option.kind].names() if self.option.kind else ())
+        return [click.shell_completion.CompletionItem(str(c)) for c in choices if str(c).startswith(incomplete)]
+
+
+def _parse(option: Option, value: Any) -> Any:
+    """Text for a string option is itself; any other is read as a TOML value, and left as text when it is not one."""
+    if not isinstance(value, str) or option.type_name == "str":
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
+        return value

@@ -1,0 +1,278 @@
+"""Rules that span options. Each is one function that yields the problems it finds; `RULES` is the whole list."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from retrain.config.options import all_options, options_by_path
+from retrain.config.schema import Reward, RewardTerm, TrainConfig
+from retrain.errors import Problem
+from retrain.plugins import REGISTRIES, is_dotted_path
+
+Rule = Callable[[TrainConfig], Iterator[Problem]]
+
+_DEVICE = re.compile(r"cpu|gpu:\d{1,3}")
+_URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
+
+
+def find_conflicts(config: TrainConfig) -> list[Problem]:
+    """Every problem that any rule finds."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
+def values_of(config: TrainConfig) -> dict[str, Any]:
+    """Every option's value by `section.key`; tables that are absent are left out."""
+    tables = config.model_dump(by_alias=True)
+    return {path: tables[o.section][o.key] for path, o in options_by_path().items() if tables[o.section] is not None}
+
+
+def names_are_known(config: TrainConfig) -> Iterator[Problem]:
+    """A name that selects a part must be built in, installed, or a dotted path."""
+    values = values_of(config)
+    for option in all_options():
+        if option.kind and values.get(option.path):
+            text = REGISTRIES[option.kind].problem_with(values[option.path])
+            if text:
+                yield Problem(option.where, text)
+
+
+def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
+    """`cpu`, `gpu:N`, or several of these with commas."""
+    devices = [device.strip() for device in config.backend.devices.split(",")]
+    bad = [device for device in devices if not _DEVICE.fullmatch(device)]
+    if bad:
+        yield Problem(
+            "[backend] devices",
+            f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas.",
+            'Try: devices = "gpu:0"',
+        )
+    elif len(set(devices)) < len(devices):
+        yield Problem(
+            "[backend] devices", f"names {max(devices, key=devices.count)!r} twice.", f'Try: devices = "{devices[0]}"'
+        )
+
+
+def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
+    """Advantages compare completions of one prompt, so a lone completion teaches nothing."""
+    if config.training.group_size < 2:
+        yield Problem(
+            "[training] group_size",
+            "must be at least 2: advantages compare completions of one prompt.",
+            "Try: group_size = 16",
+        )
+
+
+def _check_reward(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
+    if reward.type == "custom" and not reward.custom_module:
+        yield Problem(
+            f"{where} custom_module", f'is empty, but {where} type is "custom".', 'Try: custom_module = "my_rewards"'
+        )
+    if reward.custom_module and reward.type != "custom":
+        yield Problem(
+            f"{where} custom_module", f"is set, but {where} type is {json.dumps(reward.type)}.", 'Try: type = "custom"'
+        )
+
+
+def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
+    """A custom reward names its module, a judge its model, and weighted terms do the same."""
+    reward = config.reward
+    if reward.terms:
+        for index, term in enumerate(reward.terms):
+            yield from _check_reward(f"[reward] terms[{index}]", term)
+        return
+    yield from _check_reward("[reward]", reward)
+    if reward.type == "judge" and not reward.judge_model:
+        yield Problem(
+            "[reward] judge_model", 'is empty, but [reward] type is "judge".', 'Try: judge_model = "gpt-4o-mini"'
+        )
+    if reward.judge_model and reward.type != "judge":
+        yield Problem(
+            "[reward] judge_model", f"is set, but [reward] type is {json.dumps(reward.type)}.", 'Try: type = "judge"'
+        )
+
+
+def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    """A provider needs an id, and the other options need a provider."""
+    environment = config.environment
+    if environment.provider and not environment.id:
+        yield Problem(
+            "[environment] id",
+            f"is empty, but provider is {json.dumps(environment.provider)}.",
+            'Try: id = "primeintellect/gsm8k"',
+        )
+    if environment.id and not environment.provider:
+        yield Problem("[environment] id", "is set, but provider is empty.", 'Try: provider = "verifiers"')
+    if environment.max_turns == 0:
+        yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
+
+
+def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
+    """jsonl needs a path, hub an id; the other sources take neither."""
+    for section, source, path in (
+        ("data", config.data.source, config.data.path),
+        ("eval", config.eval.source, config.eval.path),
+    ):
+        if source == "jsonl" and not path:
+            yield Problem(
+                f"[{section}] path", f'is empty, but [{section}] source is "jsonl".', 'Try: path = "problems.jsonl"'
+            )
+        if path and REGISTRIES["data"].builtins.get(source) and source != "jsonl":
+            yield Problem(
+                f"[{section}] path",
+                f"is set, but [{section}] source {json.dumps(source)} reads no file.",
+                'Try: source = "jsonl"',
+            )
+    if config.data.source == "hub" and not config.data.id:
+        yield Problem("[data] id", 'is empty, but [data] source is "hub".', 'Try: id = "openai/gsm8k"')
+
+
+def evaluation_has_enough_samples(config: TrainConfig) -> Iterator[Problem]:
+    """pass@k needs at least k samples."""
+    if config.eval.k > config.eval.samples:
+        yield Problem(
+            "[eval] k",
+            f"is {config.eval.k}, more than the {config.eval.samples} samples a problem.",
+            f"Try: samples = {config.eval.k}",
+        )
+
+
+def evaluation_has_held_out_problems(config: TrainConfig) -> Iterator[Problem]:
+    """A jsonl file has no splits, so evaluation on it needs a file of its own."""
+    if config.eval.every and not config.eval.source and config.data.source == "jsonl" and not config.eval.path:
+        yield Problem(
+            "[eval] path",
+            'is empty; with [data] source = "jsonl" evaluation needs its own file.',
+            'Try: source = "jsonl" and path = "held_out.jsonl"',
+        )
+
+
+def backpressure_bounds_are_ordered(config: TrainConfig) -> Iterator[Problem]:
+    """The smallest batch size may not exceed the largest."""
+    pressure = config.backpressure
+    if pressure.max_batch_size < pressure.min_batch_size:
+        yield Problem(
+            "[backpressure] max_batch_size",
+            f"is {pressure.max_batch_size}, below min_batch_size = {pressure.min_batch_size}.",
+            f"Try: max_batch_size = {pressure.min_batch_size}",
+        )
+
+
+def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
+    """Server addresses begin with http:// or https://."""
+    for where, text in (("[inference] url", config.inference.url), ("[model] base_url", config.model.base_url)):
+        for url in filter(None, (part.strip() for part in text.split(","))):
+            if not _URL.fullmatch(url):
+                yield Problem(where, f"has {url!r}, which is not a URL.", "Try: http://localhost:8000")
+
+
+def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:
+    """A URL means a server, which the in-process engine is not."""
+    if config.inference.url and config.inference.engine == "pytorch":
+        yield Problem(
+            "[inference] url", 'is set, but [inference] engine "pytorch" runs in this process.', 'Try: engine = "vllm"'
+        )
+
+
+def params_have_a_plugin(config: TrainConfig) -> Iterator[Problem]:
+    """Built-in advantages and transforms take no parameters, so given ones would be ignored."""
+    algorithm = config.algorithm
+    custom_transform = is_dotted_path(algorithm.algorithm_mode) or is_dotted_path(algorithm.transform_mode)
+    if algorithm.transform_params and not custom_transform:
+        yield Problem(
+            "[algorithm] transform_params",
+            f"is set, but transform_mode {algorithm.transform_mode!r} takes no parameters.",
+        )
+    if algorithm.advantage_params and not is_dotted_path(algorithm.advantage_mode):
+        yield Problem(
+            "[algorithm] advantage_params",
+            f"is set, but advantage_mode {algorithm.advantage_mode!r} takes no parameters.",
+        )
+
+
+def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[Problem]:
+    """Text that starts like a JSON array must be one, of non-empty strings."""
+    text = config.logging.strategic_grams.strip()
+    if not text.startswith("["):
+        return
+    try:
+        grams = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        grams = None
+    if not isinstance(grams, list) or not grams or not all(isinstance(gram, str) and gram.strip() for gram in grams):
+        yield Problem(
+            "[logging] strategic_grams",
+            "starts like a JSON array but is not one of phrases.",
+            """Try: strategic_grams = '["wait", "let me check"]'""",
+        )
+
+
+def squeeze_has_an_adapter(config: TrainConfig) -> Iterator[Problem]:
+    """Outside a campaign somebody has to say which adapter to analyse."""
+    if config.kind == "squeeze" and config.squeeze is not None and not config.squeeze.adapter_path:
+        yield Problem("[squeeze] adapter_path", "is empty.", 'Try: adapter_path = "logs/train/final_adapter"')
+
+
+def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
+    """A teaching template that leaves out a variable would never show it to the model."""
+    wanted = {
+        "student_diagnostic_template": ("question",),
+        "teacher_adaptive_template": ("question", "approach"),
+        "student_with_teaching_template": ("question", "teaching"),
+        "student_baseline_template": ("question",),
+    }
+    for key, variables in wanted.items():
+        text = values_of(config)[f"teaching.{key}"]
+        missing = [f"{{{name}}}" for name in variables if text and f"{{{name}}}" not in text]
+        if missing:
+            yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
+
+
+def conditions_override_real_options(config: TrainConfig) -> Iterator[Problem]:
+    """Each key of a condition is an option's name, or a table of them; labels must differ."""
+    if config.campaign is None:
+        return
+    for index, condition in enumerate(config.campaign.conditions):
+        where = f"[campaign] conditions[{index}]"
+        if not condition:
+            yield Problem(where, "is empty.", 'Try: advantage_mode = "grpo"')
+        for path, _ in condition_overrides(condition):
+            if path not in options_by_path() or path.startswith(("campaign.", "resume.")):
+                yield Problem(where, f"sets {path!r}, which is not an option that a condition can override.")
+    labels = [json.dumps(condition, sort_keys=True, default=str) for condition in config.campaign.conditions]
+    if len(set(labels)) < len(labels):
+        yield Problem("[campaign] conditions", "holds the same condition twice.")
+    if len(set(config.campaign.seeds)) < len(config.campaign.seeds):
+        yield Problem("[campaign] seeds", "holds the same seed twice.")
+
+
+def condition_overrides(condition: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A condition as `section.key` overrides; a bare key belongs to the first table that has it."""
+    homes = {option.key: option.path for option in reversed(all_options())}
+    for key, value in condition.items():
+        if isinstance(value, Mapping) and key not in homes:
+            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
+        else:
+            yield homes.get(key, key), value
+
+
+RULES: tuple[Rule, ...] = (
+    names_are_known,
+    devices_follow_the_grammar,
+    groups_can_differ,
+    rewards_are_complete,
+    environment_is_complete,
+    data_source_is_complete,
+    evaluation_has_enough_samples,
+    evaluation_has_held_out_problems,
+    backpressure_bounds_are_ordered,
+    urls_are_urls,
+    engine_options_have_an_engine,
+    params_have_a_plugin,
+    strategic_grams_can_be_read,
+    squeeze_has_an_adapter,
+    templates_name_their_variables,
+    conditions_override_real_options,
+)

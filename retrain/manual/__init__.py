@@ -1,0 +1,131 @@
+"""The manual: its source file, read into sections and blocks.
+
+`retrain.md` is written in a small part of Markdown: `##` sections, `###` headings, paragraphs, `-` lists, definition
+lists (a term, then a line that starts with `: `) and fenced code. This page reads it and imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from retrain.errors import ConfigError
+
+SOURCE = Path(__file__).with_name("retrain.md")
+
+_COMMENT = re.compile(r"\s*<!--.*-->\s*")
+_TRAILING_COMMENT = re.compile(r"\s+#\s.*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of a section. A list has one (term, text) pair an item; the terms of a plain list are empty."""
+
+    kind: Literal["heading", "paragraph", "list", "definitions", "code"]
+    text: str = ""
+    items: tuple[tuple[str, str], ...] = ()
+    language: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One topic of the manual."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def topic(self) -> str:
+        """What `--topic` calls it."""
+        return topic_of(self.title)
+
+    @property
+    def commands(self) -> list[str]:
+        """The shell commands of its code blocks, one string each, without comments."""
+        shells = (block.text for block in self.blocks if block.kind == "code" and block.language == "bash")
+        lines = (line.strip() for text in shells for line in text.replace("\\\n", " ").splitlines())
+        return [" ".join(_TRAILING_COMMENT.sub("", line).split()) for line in lines if line and line[0] != "#"]
+
+
+@dataclass(frozen=True)
+class Manual:
+    """The whole manual; `date` is the day its prose was last revised, as its first line says."""
+
+    date: str
+    sections: tuple[Section, ...]
+
+    def find(self, topic: str) -> Section:
+        """The section that `topic` names, or an error that says which was perhaps meant."""
+        by_topic = {section.topic: section for section in self.sections}
+        wanted = topic_of(topic)
+        if wanted not in by_topic:
+            close = get_close_matches(wanted, by_topic, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Topics: {', '.join(by_topic)}."
+            raise ConfigError(f"the manual has no topic {topic!r}.  {hint}")
+        return by_topic[wanted]
+
+
+def topic_of(title: str) -> str:
+    """A title as one lower-case word: `Exit status` is `exit-status`."""
+    return "-".join(title.lower().split())
+
+
+def read_manual() -> Manual:
+    """The manual as shipped."""
+    return parse_manual(SOURCE.read_text(encoding="utf-8"))
+
+
+def parse_manual(text: str) -> Manual:
+    """Split a manual at its `##` lines and read each section's blocks."""
+    head, *bodies = re.split(r"^## ", text, flags=re.MULTILINE)
+    date = re.search(r"\d{4}-\d{2}-\d{2}", head)
+    sections = []
+    for body in bodies:
+        title, _, rest = body.partition("\n")
+        sections.append(Section(title.strip(), tuple(_parse_blocks(rest))))
+    return Manual(date[0] if date else "", tuple(sections))
+
+
+def _parse_blocks(text: str) -> Iterator[Block]:
+    """Blocks in order. Code is cut out first, because it alone may hold blank lines and look like anything else."""
+    for part in re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL):
+        if part.startswith("```"):
+            language, _, code = part[3:-3].partition("\n")
+            yield Block("code", code.rstrip("\n"), language=language.strip())
+            continue
+        lines = [line for line in part.splitlines() if not _COMMENT.fullmatch(line)]
+        for chunk in re.split(r"\n\s*\n", "\n".join(lines)):
+            if chunk.strip():
+                yield _parse_chunk(chunk.strip("\n"))
+
+
+def _parse_chunk(chunk: str) -> Block:
+    if chunk.startswith("### "):
+        return Block("heading", chunk.removeprefix("### ").strip())
+    if chunk.startswith("- "):
+        return Block("list", items=tuple(("", _join(item)) for item in re.split(r"^- ", chunk, flags=re.MULTILINE)[1:]))
+    if re.search(r"^: ", chunk, flags=re.MULTILINE):
+        return Block("definitions", items=tuple(_parse_definitions(chunk)))
+    return Block("paragraph", _join(chunk))
+
+
+def _parse_definitions(chunk: str) -> Iterator[tuple[str, str]]:
+    term, text = "", ""
+    for line in chunk.splitlines():
+        if line.startswith(": "):
+            text = line[2:]
+        elif line.startswith("  "):
+            text += "\n" + line
+        else:
+            if term:
+                yield term, _join(text)
+            term, text = line, ""
+    yield term, _join(text)
+
+
+def _join(text: str) -> str:
+    return " ".join(text.split())

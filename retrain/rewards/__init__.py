@@ -1,0 +1,109 @@
+r"""Rewards: how a completion is scored, and the pool of killable processes that does it.
+
+Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify) and `custom` (a function of yours); several can
+be weighed against each other. None of them runs in the training process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from retrain.errors import PluginError
+from retrain.plugins import REGISTRIES, import_path, make_importable
+from retrain.rewards.custom import CustomReward
+from retrain.rewards.sandbox import RewardPool
+from retrain.rewards.weighted import WeightedScore
+from retrain.rewards.wire import Item, RewardSpec, TermSpec
+
+__all__ = [
+    "Item",
+    "Reward",
+    "RewardPool",
+    "RewardSection",
+    "RewardSpec",
+    "TermSection",
+    "TermSpec",
+    "WeightedScore",
+    "build_reward",
+    "load_reward",
+    "read_spec",
+]
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Says how good a response is. `score` may be `async def`."""
+
+    def score(self, response: str, reference: str) -> float | Awaitable[float]:
+        """Return a finite number; 0.5 and above counts as a right answer."""
+        ...
+
+
+class TermSection(Protocol):
+    """What is read of a `[[reward.terms]]` table."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def custom_module(self) -> str: ...
+    @property
+    def custom_function(self) -> str: ...
+
+
+class RewardSection(Protocol):
+    """What is read of the `[reward]` table."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def custom_module(self) -> str: ...
+    @property
+    def custom_function(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def terms(self) -> Sequence[TermSection]: ...
+
+
+def read_spec(section: RewardSection, search_paths: Sequence[str] = ()) -> RewardSpec:
+    """Turn the `[reward]` table into what a worker builds its reward from."""
+    folders = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
+    if not section.terms:
+        return RewardSpec((TermSpec(section.type, 1.0, section.custom_module, section.custom_function),), False, folders)
+    terms = tuple(TermSpec(term.type, term.weight, term.custom_module, term.custom_function) for term in section.terms)
+    return RewardSpec(terms, True, folders)
+
+
+def build_reward(section: RewardSection, search_paths: Sequence[str] = ()) -> RewardPool:
+    """Start the pool that scores as `[reward]` says; a reward that cannot be loaded is a PluginError here."""
+    return RewardPool(read_spec(section, search_paths), timeout_s=section.timeout_s, workers=section.workers)
+
+
+def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:
+    """Import one reward. Called in a worker: the training process never imports a reward's module.
+
+    A dotted path or entry point may name a class with a `score` method, an object that has one, or a plain function.
+    """
+    if term.type == "custom":
+        if not term.custom_module:
+            raise PluginError('a custom reward needs its module.  Try: custom_module = "my_rewards"')
+        make_importable(search_paths)
+        part = import_path(f"{term.custom_module}:{term.custom_function}", "reward")
+    else:
+        part = REGISTRIES["reward"].load(term.type, search_paths)
+    try:
+        found = part() if inspect.isclass(part) else part
+    except Exception as error:
+        raise PluginError(f"reward {term.name!r} could not be made without arguments: {error!r}") from error
+    if isinstance(found, Reward):
+        return found
+    if callable(found):
+        return CustomReward(found)
+    raise PluginError(f"reward {term.name!r} is {found!r}: neither a function nor an object with a score method.")

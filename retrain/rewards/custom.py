@@ -1,0 +1,98 @@
+"""The `custom` reward: a function of the user's, plain or async.
+
+The function takes `(response, reference)`. When it also names `prompt` or `meta` (or takes `**extras`), it gets what the
+example carries under those names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from retrain.errors import PluginError
+
+if TYPE_CHECKING:
+    from retrain.rewards import Reward
+
+EXTRAS = ("prompt", "meta")
+
+
+def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
+    """Return which of `EXTRAS` the function wants; an error when it cannot take a response and a reference."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C, without a signature: trusted to take two arguments
+        return ()
+    parameters = signature.parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    keywords = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    extras = tuple(name for name in EXTRAS if takes_all or name in keywords)
+    try:
+        signature.bind("response", "reference", **dict.fromkeys(extras))
+    except TypeError as error:
+        raise PluginError(
+            f"the reward function {function!r} cannot be called as score(response, reference): {error}. "
+            f"Beyond those two it may name {' and '.join(EXTRAS)}."
+        ) from error
+    return extras
+
+
+def to_value(result: object) -> float:
+    """Turn what a reward returned into a finite number, or say why it is none."""
+    if not isinstance(result, SupportsFloat):
+        raise TypeError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
+    value = float(result)
+    if not math.isfinite(value):
+        raise ValueError(f"the reward returned {value}; it must be finite")
+    return value
+
+
+def _shorten(result: object) -> str:
+    try:
+        text = repr(result)
+    except Exception as error:
+        text = f"<its repr failed: {error!r}>"
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{text} ({type(result).__name__})"
+
+
+def resolve(result: object) -> object:
+    """Return what a reward gave, waiting for it when the reward is async."""
+    return _event_loop().run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
+
+
+async def _wait_for(result: Awaitable[object]) -> object:
+    return await result
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    # One loop for the life of the process, so that an HTTP client kept between calls stays usable.
+    return asyncio.new_event_loop()
+
+
+class CustomReward:
+    """A function as a reward. An async function hands back its coroutine, which `resolve` waits for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.extras = named_extras(function)
+
+    def score(self, response: str, reference: str, **extras: object) -> Any:
+        """Call the function; `extras` holds the ones it asked for."""
+        return self._function(response, reference, **extras)
+
+
+def extras_of(reward: Reward) -> tuple[str, ...]:
+    """Return what a reward wants beyond the response and the reference."""
+    return reward.extras if isinstance(reward, CustomReward) else named_extras(reward.score)
+
+
+def call_reward(reward: Reward, response: str, reference: str, extras: Mapping[str, object]) -> float:
+    """Score one response with one reward: a finite number, or whatever the reward raised."""
+    score: Callable[..., object] = reward.score
+    return to_value(resolve(score(response, reference, **extras)))

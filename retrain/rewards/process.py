@@ -1,0 +1,158 @@
+"""One worker process as the pool sees it: its pipes, what it was given, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from retrain.errors import PluginError
+from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
+
+# The parent's import path is taken over whole; `-P` keeps the working directory from shadowing json before that.
+_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.worker import main; main()"
+
+# A worker has one core; the same hash seed everywhere, so that set order cannot make a score depend on the worker.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+
+# Items go out in chunks, so that the trip costs little beside a cheap reward; a chunk that takes longer than this
+# is not worth enlarging, because its items could not move to an idle worker.
+_QUICK_CHUNK_S = 0.02
+_LARGEST_CHUNK = 64
+
+_READ_BYTES = 1 << 16
+_ABORT_GRACE_S = 0.5
+_SHOWN_LINES = 20
+
+
+class WorkerProcess:
+    """A process running `retrain.rewards.worker`. Its pipes never block the parent."""
+
+    def __init__(self, start: Start) -> None:
+        self._output = tempfile.TemporaryFile()
+        # Parent and worker empty this file while the other may write to it; appending keeps that free of holes.
+        fcntl.fcntl(self._output.fileno(), fcntl.F_SETFL, os.O_APPEND | os.O_RDWR)
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-P", "-c", _BOOT, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            env={**os.environ, **_ENVIRONMENT},
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.requests_fd = self._process.stdin.fileno()
+        self.replies_fd = self._process.stdout.fileno()
+        os.set_blocking(self.requests_fd, False)
+        os.set_blocking(self.replies_fd, False)
+        self._outbox = memoryview(b"")
+        self._replies = ReplyBuffer()
+        self._extras: tuple[str, ...] = ()
+        self._chunk_size, self._chunk_began = 0, 0.0
+        self.ready = False
+        self.chunk = 1
+        """How many items to hand over next."""
+        self.assigned: deque[int] = deque()
+        """Indices of the items it has and has not answered; it works on the first."""
+        self.since = time.monotonic()
+        """When it began what it does now: starting, or the first assigned item."""
+        self._post(pack_request(start))
+
+    @property
+    def sending(self) -> bool:
+        """Whether a message is still on its way to the worker."""
+        return len(self._outbox) > 0
+
+    def assign(self, indices: Sequence[int], items: Sequence[Item]) -> None:
+        """Give the worker items; `flush` sends them."""
+        rows = tuple((item.response, item.reference, self._extras_of(item)) for item in items)
+        try:
+            message = pack_request(Work(rows))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise PluginError(f"the meta of an example cannot be handed to the reward: {error}") from error
+        self.assigned.extend(indices)
+        self.since = self._chunk_began = time.monotonic()
+        self._chunk_size = len(indices)
+        self._post(message)
+
+    def _extras_of(self, item: Item) -> dict[str, object]:
+        known: dict[str, object] = {"prompt": item.prompt, "meta": dict(item.meta) if "meta" in self._extras else {}}
+        return {name: known[name] for name in self._extras}
+
+    def _post(self, message: bytes) -> None:
+        self._outbox = memoryview(message)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what fits; True while some is left."""
+        # A dead worker is noticed where its replies are read.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while self._outbox:
+                self._outbox = self._outbox[os.write(self.requests_fd, self._outbox) :]
+        return self.sending
+
+    def receive(self) -> list[Reply] | None:
+        """Read what has come; None when the worker has closed its end."""
+        data = os.read(self.replies_fd, _READ_BYTES)
+        if not data:
+            return None
+        replies = list(self._replies.feed(data))
+        for reply in replies:
+            if reply.kind == "ready":
+                self.ready, self._extras = True, reply.extras
+        return replies
+
+    def finish_item(self) -> int:
+        """Note that the first assigned item is answered, and return its index."""
+        self.since = time.monotonic()
+        index = self.assigned.popleft()
+        if not self.assigned:
+            quick = self.since - self._chunk_began < _QUICK_CHUNK_S
+            self.chunk = min(2 * self._chunk_size, _LARGEST_CHUNK) if quick else max(1, self._chunk_size // 2)
+        return index
+
+    def abort(self) -> None:
+        """Ask the worker to write down where it is, and die."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.kill(self._process.pid, signal.SIGABRT)
+            self._process.wait(_ABORT_GRACE_S)
+
+    def kill(self) -> None:
+        """End the worker and whatever it started, and give back the pipes. What it printed stays readable."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def describe_end(self) -> str:
+        """Say how a dead worker ended, with the last lines it printed."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            how = f"the reward process was killed by {name}{hint}"
+        else:
+            how = f"the reward process exited with status {code}"
+        return f"{how}\n{self.last_output()}".rstrip()
+
+    def last_output(self) -> str:
+        """Return the last lines the worker printed, our own frames left out."""
+        lines = [line for line in read_tail(self._output.fileno()).splitlines() if not _is_own_frame(line)]
+        return "\n".join(lines[-_SHOWN_LINES:])
+
+
+def _is_own_frame(line: str) -> bool:
+    own = os.path.dirname(__file__)
+    return line.startswith("  File ") and (own in line or '"<string>"' in line)

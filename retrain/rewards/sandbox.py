@@ -1,0 +1,210 @@
+"""The pool of killable processes that rewards run in.
+
+Each item has a wall-clock limit. A worker that exceeds it, crashes or exits is replaced, and only the item it was on
+is lost: an `error` or a `timeout`, kept apart from a wrong answer. Results come in the order of the items and do not
+depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from retrain.errors import PluginError
+from retrain.rewards.process import WorkerProcess
+from retrain.rewards.weighted import WeightedScore
+from retrain.rewards.wire import Item, Reply, RewardSpec, Start
+from retrain.types import Score
+
+RIGHT_FROM = 0.5
+"""A reward of this much or more counts as a right answer."""
+
+# Importing a user's module may load a model of its own; that is allowed, hanging there is not.
+START_LIMIT_S = 300.0
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+class RewardPool:
+    """Scores completions in worker processes; usable from any thread, one call at a time.
+
+    `workers = 0` takes one for each core. `memory_mb` caps the address space of a worker; 0 leaves it alone.
+    """
+
+    def __init__(self, spec: RewardSpec, timeout_s: float = 5.0, workers: int = 0, memory_mb: int = 0) -> None:
+        self.first_error = ""
+        """Message and traceback of the first item that ended in an error; "" while there is none."""
+        self._timeout_s = timeout_s
+        self._start = Start(spec, timeout_s, memory_mb)
+        self._size = workers or count_cores()
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[WorkerProcess] = []
+        self._closed = False
+        try:
+            self._top_up()
+            # One is enough to know that the reward loads; the others join when they are up.
+            while not any(worker.ready for worker in self._workers):
+                self._exchange(_Batch([]))
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
+        """Score every item, in order. Never raises for what a reward does with one item."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            batch = _Batch([Item(*item) for item in items])
+            try:
+                while batch.unfinished:
+                    self._top_up()
+                    self._hand_out(batch)
+                    self._exchange(batch)
+            except BaseException:
+                # Interrupted: what the busy workers would still send belongs to nobody.
+                for worker in [worker for worker in self._workers if worker.assigned]:
+                    self._discard(worker)
+                raise
+            return batch.scores()
+
+    def close(self) -> None:
+        """End all workers. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            for worker in list(self._workers):
+                self._discard(worker)
+            self._selector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+        self.close()
+
+    def _top_up(self) -> None:
+        while len(self._workers) < self._size:
+            worker = WorkerProcess(self._start)
+            self._workers.append(worker)
+            self._selector.register(worker.replies_fd, selectors.EVENT_READ, worker)
+
+    def _discard(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
+        self._selector.unregister(worker.replies_fd)
+        if worker.sending:
+            self._selector.unregister(worker.requests_fd)
+        worker.kill()
+
+    def _hand_out(self, batch: _Batch) -> None:
+        for worker in self._workers:
+            if worker.ready and not worker.assigned and batch.waiting:
+                fair_share = -(-len(batch.waiting) // len(self._workers))
+                count = min(worker.chunk, fair_share)
+                indices = [batch.waiting.popleft() for _ in range(count)]
+                worker.assign(indices, [batch.items[index] for index in indices])
+                self._flush(worker)
+
+    def _flush(self, worker: WorkerProcess) -> None:
+        was_sending, still_sending = worker.sending, worker.flush()
+        if still_sending and not was_sending:
+            self._selector.register(worker.requests_fd, selectors.EVENT_WRITE, worker)
+        elif was_sending and not still_sending:
+            self._selector.unregister(worker.requests_fd)
+
+    def _exchange(self, batch: _Batch) -> None:
+        """Wait for whatever comes next: replies, room to write, a death, or a deadline."""
+        deadline = min(self._deadline(worker) for worker in self._workers)
+        events = self._selector.select(max(0.0, deadline - time.monotonic()))
+        for key, mask in events:
+            worker: WorkerProcess = key.data
+            if worker not in self._workers:
+                continue
+            if mask & selectors.EVENT_WRITE:
+                self._flush(worker)
+            if mask & selectors.EVENT_READ:
+                self._receive(worker, batch)
+        # Replies that are already there were read above: a busy parent must not turn them into time-outs.
+        if not events:
+            now = time.monotonic()
+            for worker in [worker for worker in self._workers if self._deadline(worker) <= now]:
+                self._end_overdue(worker, batch)
+
+    def _deadline(self, worker: WorkerProcess) -> float:
+        if not worker.ready:
+            return worker.since + START_LIMIT_S
+        return worker.since + self._timeout_s if worker.assigned else float("inf")
+
+    def _receive(self, worker: WorkerProcess, batch: _Batch) -> None:
+        replies = worker.receive()
+        if replies is None:
+            self._bury(worker, batch)
+            return
+        for reply in replies:
+            if reply.kind == "failed":
+                self._discard(worker)
+                raise PluginError(f"the reward could not be loaded: {reply.detail}")
+            if reply.kind != "ready":
+                self._record(batch, worker.finish_item(), _to_score(reply))
+
+    def _bury(self, worker: WorkerProcess, batch: _Batch) -> None:
+        """A worker's pipe has closed: blame the item it was on, hand the rest to others."""
+        overdue = time.monotonic() - worker.since >= self._timeout_s
+        if worker.assigned and overdue:
+            # Its own watchdog was faster than a parent that was stopped for a while.
+            self._end_overdue(worker, batch)
+            return
+        self._discard(worker)
+        if not worker.ready:
+            raise PluginError(f"the reward process ended while it was starting ({worker.describe_end()})")
+        if worker.assigned:
+            index, *rest = worker.assigned
+            self._record(batch, index, Score(0.0, "error", worker.describe_end()))
+            batch.waiting.extendleft(reversed(rest))
+
+    def _end_overdue(self, worker: WorkerProcess, batch: _Batch) -> None:
+        worker.abort()
+        self._discard(worker)
+        if not worker.ready:
+            raise PluginError(f"the reward did not load within {START_LIMIT_S:g} s\n{worker.last_output()}".rstrip())
+        index, *rest = worker.assigned
+        detail = f"no result after {self._timeout_s:g} s\n{worker.last_output()}".rstrip()
+        self._record(batch, index, Score(0.0, "timeout", detail))
+        batch.waiting.extendleft(reversed(rest))
+
+    def _record(self, batch: _Batch, index: int, score: Score) -> None:
+        batch.results[index] = score
+        if score.outcome == "error" and not self.first_error:
+            self.first_error = score.detail
+
+
+class _Batch:
+    """The items of one call, those that no worker has yet, and the scores that are in."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+        self.waiting = deque(range(len(items)))
+        self.results: dict[int, Score] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        return len(self.results) < len(self.items)
+
+    def scores(self) -> list[Score]:
+        return [self.results[index] for index in range(len(self.items))]
+
+
+def _to_score(reply: Reply) -> Score:
+    if reply.kind == "error":
+        return Score(0.0, "error", reply.detail)
+    outcome = "right" if reply.value >= RIGHT_FROM else "wrong"
+    return WeightedScore(reply.value, outcome, terms=reply.terms) if reply.terms else Score(reply.value, outcome)

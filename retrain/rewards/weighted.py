@@ -1,0 +1,72 @@
+"""A reward that is the weighted sum of several, keeping what each one said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from retrain.rewards.custom import call_reward, extras_of
+from retrain.types import Score
+
+if TYPE_CHECKING:
+    from retrain.rewards import Reward
+
+
+@dataclass(frozen=True)
+class WeightedScore(Score):
+    """A score that also knows what each term gave, before its weight."""
+
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand: what it is called in the logs, its weight, and the reward."""
+
+    name: str
+    weight: float
+    reward: Reward
+
+
+class WeightedReward:
+    """`Σ weight · term`. A term that raises makes the whole score an error: a part of a sum would mislead."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self._terms = list(zip(_distinct([term.name for term in terms]), terms, strict=True))
+        self._extras = {name: extras_of(term.reward) for name, term in self._terms}
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What any of the terms wants beyond the response and the reference."""
+        return tuple(sorted({extra for extras in self._extras.values() for extra in extras}))
+
+    def score_terms(self, response: str, reference: str, extras: Mapping[str, object]) -> dict[str, float]:
+        """Return what each term gives, unweighted, by name."""
+        values = {}
+        for name, term in self._terms:
+            wanted = {extra: extras[extra] for extra in self._extras[name]}
+            try:
+                values[name] = call_reward(term.reward, response, reference, wanted)
+            except BaseException as error:
+                error.add_note(f"in the reward term {name!r}")
+                raise
+        return values
+
+    def total(self, values: Mapping[str, float]) -> float:
+        """Weigh and add what the terms gave."""
+        return sum(term.weight * values[name] for name, term in self._terms)
+
+    def score(self, response: str, reference: str) -> float:
+        """Return the weighted sum, for terms that want nothing else."""
+        return self.total(self.score_terms(response, reference, {}))
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Number the repeats: `match`, `match#2`."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result

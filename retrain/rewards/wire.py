@@ -1,0 +1,138 @@
+"""What the pool and its worker processes say to each other.
+
+Requests are pickled: the parent is trusted. Replies are JSON: a worker has run somebody else's code, and nothing it
+sends may execute here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_LENGTH = struct.Struct(">I")
+
+Prompt = str | tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True)
+class TermSpec:
+    """One reward by name, and what it counts in a weighted sum."""
+
+    type: str = "match"
+    weight: float = 1.0
+    custom_module: str = ""
+    custom_function: str = "score"
+
+    @property
+    def name(self) -> str:
+        """What the term is called in logs."""
+        return f"{self.custom_module}.{self.custom_function}" if self.type == "custom" else self.type
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """Everything a worker needs to build the reward it scores with."""
+
+    terms: tuple[TermSpec, ...] = (TermSpec(),)
+    weighted: bool = False
+    search_paths: tuple[str, ...] = ()
+
+
+class Item(NamedTuple):
+    """One completion to score. A plain `(response, reference)` pair is enough where no reward asks for more."""
+
+    response: str
+    reference: str
+    prompt: Prompt = ""
+    meta: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to a worker."""
+
+    spec: RewardSpec
+    timeout_s: float
+    memory_mb: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Some items, in order: `(response, reference, extras)`."""
+
+    items: tuple[tuple[str, str, dict[str, object]], ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A worker's answer: `ready` or `failed` once, then `value` or `error` for each item in the order given."""
+
+    kind: str
+    value: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+    extras: tuple[str, ...] = ()
+
+
+def pack_request(request: Start | Work) -> bytes:
+    """Encode a message to a worker."""
+    return _frame(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """Encode a message from a worker, leaving out what is empty: there is one for every item."""
+    fields = {"kind": reply.kind, "value": reply.value, "terms": reply.terms, "detail": reply.detail, "extras": reply.extras}
+    return _frame(json.dumps({key: value for key, value in fields.items() if value}).encode())
+
+
+def unpack_request(stream: Any) -> Start | Work | None:
+    """Read one message from the parent; None when the parent has gone."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = stream.read(length)
+    if len(body) < length:
+        return None
+    request: Start | Work = pickle.loads(body)
+    return request
+
+
+class ReplyBuffer:
+    """Bytes from a worker, cut into replies; what a killed worker left unfinished is never seen."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Reply]:
+        """Add bytes and yield the replies that are now whole."""
+        self._bytes += data
+        start = 0
+        while len(self._bytes) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            end = start + _LENGTH.size + length
+            if len(self._bytes) < end:
+                break
+            fields = json.loads(bytes(self._bytes[start + _LENGTH.size : end]))
+            yield Reply(**{**fields, "extras": tuple(fields.get("extras", ()))})
+            start = end
+        del self._bytes[:start]
+
+
+def read_tail(fd: int, most: int = 4000) -> str:
+    """Return the end of what was printed into the file behind `fd`."""
+    try:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, most, max(0, size - most))
+    except OSError:  # the user's code may have closed it
+        return ""
+    return data.decode("utf-8", "replace").strip()
+
+
+def _frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body

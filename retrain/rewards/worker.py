@@ -1,0 +1,168 @@
+"""The process that scores: reads items, writes one reply for each, and dies when its parent does.
+
+The user's code owns file descriptors 0, 1 and 2 here, which lead nowhere, and to a file that the parent keeps; the
+conversation with the parent runs over private copies. Nothing heavy is imported unless the reward itself needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from retrain.errors import RetrainError
+from retrain.rewards import load_reward
+from retrain.rewards.custom import call_reward, extras_of
+from retrain.rewards.weighted import Term, WeightedReward
+from retrain.rewards.wire import Reply, RewardSpec, Start, Work, pack_reply, read_tail, unpack_request
+
+_OWN_FOLDER = str(Path(__file__).parent)
+_LONGEST_TRACEBACK = 4000
+_KEPT_LINES = 12
+
+Evaluate = Callable[[str, str, Mapping[str, object]], Reply]
+
+
+def main() -> None:
+    """Serve the parent until it closes the pipe."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.dup(1)
+    _give_away_standard_streams()
+    start = unpack_request(requests)
+    if isinstance(start, Start):
+        _limit_process(start.memory_mb)
+        evaluate, ready = _prepare(start.spec)
+        _send(replies, ready)
+        watchdog = _Watchdog(start.timeout_s)
+        while evaluate is not None and isinstance(work := unpack_request(requests), Work):
+            for response, reference, extras in work.items:
+                watchdog.feed()
+                _forget_output()
+                _send(replies, evaluate(response, reference, extras))
+            watchdog.rest()
+    # The parent has gone. Threads and children that the user's code left behind must not outlive it.
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _give_away_standard_streams() -> None:
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        # A reward that prints half a surrogate pair is odd, but it is not wrong.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _limit_process(memory_mb: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_mb:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    # The parent ends a worker that takes too long with SIGABRT, so that this shows where it hung.
+    faulthandler.enable(file=2, all_threads=False)
+
+
+class _Watchdog:
+    """Ends the process if an item runs on although the parent, who should have ended it, is gone.
+
+    It is a C thread and needs no GIL, so it also works while a native call hangs. Arming starts that thread, so it is
+    done at most once a second, with as much slack.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit_s = timeout_s + 3.0
+        self._armed_at: float | None = None
+
+    def feed(self) -> None:
+        now = time.monotonic()
+        if self._armed_at is None or now - self._armed_at > 1.0:
+            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
+            self._armed_at = now
+
+    def rest(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._armed_at = None
+
+
+def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:
+    """Build the reward: the function that evaluates an item, and what to tell the parent."""
+    try:
+        evaluate, extras = _build_evaluate(spec)
+    except RetrainError as error:
+        cause = error.__cause__
+        return None, Reply("failed", detail=str(error) if cause is None else f"{error}\n{_format_error(cause)}")
+    except BaseException as error:
+        return None, Reply("failed", detail=_describe(error))
+    return evaluate, Reply("ready", extras=extras)
+
+
+def _build_evaluate(spec: RewardSpec) -> tuple[Evaluate, tuple[str, ...]]:
+    if spec.weighted:
+        weighted = WeightedReward([Term(term.name, term.weight, load_reward(term, spec.search_paths)) for term in spec.terms])
+
+        def value_terms(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
+            values = weighted.score_terms(response, reference, extras)
+            return Reply("value", value=weighted.total(values), terms=values)
+
+        return _guard(value_terms), weighted.extras
+    (term,) = spec.terms
+    reward = load_reward(term, spec.search_paths)
+
+    def value_one(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
+        return Reply("value", value=call_reward(reward, response, reference, extras))
+
+    return _guard(value_one), extras_of(reward)
+
+
+def _guard(evaluate: Evaluate) -> Evaluate:
+    def guarded(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
+        try:
+            return evaluate(response, reference, extras)
+        except BaseException as error:  # SystemExit and its like end the item, not the process
+            return Reply("error", detail=_describe(error))
+
+    return guarded
+
+
+def _describe(error: BaseException) -> str:
+    """One line that says what happened, the traceback without our own frames, and what was printed before it."""
+    summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    printed = read_tail(2).splitlines()[-_KEPT_LINES:]
+    return "\n".join([summary, _format_error(error), *(["printed:", *printed] if printed else [])])
+
+
+def _format_error(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__))).strip()
+    return text if len(text) <= _LONGEST_TRACEBACK else f"…{text[-_LONGEST_TRACEBACK:]}"
+
+
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
+    rest = frames
+    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        rest = rest.tb_next
+    return rest if rest is not None else frames
+
+
+def _forget_output() -> None:
+    """Empty the file that catches prints, so that what an error shows was printed by the item that failed."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.fstat(2).st_size:
+            os.ftruncate(2, 0)
+
+
+def _send(fd: int, reply: Reply) -> None:
+    data = memoryview(pack_reply(reply))
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except BrokenPipeError:  # the parent has gone; the next read says so too
+        pass

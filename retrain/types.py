@@ -1,0 +1,101 @@
+"""The nouns of the loop.
+
+Ragged lists carry a suffix that says what they run over: `_P` prompts of a step, `_G` completions of one group,
+`_T` tokens of one completion. Per-token values are numpy arrays, never lists of floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.floating[Any]]
+IntArray = NDArray[np.integer[Any]]
+BoolArray = NDArray[np.bool_]
+
+Metric = float | int | str | bool | None
+StepMetrics = dict[str, Metric]
+
+Outcome = Literal["right", "wrong", "error", "timeout"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem: what the model is asked and what a right answer is compared with."""
+
+    prompt: str | tuple[Mapping[str, str], ...]
+    """Plain text (it becomes one user message), or chat messages with `role` and `content`."""
+    reference: str
+    id: str = ""
+    meta: Mapping[str, object] = field(default_factory=dict)
+    """Whatever else the source knows, e.g. the subject; handed to custom rewards and written to the logs."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one batch of completions is drawn. `seed` makes it repeatable."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer, token by token.
+
+    `logprobs_T` are of the distribution that was sampled from: after temperature, renormalised over the kept support.
+    """
+
+    token_ids_T: IntArray
+    logprobs_T: FloatArray
+    text: str
+    finish_reason: Literal["stop", "length"]
+    entropies_T: FloatArray | None = None
+    """True entropy of that distribution at each token, from engines that know it."""
+    sampled_T: BoolArray | None = None
+    """False on tokens that an environment wrote between turns; None when the model wrote every token."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward said of one completion. An error or a time-out has no value and is kept out of the loss."""
+
+    value: float
+    outcome: Outcome
+    detail: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this score may take part in credit assignment."""
+        return self.outcome in ("right", "wrong")
+
+
+@dataclass(frozen=True)
+class Group:
+    """All completions of one prompt, with their scores: the unit that advantages are centred on."""
+
+    example: Example
+    prompt_ids: IntArray
+    completions_G: tuple[Completion, ...]
+    scores_G: tuple[Score, ...] = ()
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One row of a training step: a prompt, a completion, and what each completion token is worth."""
+
+    prompt_ids: IntArray
+    completion_ids_T: IntArray
+    logprobs_T: FloatArray
+    advantages_T: FloatArray
+    mask_T: BoolArray
+    """True on tokens that take part in the loss."""

@@ -11,10 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrain.errors import PluginError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Registry:
 
     def discovered(self) -> dict[str, EntryPoint]:
         """Parts that installed packages declare, by name."""
+        from importlib.metadata import entry_points  # noqa: PLC0415  (a tenth of the start-up time, seldom needed)
+
         return {point.name: point for point in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
@@ -44,9 +49,9 @@ class Registry:
         """Why `name` cannot be a part of this kind, or "" when it can. Imports nothing."""
         if name in self.builtins or name in self.reserved or is_dotted_path(name) or name in self.discovered():
             return ""
-        close = get_close_matches(name, [*self.names(), *self.reserved], n=1)
+        close = get_close_matches(name[:60], [*self.names(), *self.reserved], n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(self.names())}, or a dotted path."
-        return f"{name!r} is not a known {self.what}. {hint}"
+        return f"{name[:60]!r} is not a known {self.what}. {hint}"
 
     def load(self, name: str, search_paths: Sequence[str] = ()) -> object:
         """Import the part called `name`. The caller checks that it has the shape it needs."""
@@ -168,6 +173,6 @@ REGISTRIES: dict[str, Registry] = {
             {"pytorch": "retrain.inference_engine.pytorch:PyTorchEngine"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
         ),
-        Registry("backend", "backend", {"local": "retrain.backends.local:LocalBackend"}, reserved=("tinker",)),
+        Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
     )
 }

@@ -37,9 +37,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one batch of completions is drawn. `seed` makes it repeatable."""
+    """How one batch of completions is drawn: `n` for each prompt. `seed` makes it repeatable."""
 
     max_tokens: int
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

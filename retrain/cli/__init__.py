@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 import click
+from click.shell_completion import CompletionItem
 
 from retrain.errors import RetrainError
 
@@ -52,7 +53,18 @@ class _Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the first word: a command, or what training takes there, which is a file or a flag."""
+        if incomplete.startswith("-"):
+            flags = _load("retrain.cli.train").shell_complete(ctx, incomplete)
+            return [*flags, *(CompletionItem(name) for name in ("--version",) if name.startswith(incomplete))]
+        # The file item comes first: bash forgets what it was offered before one.
+        commands = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items()]
+        return [CompletionItem(incomplete, type="file"), *(c for c in commands if c.value.startswith(incomplete))]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing and not args:
+            return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
             args = [_TRAIN, *args]

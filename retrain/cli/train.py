@@ -13,7 +13,7 @@ from retrain.cli import suggest_command
 from retrain.cli.console import confirm_starter
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
-from retrain.errors import ConfigError
+from retrain.errors import BackendError, CheckpointError, ConfigError, RolloutError
 
 DEFAULT_FILE = "retrain.toml"
 
@@ -32,13 +32,13 @@ def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
 command.params.extend(click_options())
 
 
-def load_environment() -> None:
-    """Read ./.env into the environment, under what is already there."""
+def load_environment(announce: bool = True) -> None:
+    """Read ./.env into the environment, under what is already there; say so unless a program reads our output."""
     if not Path(".env").is_file():
         return
     from dotenv import load_dotenv  # noqa: PLC0415  (only when there is something to read)
 
-    if load_dotenv(".env", override=False):
+    if load_dotenv(".env", override=False) and announce:
         click.echo("Loaded .env")
 
 
@@ -70,6 +70,21 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run what the file describes."""
     if config.kind != "train":
         raise ConfigError(f"the file has a [{config.kind}] table, and this version of retrain only trains single runs.")
-    from retrain.assemble import run  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
+    from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
 
-    return run(config, force_resume)
+    try:
+        result = train(config, force_resume)
+    except KeyboardInterrupt:
+        click.echo(f"Interrupted. {how_to_go_on(config)}", err=True)
+        return 130
+    except (RolloutError, BackendError, CheckpointError):
+        click.echo(how_to_go_on(config), err=True)
+        raise
+    click.echo(f"Done: {result.steps} steps, logs in {result.log_dir}, adapter in {config.backend.adapter_path}.")
+    return 0
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """The command that resumes the run, or "" when nothing was saved yet."""
+    log_dir = config.logging.log_dir
+    return f"To go on: retrain --resume {log_dir}" if (Path(log_dir) / "trainer_state.json").exists() else ""

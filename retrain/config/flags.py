@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrain.config.options import Option, all_options
+from retrain.config.toml import parse_toml
+from retrain.errors import ConfigError
 from retrain.plugins import REGISTRIES
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def click_options() -> list[click.Option]:
@@ -49,14 +53,14 @@ class _Value(click.ParamType[str]):
     def __init__(self, option: Option) -> None:
         self.option = option
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Offer the values that the option takes, or file names where it takes a path."""
+        from click.shell_completion import CompletionItem  # noqa: PLC0415  (only a shell that completes needs it)
+
         if self.option.key.endswith(("path", "dir", "from", "paths")):
-            return [click.shell_completion.CompletionItem(incomplete, type="file")]
+            return [CompletionItem(incomplete, type="file")]
         choices = self.option.choices or (REGISTRIES[self.option.kind].names() if self.option.kind else ())
-        return [click.shell_completion.CompletionItem(str(c)) for c in choices if str(c).startswith(incomplete)]
+        return [CompletionItem(str(c)) for c in choices if str(c).startswith(incomplete)]
 
 
 def _parse(option: Option, value: Any) -> Any:
@@ -64,6 +68,8 @@ def _parse(option: Option, value: Any) -> Any:
     if not isinstance(value, str) or option.type_name == "str":
         return value
     try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError):
+        table = parse_toml(f"value = {value}", option.flag)
+    except ConfigError:
         return value
+    # A line break in the text would start a second key, which must not go unnoticed.
+    return table["value"] if len(table) == 1 else value

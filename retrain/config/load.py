@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from retrain.config.options import OPTIONAL_SECTIONS, all_options, options_by_path
-from retrain.config.rules import find_conflicts
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
+from retrain.config.rules import condition_overrides, find_conflicts
 from retrain.config.schema import TrainConfig
-from retrain.config.toml import format_toml, format_value, read_toml
+from retrain.config.toml import MAX_DEPTH, format_key, format_toml, format_value, is_too_deep, read_toml, show_path
 from retrain.errors import ConfigError, Problem
 
 Tables = dict[str, Any]
 
+# More than a screenful helps nobody, and looking for likely spellings takes time.
+MAX_PROBLEMS = 50
+_SHOWN = 60
 _TYPE_WORDS = {
     "int_type": "a whole number",
     "float_type": "a number",
     "string_type": "a string",
+    "string_unicode": "valid Unicode text",
     "bool_type": "true or false",
     "dict_type": "a table",
     "model_type": "a table",
@@ -39,20 +42,26 @@ _BOUND_WORDS = {
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
     """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides, check all of it."""
-    tables = read_toml(Path(path)) if path is not None else {}
-    return build_config(tables, overrides or {}, source=str(path) if path is not None else "the configuration")
+    if path is None:
+        return build_config({}, overrides or {}, source="the configuration")
+    if not str(path):
+        raise ConfigError("the path of the configuration is empty.  Try: name a TOML file.")
+    return build_config(read_toml(Path(path)), overrides or {}, source=show_path(Path(path)))
 
 
 def build_config(tables: Tables, overrides: Mapping[str, Any], source: str) -> TrainConfig:
     """Check nested tables with overrides on top; `source` is how the error calls them."""
     merged, problems = _apply_overrides(tables, overrides)
+    problems += _drop_too_deep(merged)
     config, shape_problems = _check_shape(merged)
     problems += shape_problems
-    reported = {problem.where for problem in problems}
-    problems += [problem for problem in find_conflicts(config) if problem.where not in reported]
+    problems += find_conflicts(config, judged=problems)
+    problems += _check_conditions(config, merged, known=frozenset(problems))
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(f"{source} has {count}:", tuple(problems))
+        left_out = len(problems) - MAX_PROBLEMS
+        shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
+        raise ConfigError(f"{source} has {count}:", tuple(shown))
     return config
 
 
@@ -63,7 +72,8 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tables, list[Problem]]:
-    merged = copy.deepcopy(tables)
+    """Two levels are copied, which is as deep as anything here changes."""
+    merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     problems = []
     for path, value in overrides.items():
         section, _, key = path.partition(".")
@@ -80,19 +90,40 @@ def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tabl
     return merged, problems
 
 
+def _drop_too_deep(tables: Tables) -> Iterator[Problem]:
+    """Take out what is nested so deeply that printing, comparing or dumping it would run out of stack."""
+    text = f"is nested more than {MAX_DEPTH} levels deep."
+    for section, table in list(tables.items()):
+        if not isinstance(table, dict):
+            if is_too_deep(table):
+                del tables[section]
+                yield Problem(f"[{_show_key(section)}]", text)
+            continue
+        for key in [key for key, value in table.items() if is_too_deep(value)]:
+            del table[key]
+            yield Problem(f"[{_show_key(section)}] {_show_key(key)}", text)
+
+
 def _check_shape(tables: Tables) -> tuple[TrainConfig, list[Problem]]:
     """Validate; bad keys are reported and left at their defaults, so that the rules can still judge the rest."""
     try:
-        return TrainConfig.model_validate(tables), []
+        return _validate(tables), []
     except ValidationError as error:
-        problems: dict[tuple[Any, ...], Problem] = {}
-        remaining = copy.deepcopy(tables)
+        # One sentence an option: the first complaint about a list is enough.
+        first: dict[tuple[Any, ...], Any] = {}
         for detail in error.errors(include_url=False):
-            location = tuple(detail["loc"])
-            # One sentence an option: the first complaint about a list is enough.
-            problems.setdefault(location[:2], _explain(location, detail))
+            first.setdefault(tuple(detail["loc"][:2]), detail)
+        remaining = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+        for location in first:
             _drop(remaining, location)
-        return TrainConfig.model_validate(remaining), list(problems.values())
+        return _validate(remaining), list(_explain_all(first.values()))
+
+
+def _validate(tables: Tables) -> TrainConfig:
+    # An absent table is given as an empty one: calling its default factory would build its model a second time.
+    present = {name: {} for name in TrainConfig.model_fields if name not in OPTIONAL_SECTIONS} | tables
+    # by_name=False: a TOML key is the alias alone, `from` and not `from_`.
+    return TrainConfig.model_validate(present, by_alias=True, by_name=False)
 
 
 def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
@@ -103,27 +134,51 @@ def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
         section.pop(location[1], None)
 
 
+def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[Problem]) -> Iterator[Problem]:
+    """Every condition must be a valid run of its own, so that a campaign does not fail at its last one."""
+    base = {name: table for name, table in tables.items() if name not in OPTIONAL_SECTIONS}
+    for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
+        merged, _ = _apply_overrides(base, dict(condition_overrides(condition)))
+        run, problems = _check_shape(merged)
+        problems += find_conflicts(run, judged=problems)
+        for problem in problems:
+            if problem not in known:
+                yield Problem(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
+
+
+def _explain_all(details: Iterable[Any]) -> Iterator[Problem]:
+    for count, detail in enumerate(details):
+        location = tuple(detail["loc"])
+        if count < MAX_PROBLEMS:
+            yield _explain(location, detail)
+        else:
+            yield Problem(".".join(str(part) for part in location[:2]), "is wrong.")
+
+
 def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
     """Turn one pydantic complaint into a sentence with table, key, value and what to write instead."""
     kind, value = detail["type"], detail["input"]
     section = str(location[0])
     if len(location) == 1:
-        return (
-            _unknown_section(section, value)
-            if kind == "extra_forbidden"
-            else Problem(f"[{section}]", f"must be a table, got {_show(value)}.")
-        )
-    key = str(location[1])
-    option = options_by_path().get(f"{section}.{key}")
+        if kind == "extra_forbidden":
+            return _unknown_section(section, value)
+        hint = f"Try: [{section}], with single brackets" if _is_list_of_tables(value) else f"Try: [{section}]"
+        return Problem(f"[{section}]", f"must be a table, got {_show(value)}.", hint)
+    option = options_by_path().get(f"{section}.{location[1]}")
     if option is None:
-        return _unknown_key(section, key)
-    inside = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[2:])
+        return _unknown_key(section, str(location[1]))
+    inside = "".join(f"[{part}]" if isinstance(part, int) else f".{_show_key(str(part))}" for part in location[2:])
     if kind == "extra_forbidden":
-        return Problem(option.where, f"has an unknown key {inside.lstrip('.')}.")
-    hint = f"Try: {key} = {format_value(option.default)}"
-    return Problem(
-        option.where, f"{inside + ' ' if inside else ''}{_requirement(kind, detail)}, got {_show(value)}.", hint
-    )
+        known = option.element_keys
+        close = get_close_matches(str(location[-1])[:_SHOWN], known, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+        return Problem(f"{option.where}{inside}", "is unknown.", hint)
+    text = f"{_requirement(kind, detail)}, got {_show(value)}."
+    return Problem(f"{option.where}{inside}", text, _suggest_value(option))
+
+
+def _suggest_value(option: Option) -> str:
+    return f"Try: {option.key} = {format_value(option.default)}"
 
 
 def _requirement(kind: str, detail: Any) -> str:
@@ -132,7 +187,8 @@ def _requirement(kind: str, detail: Any) -> str:
         return f"must be {_TYPE_WORDS[kind]}"
     if kind in _BOUND_WORDS:
         sign, name = _BOUND_WORDS[kind]
-        return f"must be {sign} {context[name]:g}"
+        bound = context[name]
+        return f"must be {sign} {bound:g}" if abs(bound) < 1e6 else f"must be {sign} {bound}"
     if kind == "literal_error":
         return f"must be one of {context['expected'].replace(' or ', ', ')}"
     if kind in ("string_too_short", "too_short"):
@@ -143,28 +199,35 @@ def _requirement(kind: str, detail: Any) -> str:
 
 
 def _show(value: object) -> str:
-    text = format_value(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    # A flag may carry bytes that are no text, which a terminal that speaks UTF-8 refuses.
+    text = format_value(value).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def _unknown_section(section: str, value: object) -> Problem:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) and not _is_list_of_tables(value):
         homes = [option.where for option in all_options() if option.key == section]
         hint = f"Did you mean {homes[0]}?" if homes else "Options stand inside a [table]."
         return Problem(f"unknown option {_show_key(section)}", "outside any table.", hint)
-    close = get_close_matches(section, TrainConfig.model_fields, n=1)
+    close = get_close_matches(section[:_SHOWN], TrainConfig.model_fields, n=1)
     hint = f"Did you mean [{close[0]}]?" if close else f"Tables: {', '.join(TrainConfig.model_fields)}."
     return Problem(f"unknown table [{_show_key(section)}].", "", hint)
 
 
+def _is_list_of_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
 def _unknown_key(section: str, key: str) -> Problem:
-    """Look for the key in its own table, then by exact name in the others, then by likeness anywhere."""
+    """Look for the key by exact name in the other tables, then for a like one in its own, then anywhere."""
     options = all_options()
-    own = get_close_matches(key, [option.key for option in options if option.section == section], n=1)
+    own = get_close_matches(key[:_SHOWN], [option.key for option in options if option.section == section], n=1)
     homes = [option.where for option in options if option.key == key]
-    near = get_close_matches(key, [option.key for option in options], n=1)
+    near = get_close_matches(key[:_SHOWN], [option.key for option in options], n=1)
     if homes:
         hint = f"Did you mean {homes[0]}?"
+    elif key in TrainConfig.model_fields:
+        hint = f"Did you mean the table [{key}]?"
     elif own:
         hint = f"Did you mean {own[0]}?"
     elif near:
@@ -175,4 +238,6 @@ def _unknown_key(section: str, key: str) -> Problem:
 
 
 def _show_key(key: str) -> str:
-    return key if len(key) <= 60 else f"{key[:57]}..."
+    """A key as TOML would spell it, so that control characters and odd spaces are seen."""
+    text = format_key(key)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

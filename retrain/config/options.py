@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from retrain.config.schema import Section, TrainConfig
@@ -61,12 +60,20 @@ class Option:
             return f"list[{element.__name__}]" if element in (int, str) else "list of tables"
         return "table" if get_origin(annotation) is dict else str(annotation.__name__) if annotation else "any"
 
+    @property
+    def element_keys(self) -> tuple[str, ...]:
+        """The keys that each table of a list may hold, or () when they are open."""
+        elements = [
+            arg for arg in get_args(self.field.annotation) if isinstance(arg, type) and issubclass(arg, Section)
+        ]
+        return tuple(elements[0].model_fields) if elements else ()
+
 
 def section_type(name: str) -> type[Section]:
     """The model of a table, also of one that is absent by default."""
     annotation = TrainConfig.model_fields[name].annotation
     candidates = [annotation, *get_args(annotation)]
-    return next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel) and c is not BaseModel)  # type: ignore[return-value]
+    return next(found for found in candidates if isinstance(found, type) and issubclass(found, Section))
 
 
 OPTIONAL_SECTIONS = tuple(

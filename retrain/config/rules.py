@@ -1,26 +1,39 @@
-"""Rules that span options. Each is one function that yields the problems it finds; `RULES` is the whole list."""
+"""Rules that span options. Each is one function that yields the problems it finds; the lists are at the foot."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
-from retrain.errors import Problem
+from retrain.config.toml import format_value
+from retrain.errors import ConfigError, Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
 
-_DEVICE = re.compile(r"cpu|gpu:\d{1,3}")
+_DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
+_TABLE = re.compile(r"\[[a-z]+\]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
 
-def find_conflicts(config: TrainConfig) -> list[Problem]:
-    """Every problem that any rule finds."""
-    return [problem for rule in RULES for problem in rule(config)]
+def find_conflicts(config: TrainConfig, judged: Iterable[Problem] = ()) -> list[Problem]:
+    """Every problem that any rule finds.
+
+    A table with a problem already `judged` holds a default where the user wrote something else, so what rules that
+    compare its options would say of them is not to be trusted; each value on its own can still be judged.
+    """
+    judged = tuple(judged)
+    reported = {problem.where for problem in judged}
+    doubtful = tuple(table for problem in judged for table in _TABLE.findall(f"{problem.where} {problem.hint}"))
+    found = [problem for rule in VALUE_RULES for problem in rule(config)]
+    found += [p for rule in RELATION_RULES for p in rule(config) if not p.where.startswith(doubtful)]
+    return [problem for problem in found if problem.where not in reported]
 
 
 def values_of(config: TrainConfig) -> dict[str, Any]:
@@ -32,11 +45,13 @@ def values_of(config: TrainConfig) -> dict[str, Any]:
 def names_are_known(config: TrainConfig) -> Iterator[Problem]:
     """A name that selects a part must be built in, installed, or a dotted path."""
     values = values_of(config)
-    for option in all_options():
-        if option.kind and values.get(option.path):
-            text = REGISTRIES[option.kind].problem_with(values[option.path])
-            if text:
-                yield Problem(option.where, text)
+    named = [(o.where, o.kind, values[o.path], o.default) for o in all_options() if o.kind and o.path in values]
+    named += [(f"[reward] terms[{n}].type", "reward", term.type, "match") for n, term in enumerate(config.reward.terms)]
+    for where, kind, name, default in named:
+        # Empty is a choice only where it is the default.
+        text = REGISTRIES[kind].problem_with(name) if name or default else ""
+        if text:
+            yield Problem(where, text)
 
 
 def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
@@ -49,7 +64,7 @@ def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
             f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas.",
             'Try: devices = "gpu:0"',
         )
-    elif len(set(devices)) < len(devices):
+    elif len(set(devices)) < len(devices) and set(devices) != {"cpu"}:
         yield Problem(
             "[backend] devices", f"names {max(devices, key=devices.count)!r} twice.", f'Try: devices = "{devices[0]}"'
         )
@@ -65,32 +80,34 @@ def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _check_reward(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
+def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
     if reward.type == "custom" and not reward.custom_module:
-        yield Problem(
-            f"{where} custom_module", f'is empty, but {where} type is "custom".', 'Try: custom_module = "my_rewards"'
-        )
+        yield Problem(f"{where}custom_module", 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"')
     if reward.custom_module and reward.type != "custom":
         yield Problem(
-            f"{where} custom_module", f"is set, but {where} type is {json.dumps(reward.type)}.", 'Try: type = "custom"'
+            f"{where}custom_module", f"is set, but type is {json.dumps(reward.type)}.", 'Try: type = "custom"'
         )
 
 
 def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
     """A custom reward names its module, a judge its model, and weighted terms do the same."""
     reward = config.reward
-    if reward.terms:
-        for index, term in enumerate(reward.terms):
-            yield from _check_reward(f"[reward] terms[{index}]", term)
-        return
-    yield from _check_reward("[reward]", reward)
-    if reward.type == "judge" and not reward.judge_model:
+    types = [term.type for term in reward.terms] or [reward.type]
+    for index, term in enumerate(reward.terms):
+        yield from _check_custom(f"[reward] terms[{index}].", term)
+    if not reward.terms:
+        yield from _check_custom("[reward] ", reward)
+    elif reward.custom_module:
+        yield Problem(
+            "[reward] custom_module", "is set, but terms replace it.", "Try: put custom_module into a term of its own"
+        )
+    if "judge" in types and not reward.judge_model:
         yield Problem(
             "[reward] judge_model", 'is empty, but [reward] type is "judge".', 'Try: judge_model = "gpt-4o-mini"'
         )
-    if reward.judge_model and reward.type != "judge":
+    if reward.judge_model and "judge" not in types:
         yield Problem(
-            "[reward] judge_model", f"is set, but [reward] type is {json.dumps(reward.type)}.", 'Try: type = "judge"'
+            "[reward] judge_model", f"is set, but [reward] type is {json.dumps(types[0])}.", 'Try: type = "judge"'
         )
 
 
@@ -199,7 +216,7 @@ def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[Problem]:
         return
     try:
         grams = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         grams = None
     if not isinstance(grams, list) or not grams or not all(isinstance(gram, str) and gram.strip() for gram in grams):
         yield Problem(
@@ -207,12 +224,6 @@ def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[Problem]:
             "starts like a JSON array but is not one of phrases.",
             """Try: strategic_grams = '["wait", "let me check"]'""",
         )
-
-
-def squeeze_has_an_adapter(config: TrainConfig) -> Iterator[Problem]:
-    """Outside a campaign somebody has to say which adapter to analyse."""
-    if config.kind == "squeeze" and config.squeeze is not None and not config.squeeze.adapter_path:
-        yield Problem("[squeeze] adapter_path", "is empty.", 'Try: adapter_path = "logs/train/final_adapter"')
 
 
 def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
@@ -223,25 +234,29 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
         "student_with_teaching_template": ("question", "teaching"),
         "student_baseline_template": ("question",),
     }
+    values = values_of(config)
     for key, variables in wanted.items():
-        text = values_of(config)[f"teaching.{key}"]
+        text = values[f"teaching.{key}"]
         missing = [f"{{{name}}}" for name in variables if text and f"{{{name}}}" not in text]
         if missing:
             yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
 
 
 def conditions_override_real_options(config: TrainConfig) -> Iterator[Problem]:
-    """Each key of a condition is an option's name, or a table of them; labels must differ."""
+    """Each key of a condition is an option's name, or a table of them; conditions and seeds must differ."""
     if config.campaign is None:
         return
+    keys = list(dict.fromkeys(option.key for option in all_options()))
     for index, condition in enumerate(config.campaign.conditions):
         where = f"[campaign] conditions[{index}]"
         if not condition:
             yield Problem(where, "is empty.", 'Try: advantage_mode = "grpo"')
         for path, _ in condition_overrides(condition):
-            if path not in options_by_path() or path.startswith(("campaign.", "resume.")):
-                yield Problem(where, f"sets {path!r}, which is not an option that a condition can override.")
-    labels = [json.dumps(condition, sort_keys=True, default=str) for condition in config.campaign.conditions]
+            if path not in options_by_path() or path.startswith(("campaign.", "resume.", "squeeze.")):
+                close = get_close_matches(path.rpartition(".")[2][:60], keys, n=1)
+                hint = f"Did you mean {close[0]}?" if close else ""
+                yield Problem(where, f"sets {path[:60]!r}, which is not an option that a condition can override.", hint)
+    labels = [format_value(dict(sorted(condition_overrides(c)))) for c in config.campaign.conditions]
     if len(set(labels)) < len(labels):
         yield Problem("[campaign] conditions", "holds the same condition twice.")
     if len(set(config.campaign.seeds)) < len(config.campaign.seeds):
@@ -252,27 +267,70 @@ def condition_overrides(condition: Mapping[str, Any]) -> Iterator[tuple[str, Any
     """A condition as `section.key` overrides; a bare key belongs to the first table that has it."""
     homes = {option.key: option.path for option in reversed(all_options())}
     for key, value in condition.items():
-        if isinstance(value, Mapping) and key not in homes:
+        # `model` and `backend` are tables as well as options; neither option takes a table.
+        if isinstance(value, Mapping) and (key in TrainConfig.model_fields or key not in homes):
             yield from ((f"{key}.{inner}", item) for inner, item in value.items())
         else:
             yield homes.get(key, key), value
 
 
-RULES: tuple[Rule, ...] = (
+def values_can_be_written(config: TrainConfig) -> Iterator[Problem]:
+    """A run writes its configuration down as TOML, which has no null and holds only whole Unicode characters."""
+    for path, value in values_of(config).items():
+        if _holds_null(value):
+            yield Problem(options_by_path()[path].where, "holds null, which TOML lacks.", "Try: leave that key out")
+        if any(_SURROGATE.search(text) for text in _texts(value)):
+            yield Problem(options_by_path()[path].where, "holds text that is not valid Unicode.")
+
+
+def _holds_null(value: object) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return value is None or any(_holds_null(item) for item in items)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def squeeze_has_an_adapter(config: TrainConfig) -> Iterator[Problem]:
+    """Outside a campaign somebody has to say which adapter to analyse."""
+    if config.kind == "squeeze" and config.squeeze is not None and not config.squeeze.adapter_path:
+        yield Problem("[squeeze] adapter_path", "is empty.", 'Try: adapter_path = "logs/train/final_adapter"')
+
+
+def check_can_run(config: TrainConfig) -> None:
+    """Refuse what a file may leave open, for another to fill in, but a run may not."""
+    problems = tuple(squeeze_has_an_adapter(config))
+    if problems:
+        raise ConfigError("the configuration cannot be run yet:", problems)
+
+
+# These look at one option each, the others at how options agree.
+VALUE_RULES: tuple[Rule, ...] = (
     names_are_known,
+    values_can_be_written,
     devices_follow_the_grammar,
     groups_can_differ,
+    urls_are_urls,
+    strategic_grams_can_be_read,
+    templates_name_their_variables,
+    conditions_override_real_options,
+)
+RELATION_RULES: tuple[Rule, ...] = (
     rewards_are_complete,
     environment_is_complete,
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,
     backpressure_bounds_are_ordered,
-    urls_are_urls,
     engine_options_have_an_engine,
     params_have_a_plugin,
-    strategic_grams_can_be_read,
-    squeeze_has_an_adapter,
-    templates_name_their_variables,
-    conditions_override_real_options,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +13,111 @@ from retrain.errors import ConfigError
 
 # A configuration is a page or two; anything this large was named by mistake.
 MAX_BYTES = 1_000_000
+# Far above any real file, far below where parsers, copies and dumps run out of stack.
+MAX_DEPTH = 32
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
+# tomllib takes time and memory in the square of the parts of a dotted key, so a long one is refused unparsed.
+_LONG_DOTTED_KEY = re.compile(r"(?<![^\s=#\[\]{},])(?:[^\s.=#\[\]{},]+\.){200}")
+_LONG_NUMBER = re.compile(r"[0-9](?:_?[0-9]){4299}")
+_SHOWN_LINE = 100
+# Python refuses to print integers of more than 4,300 digits in decimal; TOML can only hold such a one as 0x....
+_DECIMAL_BITS = 14_000
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a file, or say in one sentence why it cannot be a configuration."""
+    name = show_path(path)
     try:
-        size = path.stat().st_size
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder, not a TOML file.  Try: name the file inside it.")
-        if size > MAX_BYTES:
-            raise ConfigError(f"{path} is {size / 1e6:.1f} MB; a configuration has at most {MAX_BYTES / 1e6:.0f} MB.")
-        raw = path.read_bytes()
+            raise ConfigError(f"{name} is a folder, not a TOML file.  Try: name the file inside it.")
+        # Bounded, and without trusting the size the system reports: pipes and /dev files have none.
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+            size = max(len(raw), path.stat().st_size)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {path}.  Try: retrain init") from error
+        raise ConfigError(f"there is no file {name}.  Try: retrain init") from error
     except (OSError, ValueError) as error:
         # ValueError: a path with a NUL byte in it.
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{name} cannot be read: {reason}.  Try: check the path and its permissions.") from error
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(
+            f"{name} has {size / 1e6:.1f} MB; a configuration has at most {MAX_BYTES / 1e6:.0f} MB.  "
+            "Try: name a TOML file."
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text file (byte {error.start} is not UTF-8).") from error
-    return parse_toml(text, str(path))
+        raise ConfigError(
+            f"{name} is not a text file (byte {error.start} is not UTF-8).  Try: name a TOML file."
+        ) from error
+    return parse_toml(text, name)
+
+
+def show_path(path: Path) -> str:
+    """A path as messages print it: as it is, or quoted where it would garble the terminal."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Parse TOML text; `name` is how messages call it."""
+    long_key = _LONG_DOTTED_KEY.search(text)
+    if long_key:
+        line = text.count("\n", 0, long_key.start()) + 1
+        raise ConfigError(f"{name} is not a configuration: line {line} is nested too deeply.")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {_point_at(text, str(error))}") from error
     except RecursionError as error:
-        raise ConfigError(f"{name} is not a configuration: its values are nested too deeply.") from error
+        lines = text.split("\n")
+        line = max(range(len(lines)), key=lambda n: lines[n].count("[") + lines[n].count("{")) + 1
+        raise ConfigError(f"{name} is not a configuration: line {line} is nested too deeply.") from error
     except ValueError as error:
-        raise ConfigError(f"{name} holds a number that is too large: {error}.") from error
+        number = _LONG_NUMBER.search(text)
+        place = f" (line {text.count(chr(10), 0, number.start()) + 1})" if number else ""
+        reason = "it holds a number that is too large" if number else str(error)
+        raise ConfigError(f"{name} cannot be read: {reason}{place}.") from error
 
 
 def _point_at(text: str, message: str) -> str:
     """The message, then the line it is about with a caret under the column."""
-    lines = text.splitlines() or [""]
+    # Only \n ends a line in TOML; str.splitlines knows more separators and would count differently.
+    lines = text.replace("\r\n", "\n").split("\n")
+    while len(lines) > 1 and not lines[-1].strip():
+        lines.pop()
     position = _POSITION.search(message)
     line, column = (int(position[1]), int(position[2])) if position else (len(lines), len(lines[-1]) + 1)
     reason = _POSITION.sub("", message).replace("(at end of document)", "at the end of the file").strip()
-    line = min(line, len(lines))
+    if line > len(lines):
+        line, column = len(lines), len(lines[-1]) + 1
+    # A control character would move the cursor, so that the caret pointed nowhere.
+    shown = "".join(
+        char if char.isprintable() or char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in lines[line - 1]
+    )
+    start = max(0, column - _SHOWN_LINE) if len(shown) > _SHOWN_LINE else 0
     # Tabs keep their place under tabs, so that the caret lines up.
-    indent = re.sub(r"[^\t]", " ", lines[line - 1][: column - 1])
+    indent = re.sub(r"[^\t]", " ", shown[start : column - 1])
     margin = f"  {line} | "
-    return f"{reason} (line {line})\n{margin}{lines[line - 1]}\n{' ' * len(margin)}{indent}^"
+    return f"{reason} (line {line})\n{margin}{shown[start : start + _SHOWN_LINE]}\n{' ' * len(margin)}{indent}^"
+
+
+def is_too_deep(value: object, limit: int = MAX_DEPTH) -> bool:
+    """Whether tables and lists are nested more than `limit` levels, found without recursion."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [inner for item in level for inner in _items(item)]
+        if not level:
+            return False
+    return True
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def format_value(value: object) -> str:
@@ -70,10 +127,12 @@ def format_value(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{format_key(key)} = {format_value(item)}" for key, item in value.items())
+        inner = ", ".join(f"{format_key(str(key))} = {format_value(item)}" for key, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(format_value(item) for item in value)}]"
+    if isinstance(value, int) and value.bit_length() > _DECIMAL_BITS:
+        return hex(value)
     return str(value)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import re
-import textwrap
 from collections.abc import Callable, Sequence
+from textwrap import fill, indent
 
 from retrain.manual import Block, Manual, Section
 
@@ -21,11 +21,14 @@ dd { margin: 0 0 0.7rem 1.5rem; } nav ul { columns: 3; list-style: none; padding
 
 
 def as_text(sections: Sequence[Section], width: int = 80, emphasise: Callable[[str], str] = str) -> str:
-    """Titles at the margin, bodies indented by four; `emphasise` dresses the titles for a terminal."""
+    """Titles at the margin, headings indented by two, the rest by four; `emphasise` dresses titles for a terminal."""
     parts = []
     for section in sections:
-        body = textwrap.indent(section_text(section, width - 4), "    ")
-        parts.append(f"{emphasise(section.title.upper())}\n{body}")
+        blocks = [
+            f"  {emphasise(block.text)}" if block.kind == "heading" else indent(_block_text(block, width - 4), "    ")
+            for block in section.blocks
+        ]
+        parts.append(f"{emphasise(section.title.upper())}\n" + "\n\n".join(blocks))
     return "\n\n".join(parts) + "\n"
 
 
@@ -44,7 +47,7 @@ def _block_text(block: Block, width: int) -> str:
     if block.kind == "heading":
         return block.text
     if block.kind == "code":
-        return textwrap.indent(block.text, "    ")
+        return indent(block.text, "    ")
     if block.kind == "list":
         return "\n".join(_wrap(text, width, "- ", "  ") for _, text in block.items)
     if block.kind == "definitions":
@@ -54,7 +57,7 @@ def _block_text(block: Block, width: int) -> str:
 
 
 def _wrap(text: str, width: int, first: str = "", rest: str = "") -> str:
-    return textwrap.fill(
+    return fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
 
@@ -104,7 +107,8 @@ def _inline_html(text: str) -> str:
 
 def as_roff(manual: Manual, sections: Sequence[Section], version: str) -> str:
     """A page for `man -l`, in the man macros."""
-    lines = [f'.TH RETRAIN 1 "{manual.date}" "retrain {version}" "User Commands"']
+    # Without .nh a flag could be broken at its hyphens.
+    lines = [f'.TH RETRAIN 1 "{manual.date}" "retrain {version}" "User Commands"', ".nh"]
     for section in sections:
         lines.append(f'.SH "{_escape(section.title.upper())}"')
         for index, block in enumerate(section.blocks):
@@ -144,9 +148,7 @@ def _guard(line: str) -> str:
     return rf"\&{line}" if line.startswith((".", "'")) else line
 
 
-_ROFF = str.maketrans(
-    {"\\": r"\e", "-": r"\-", '"': r"\(dq", "'": r"\(aq", "`": r"\(ga", "^": r"\(ha", "~": r"\(ti"}
-)
+_ROFF = str.maketrans({"\\": r"\e", "-": r"\-", '"': r"\(dq", "'": r"\(aq", "`": r"\(ga", "^": r"\(ha", "~": r"\(ti"})
 
 
 def _escape(text: str) -> str:

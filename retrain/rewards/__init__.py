@@ -1,7 +1,7 @@
 r"""Rewards: how a completion is scored, and the pool of killable processes that does it.
 
-Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify) and `custom` (a function of yours); several can
-be weighed against each other. None of them runs in the training process.
+Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify) and `custom` (a function of yours); several
+can be weighed against each other. None of them runs in the training process.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.sandbox import RewardPool
+from retrain.rewards.sandbox import RIGHT_FROM, RewardPool
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, RewardSpec, TermSpec
 
+if TYPE_CHECKING:
+    from retrain.config import schema
+
 __all__ = [
+    "RIGHT_FROM",
     "Item",
     "Reward",
     "RewardPool",
-    "RewardSection",
     "RewardSpec",
-    "TermSection",
     "TermSpec",
     "WeightedScore",
     "build_reward",
@@ -42,46 +44,17 @@ class Reward(Protocol):
         ...
 
 
-class TermSection(Protocol):
-    """What is read of a `[[reward.terms]]` table."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def custom_module(self) -> str: ...
-    @property
-    def custom_function(self) -> str: ...
-
-
-class RewardSection(Protocol):
-    """What is read of the `[reward]` table."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def custom_module(self) -> str: ...
-    @property
-    def custom_function(self) -> str: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def terms(self) -> Sequence[TermSection]: ...
-
-
-def read_spec(section: RewardSection, search_paths: Sequence[str] = ()) -> RewardSpec:
+def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> RewardSpec:
     """Turn the `[reward]` table into what a worker builds its reward from."""
     folders = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
-    if not section.terms:
-        return RewardSpec((TermSpec(section.type, 1.0, section.custom_module, section.custom_function),), False, folders)
-    terms = tuple(TermSpec(term.type, term.weight, term.custom_module, term.custom_function) for term in section.terms)
-    return RewardSpec(terms, True, folders)
+    if section.terms:
+        terms = (TermSpec(term.type, term.weight, term.custom_module, term.custom_function) for term in section.terms)
+        return RewardSpec(tuple(terms), weighted=True, search_paths=folders)
+    only = TermSpec(section.type, custom_module=section.custom_module, custom_function=section.custom_function)
+    return RewardSpec((only,), search_paths=folders)
 
 
-def build_reward(section: RewardSection, search_paths: Sequence[str] = ()) -> RewardPool:
+def build_reward(section: schema.Reward, search_paths: Sequence[str] = ()) -> RewardPool:
     """Start the pool that scores as `[reward]` says; a reward that cannot be loaded is a PluginError here."""
     return RewardPool(read_spec(section, search_paths), timeout_s=section.timeout_s, workers=section.workers)
 

@@ -1,7 +1,7 @@
 """The `custom` reward: a function of the user's, plain or async.
 
-The function takes `(response, reference)`. When it also names `prompt` or `meta` (or takes `**extras`), it gets what the
-example carries under those names.
+The function takes `(response, reference)`. When it also names `prompt` or `meta` (or takes `**extras`), it gets what
+the example carries under those names.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ It knows notation, not algebra: `\dfrac12` equals `\frac{1}{2}`, but `0.5` does 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+([0-9A-Za-z])|\\.|[{}]", re.DOTALL)
 
@@ -25,6 +26,7 @@ _CURRENCY_OR_PERCENT = re.compile(r"\\?[$%]")
 _ASSIGNMENT = re.compile(r"^[A-Za-z](?:=|\\in(?![A-Za-z]))(?=[^=]+$)")
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _DECIMAL = re.compile(r"([+-]?)(\d*)\.(\d*)")
+_BRACED_SCRIPT = re.compile(r"([_^])\{([0-9A-Za-z])\}")
 _SYNONYMS = (
     (re.compile(r"\\le(?![A-Za-z])"), r"\\leq"),
     (re.compile(r"\\ge(?![A-Za-z])"), r"\\geq"),
@@ -69,6 +71,7 @@ def answer_of(reference: str) -> str:
     return last_boxed(reference) or reference.strip()
 
 
+@lru_cache(maxsize=4096)  # a group shares its reference, and mostly its answers
 def normalise(answer: str) -> str:
     """Rewrite an answer so that two spellings of one notation become the same text."""
     text = _DELIMITER_SIZE.sub("", answer.strip().rstrip(".").strip("$"))
@@ -80,7 +83,7 @@ def normalise(answer: str) -> str:
     text = _TEXT.sub(r"\1", text)
     text = _CURRENCY_OR_PERCENT.sub("", _DEGREE.sub("", text))
     text = "".join(text.split()).rstrip(".,")
-    text = _ASSIGNMENT.sub("", text)
+    text = _BRACED_SCRIPT.sub(r"\1\2", _ASSIGNMENT.sub("", text))
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and text.count("{") == 1:
         text = text[1:-1]
     return _normalise_word(_normalise_number(_normalise_fractions(text)))

@@ -48,7 +48,7 @@ class MathReward:
             return 0.0
         if equal_as_text(answer, gold):
             return 1.0
-        if _has_base_subscript(gold) or _has_base_subscript(answer):
+        if _has_base_subscript(gold) or _has_base_subscript(answer) or _differ_in_kind(answer, gold):
             return 0.0
         gold_forms = _parse_reference(gold)
         if not gold_forms:
@@ -58,3 +58,9 @@ class MathReward:
 
 def _has_base_subscript(answer: str) -> bool:
     return _BASE_SUBSCRIPT.fullmatch(normalise(answer)) is not None
+
+
+def _differ_in_kind(answer: str, gold: str) -> bool:
+    """Whether one is a set and the other a point or an interval, which math-verify takes for equal."""
+    opening = {normalise(text).lstrip("\\")[:1] for text in (answer, gold)}
+    return "{" in opening and bool(opening & {"(", "["})

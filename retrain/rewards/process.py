@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -32,15 +33,17 @@ _LARGEST_CHUNK = 64
 _READ_BYTES = 1 << 16
 _ABORT_GRACE_S = 0.5
 _SHOWN_LINES = 20
+_LARGEST_OUTPUT = 1 << 24
 
 
 class WorkerProcess:
     """A process running `retrain.rewards.worker`. Its pipes never block the parent."""
 
     def __init__(self, start: Start) -> None:
-        self._output = tempfile.TemporaryFile()
+        self._output, path = tempfile.mkstemp(prefix="retrain-reward-")
+        os.unlink(path)  # the open descriptor keeps it, and nothing is left behind if the parent is killed
         # Parent and worker empty this file while the other may write to it; appending keeps that free of holes.
-        fcntl.fcntl(self._output.fileno(), fcntl.F_SETFL, os.O_APPEND | os.O_RDWR)
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND | os.O_RDWR)
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
@@ -66,12 +69,9 @@ class WorkerProcess:
         """Indices of the items it has and has not answered; it works on the first."""
         self.since = time.monotonic()
         """When it began what it does now: starting, or the first assigned item."""
+        self._printed = ""
         self._post(pack_request(start))
-
-    @property
-    def sending(self) -> bool:
-        """Whether a message is still on its way to the worker."""
-        return len(self._outbox) > 0
+        self.flush()
 
     def assign(self, indices: Sequence[int], items: Sequence[Item]) -> None:
         """Give the worker items; `flush` sends them."""
@@ -91,7 +91,6 @@ class WorkerProcess:
 
     def _post(self, message: bytes) -> None:
         self._outbox = memoryview(message)
-        self.flush()
 
     def flush(self) -> bool:
         """Send what fits; True while some is left."""
@@ -99,7 +98,11 @@ class WorkerProcess:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outbox:
                 self._outbox = self._outbox[os.write(self.requests_fd, self._outbox) :]
-        return self.sending
+        return len(self._outbox) > 0
+
+    def has_replied(self) -> bool:
+        """Whether a reply, or its end, is there to be read."""
+        return bool(select.select([self.replies_fd], [], [], 0)[0])
 
     def receive(self) -> list[Reply] | None:
         """Read what has come; None when the worker has closed its end."""
@@ -121,6 +124,11 @@ class WorkerProcess:
             self.chunk = min(2 * self._chunk_size, _LARGEST_CHUNK) if quick else max(1, self._chunk_size // 2)
         return index
 
+    def trim_output(self) -> None:
+        """Keep a reward that prints without end from filling the disk."""
+        if os.fstat(self._output).st_size > _LARGEST_OUTPUT:
+            os.ftruncate(self._output, 0)
+
     def abort(self) -> None:
         """Ask the worker to write down where it is, and die."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -132,6 +140,8 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._printed = read_tail(self._output)
+        os.close(self._output)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
@@ -139,20 +149,22 @@ class WorkerProcess:
     def describe_end(self) -> str:
         """Say how a dead worker ended, with the last lines it printed."""
         code = self._process.returncode
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-            how = f"the reward process was killed by {name}{hint}"
+        assert code is not None
+        if code < 0:
+            hint = ", perhaps for its memory" if -code == signal.SIGKILL else ""
+            how = f"the reward process died: {signal.strsignal(-code)}{hint}"
         else:
             how = f"the reward process exited with status {code}"
         return f"{how}\n{self.last_output()}".rstrip()
 
     def last_output(self) -> str:
-        """Return the last lines the worker printed, our own frames left out."""
-        lines = [line for line in read_tail(self._output.fileno()).splitlines() if not _is_own_frame(line)]
+        """Return the last lines a dead worker printed, among them where it was when it died."""
+        lines = [line for line in self._printed.splitlines() if not _is_noise(line)]
         return "\n".join(lines[-_SHOWN_LINES:])
 
 
-def _is_own_frame(line: str) -> bool:
-    own = os.path.dirname(__file__)
-    return line.startswith("  File ") and (own in line or '"<string>"' in line)
+def _is_noise(line: str) -> bool:
+    """Our own frames, and what the interpreter's crash report adds around the stack."""
+    if line.startswith("  File "):
+        return os.path.dirname(__file__) in line or '"<string>"' in line
+    return not line.strip() or line.startswith(("Fatal Python error: ", "Extension modules: "))

@@ -21,13 +21,14 @@ from retrain.errors import PluginError
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
-from retrain.types import Score
+from retrain.types import Outcome, Score
 
 RIGHT_FROM = 0.5
 """A reward of this much or more counts as a right answer."""
 
 # Importing a user's module may load a model of its own; that is allowed, hanging there is not.
 START_LIMIT_S = 300.0
+_LONGEST_WAIT_S = 1.0
 
 
 def count_cores() -> int:
@@ -89,7 +90,9 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
         self.close()
 
     def _top_up(self) -> None:
@@ -101,13 +104,15 @@ class RewardPool:
     def _discard(self, worker: WorkerProcess) -> None:
         self._workers.remove(worker)
         self._selector.unregister(worker.replies_fd)
-        if worker.sending:
+        if worker.requests_fd in self._selector.get_map():
             self._selector.unregister(worker.requests_fd)
         worker.kill()
 
     def _hand_out(self, batch: _Batch) -> None:
         for worker in self._workers:
-            if worker.ready and not worker.assigned and batch.waiting:
+            # An idle worker with something to read has died; it must not be blamed on the next item.
+            idle = worker.ready and not worker.assigned and not worker.has_replied()
+            if idle and batch.waiting:
                 fair_share = -(-len(batch.waiting) // len(self._workers))
                 count = min(worker.chunk, fair_share)
                 indices = [batch.waiting.popleft() for _ in range(count)]
@@ -115,17 +120,17 @@ class RewardPool:
                 self._flush(worker)
 
     def _flush(self, worker: WorkerProcess) -> None:
-        was_sending, still_sending = worker.sending, worker.flush()
-        if still_sending and not was_sending:
+        unsent, watched = worker.flush(), worker.requests_fd in self._selector.get_map()
+        if unsent and not watched:
             self._selector.register(worker.requests_fd, selectors.EVENT_WRITE, worker)
-        elif was_sending and not still_sending:
+        elif watched and not unsent:
             self._selector.unregister(worker.requests_fd)
 
     def _exchange(self, batch: _Batch) -> None:
         """Wait for whatever comes next: replies, room to write, a death, or a deadline."""
         deadline = min(self._deadline(worker) for worker in self._workers)
-        events = self._selector.select(max(0.0, deadline - time.monotonic()))
-        for key, mask in events:
+        wait_s = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S)
+        for key, mask in self._selector.select(wait_s):
             worker: WorkerProcess = key.data
             if worker not in self._workers:
                 continue
@@ -133,10 +138,11 @@ class RewardPool:
                 self._flush(worker)
             if mask & selectors.EVENT_READ:
                 self._receive(worker, batch)
-        # Replies that are already there were read above: a busy parent must not turn them into time-outs.
-        if not events:
-            now = time.monotonic()
-            for worker in [worker for worker in self._workers if self._deadline(worker) <= now]:
+        now = time.monotonic()
+        for worker in list(self._workers):
+            worker.trim_output()
+            # A reply that came while the parent was held up elsewhere is no time-out.
+            if self._deadline(worker) <= now and not worker.has_replied():
                 self._end_overdue(worker, batch)
 
     def _deadline(self, worker: WorkerProcess) -> float:
@@ -206,5 +212,5 @@ class _Batch:
 def _to_score(reply: Reply) -> Score:
     if reply.kind == "error":
         return Score(0.0, "error", reply.detail)
-    outcome = "right" if reply.value >= RIGHT_FROM else "wrong"
+    outcome: Outcome = "right" if reply.value >= RIGHT_FROM else "wrong"
     return WeightedScore(reply.value, outcome, terms=reply.terms) if reply.terms else Score(reply.value, outcome)

@@ -86,8 +86,7 @@ def pack_request(request: Start | Work) -> bytes:
 
 def pack_reply(reply: Reply) -> bytes:
     """Encode a message from a worker, leaving out what is empty: there is one for every item."""
-    fields = {"kind": reply.kind, "value": reply.value, "terms": reply.terms, "detail": reply.detail, "extras": reply.extras}
-    return _frame(json.dumps({key: value for key, value in fields.items() if value}).encode())
+    return _frame(json.dumps({key: value for key, value in vars(reply).items() if value}).encode())
 
 
 def unpack_request(stream: Any) -> Start | Work | None:

@@ -6,16 +6,17 @@ conversation with the parent runs over private copies. Nothing heavy is imported
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 
 from retrain.errors import RetrainError
@@ -33,33 +34,55 @@ Evaluate = Callable[[str, str, Mapping[str, object]], Reply]
 
 def main() -> None:
     """Serve the parent until it closes the pipe."""
-    requests = os.fdopen(os.dup(0), "rb")
+    requests: SimpleQueue[Start | Work] = SimpleQueue()
+    threading.Thread(target=_listen, args=(os.dup(0), requests), daemon=True).start()
     replies = os.dup(1)
-    _give_away_standard_streams()
-    start = unpack_request(requests)
-    if isinstance(start, Start):
-        _limit_process(start.memory_mb)
-        evaluate, ready = _prepare(start.spec)
-        _send(replies, ready)
-        watchdog = _Watchdog(start.timeout_s)
-        while evaluate is not None and isinstance(work := unpack_request(requests), Work):
-            for response, reference, extras in work.items:
-                watchdog.feed()
-                _forget_output()
-                _send(replies, evaluate(response, reference, extras))
-            watchdog.rest()
-    # The parent has gone. Threads and children that the user's code left behind must not outlive it.
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    streams = _Streams()
+    start = requests.get()
+    assert isinstance(start, Start)
+    _limit_process(start.memory_mb)
+    evaluate, ready = _prepare(start.spec)
+    _send(replies, ready)
+    watchdog = _Watchdog(start.timeout_s)
+    while True:
+        work = requests.get()
+        assert isinstance(work, Work) and evaluate is not None
+        for response, reference, extras in work.items:
+            watchdog.feed()
+            streams.refresh()
+            _send(replies, evaluate(response, reference, extras))
+        watchdog.rest()
 
 
-def _give_away_standard_streams() -> None:
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.close(nowhere)
-    os.dup2(2, 1)
-    for stream in (sys.stdout, sys.stderr):
-        # A reward that prints half a surrogate pair is odd, but it is not wrong.
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
+    """Hand on what the parent asks for; when the parent goes, so does this process, at once and with its children."""
+    with os.fdopen(fd, "rb") as stream:
+        while (request := unpack_request(stream)) is not None:
+            requests.put(request)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class _Streams:
+    """The standard streams as the user's code sees them: no input, and all output into one file."""
+
+    def __init__(self) -> None:
+        self._output = os.dup(2)
+        self._nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(self._nowhere, 0)
+        os.dup2(self._output, 1)
+        for stream in (sys.stdout, sys.stderr):
+            # A reward that prints half a surrogate pair is odd, but it is not wrong.
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+    def refresh(self) -> None:
+        """Undo what the last item did: what an error shows must have been printed by the item that failed."""
+        if os.fstat(self._output).st_size:
+            os.ftruncate(self._output, 0)
+        for fd, source in ((0, self._nowhere), (1, self._output), (2, self._output)):
+            try:
+                os.fstat(fd)
+            except OSError:  # it was closed
+                os.dup2(source, fd)
 
 
 def _limit_process(memory_mb: int) -> None:
@@ -72,9 +95,9 @@ def _limit_process(memory_mb: int) -> None:
 
 
 class _Watchdog:
-    """Ends the process if an item runs on although the parent, who should have ended it, is gone.
+    """Ends the process if an item hangs in a native call that keeps the GIL after the parent has gone.
 
-    It is a C thread and needs no GIL, so it also works while a native call hangs. Arming starts that thread, so it is
+    It is a C thread and needs no GIL, unlike the one that listens to the parent. Arming starts that thread, so it is
     done at most once a second, with as much slack.
     """
 
@@ -107,7 +130,8 @@ def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:
 
 def _build_evaluate(spec: RewardSpec) -> tuple[Evaluate, tuple[str, ...]]:
     if spec.weighted:
-        weighted = WeightedReward([Term(term.name, term.weight, load_reward(term, spec.search_paths)) for term in spec.terms])
+        terms = [Term(term.name, term.weight, load_reward(term, spec.search_paths)) for term in spec.terms]
+        weighted = WeightedReward(terms)
 
         def value_terms(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
             values = weighted.score_terms(response, reference, extras)
@@ -150,13 +174,6 @@ def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
         rest = rest.tb_next
     return rest if rest is not None else frames
-
-
-def _forget_output() -> None:
-    """Empty the file that catches prints, so that what an error shows was printed by the item that failed."""
-    with contextlib.suppress(OSError, ValueError):
-        if os.fstat(2).st_size:
-            os.ftruncate(2, 0)
 
 
 def _send(fd: int, reply: Reply) -> None:

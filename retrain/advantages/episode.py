@@ -1,0 +1,33 @@
+"""Episode advantages: one number a completion, from the rewards of its group.
+
+An advantage is any `(rewards_G) -> advantages_G`; a custom one also gets `[algorithm.advantage_params]` as keywords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from retrain.types import FloatArray
+
+AdvantageFn = Callable[[FloatArray], FloatArray]
+
+SMALLEST_MEAN = 1e-6
+"""Below this mean reward maxrl has nothing to divide by: nobody in the group was right."""
+
+
+def grpo(rewards_G: FloatArray) -> FloatArray:
+    """`r - mean(r)`: centred on the group, as GRPO (arXiv 2402.03300), without the division by the spread."""
+    return np.subtract(rewards_G, float(rewards_G.mean()))
+
+
+def maxrl(rewards_G: FloatArray) -> FloatArray:
+    """`(r - mean(r)) / (mean(r) + 1e-6)`: the rarer a right answer, the more it weighs; zero when nobody was right.
+
+    MaxRL, arXiv 2602.02710.
+    """
+    mean = float(rewards_G.mean())
+    if mean <= SMALLEST_MEAN:
+        return np.zeros(len(rewards_G))
+    return np.subtract(rewards_G, mean) / (mean + SMALLEST_MEAN)

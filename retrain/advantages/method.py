@@ -1,0 +1,189 @@
+"""From names in the configuration to the functions that compute credit, checked before training starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+from retrain.advantages.episode import AdvantageFn, grpo
+from retrain.advantages.spec import NONE, AlgorithmFn, TokenTransform, TransformSpec
+from retrain.advantages.uncertainty import Uncertainty, UncertaintyFn
+from retrain.errors import ConfigError, PluginError
+from retrain.plugins import REGISTRIES
+
+Params = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The names and numbers that select a method, as the configuration has them."""
+
+    advantage_mode: str = "maxrl"
+    transform_mode: str = "gtpo_sepa"
+    algorithm_mode: str = ""
+    uncertainty_kind: str = "surprisal"
+    advantage_params: Params = field(default_factory=dict)
+    transform_params: Params = field(default_factory=dict)
+    gtpo_beta: float = 0.1
+    hicra_alpha: float = 0.2
+    search_paths: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A choice with its functions found. With an `algorithm`, `advantage` and `transform` are unused."""
+
+    choice: Choice
+    advantage: AdvantageFn
+    transform: TransformSpec
+    algorithm: AlgorithmFn | None
+    uncertainty: Uncertainty
+
+    @property
+    def needs_planning(self) -> bool:
+        """Whether planning masks change the result. A whole algorithm is given them in any case."""
+        return self.algorithm is not None or self.transform.needs_planning
+
+    @property
+    def uses_sepa(self) -> bool:
+        """Whether the SEPA schedule changes the result. A whole algorithm is given its lambda in any case."""
+        return self.algorithm is not None or self.transform.uses_sepa_controller
+
+
+def load_method(choice: Choice) -> Method:
+    """Find every part of a choice, or say which is missing or misshapen."""
+    uncertainty = load_uncertainty(choice)
+    if choice.algorithm_mode:
+        return Method(choice, grpo, NONE, load_algorithm(choice), uncertainty)
+    return Method(choice, load_advantage(choice), load_transform(choice), None, uncertainty)
+
+
+def load_advantage(choice: Choice) -> AdvantageFn:
+    """The episode advantage, with `[algorithm.advantage_params]` bound."""
+    name, params = choice.advantage_mode, choice.advantage_params
+    function = _load_function("advantage", name, choice.search_paths)
+    if not _takes(function, 1, params):
+        if _takes(function, 1, {}):
+            raise ConfigError(
+                f"[algorithm.advantage_params] advantage {name!r} does not take {_listed(params)}. "
+                f"It takes: {_keywords(function, 1)}."
+            )
+        raise PluginError(
+            f"advantage plug-in {name!r} must be callable as f(rewards_G{''.join(f', {key}=…' for key in params)}), "
+            f"but its signature is {_signature(function)}."
+        )
+    return cast(AdvantageFn, partial(function, **params)) if params else cast(AdvantageFn, function)
+
+
+def load_transform(choice: Choice) -> TransformSpec:
+    """The token transform: a TransformSpec, what a function without context returns, or a function of a context."""
+    name, params = choice.transform_mode, choice.transform_params
+    found = REGISTRIES["transform"].load(name, choice.search_paths)
+    if isinstance(found, TransformSpec):
+        if params:
+            raise ConfigError(
+                f"[algorithm.transform_params] transform {name!r} takes no parameters, got {_listed(params)}."
+            )
+        return found
+    if not callable(found):
+        raise PluginError(
+            f"transform plug-in {name!r} is {type(found).__name__}, not a TransformSpec, a function that returns one, "
+            "or a function of a TransformContext."
+        )
+    if _takes(found, 0, params):
+        return _call_factory(name, found, params)
+    if _takes(found, 0, {}):
+        raise ConfigError(
+            f"[algorithm.transform_params] transform {name!r} does not take {_listed(params)}. "
+            f"It takes: {_keywords(found, 0)}."
+        )
+    if not _takes(found, 1, {}) and not _takes(found, 1, params):
+        raise PluginError(
+            f"transform plug-in {name!r} has the signature {_signature(found)}. "
+            "Try: f() returning a TransformSpec, or f(context) returning token advantages."
+        )
+    whole = cast(TokenTransform, _with_accepted(found, params))
+    return TransformSpec(name, use_gtpo=False, needs_planning=True, uses_sepa_controller=True, token_transform=whole)
+
+
+def load_algorithm(choice: Choice) -> AlgorithmFn:
+    """The function that replaces the pipeline."""
+    name = choice.algorithm_mode
+    function = _load_function("algorithm", name, choice.search_paths)
+    whole = _with_accepted(function, choice.transform_params)
+    if not _takes(whole, 1, {}):
+        raise PluginError(
+            f"algorithm plug-in {name!r} must be callable as f(context), but its signature is {_signature(function)}."
+        )
+    return cast(AlgorithmFn, whole)
+
+
+def load_uncertainty(choice: Choice) -> Uncertainty:
+    """The uncertainty; a plain function is taken to do without true entropies."""
+    name = choice.uncertainty_kind
+    found = REGISTRIES["uncertainty"].load(name, choice.search_paths)
+    if isinstance(found, Uncertainty):
+        return found
+    function = _load_function("uncertainty", name, choice.search_paths)
+    if not _takes(function, 1, {}):
+        raise PluginError(
+            f"uncertainty plug-in {name!r} must be callable as f(context), but its signature is {_signature(function)}."
+        )
+    return Uncertainty(name, cast(UncertaintyFn, function))
+
+
+def _call_factory(name: str, factory: Callable[..., object], params: Params) -> TransformSpec:
+    try:
+        spec = factory(**params)
+    except Exception as error:
+        raise PluginError(f"transform plug-in {name!r} raised {error!r} when asked for its TransformSpec.") from error
+    if not isinstance(spec, TransformSpec):
+        raise PluginError(
+            f"transform plug-in {name!r} returned {type(spec).__name__} instead of a TransformSpec. "
+            "Try: give it one parameter, the context, if it returns token advantages."
+        )
+    return spec
+
+
+def _load_function(kind: str, name: str, search_paths: Sequence[str]) -> Callable[..., object]:
+    found = REGISTRIES[kind].load(name, search_paths)
+    if not callable(found):
+        raise PluginError(f"{kind} plug-in {name!r} is {type(found).__name__}, not a function.")
+    return found
+
+
+def _takes(function: Callable[..., object], positional: int, keywords: Params) -> bool:
+    """Whether a call with so many positional arguments and these keywords would bind."""
+    try:
+        _signature(function).bind(*([None] * positional), **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _with_accepted(function: Callable[..., object], params: Params) -> Callable[..., object]:
+    """Bind those params that the function names; the rest reach it in `context.params`."""
+    parameters = _signature(function).parameters.values()
+    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    accepted = {key: value for key, value in params.items() if takes_all or key in named}
+    return partial(function, **accepted) if accepted else function
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        # Functions written in C, numpy's among them, may not tell; what they are here for is one array in, one out.
+        return inspect.Signature([inspect.Parameter("values", inspect.Parameter.POSITIONAL_ONLY)])
+
+
+def _keywords(function: Callable[..., object], positional: int) -> str:
+    return ", ".join(list(_signature(function).parameters)[positional:]) or "nothing"
+
+
+def _listed(params: Params) -> str:
+    return ", ".join(repr(key) for key in params)

@@ -1,0 +1,231 @@
+"""TrainConfig -> Parts: the only place that builds things, in the order a user watches them load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from retrain.advantages import CreditAssigner
+from retrain.backends import Backend
+from retrain.backpressure import BackPressure, NoBackPressure
+from retrain.checkpoint import Checkpoints
+from retrain.config import TrainConfig
+from retrain.config.options import options_by_path
+from retrain.config.rules import values_of
+from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.errors import ConfigError, Problem
+from retrain.evaluate import Evaluator
+from retrain.folder import RunFolder
+from retrain.planning import PlanningDetector, build_detector
+from retrain.plugins import REGISTRIES
+from retrain.rewards import build_reward
+from retrain.rollout import RolloutSource, Scorer, SingleTurn
+from retrain.sampling import training_distribution
+from retrain.seeding import derive_seed
+from retrain.sepa import SEPAController
+from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
+from retrain.tracking import Tracker, Trackers
+from retrain.tracking.console import Console
+from retrain.tracking.jsonl import JsonlTracker
+from retrain.types import BoolArray, Example, Group, Sampling
+
+# Options that load and are checked, but whose part is not in this version: any value but the default is refused.
+NOT_IN_THIS_VERSION = (
+    "environment.provider",
+    "training.async_steps",
+    "kl.beta",
+    "kl.sync_ref_model",
+    "memory.offload_untrained_models",
+    "teaching.enabled",
+    "distributed.zero_stage",
+    "backpressure.enabled",
+)
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of."""
+
+    config: TrainConfig
+    folder: RunFolder
+    backend: Backend
+    rollouts: RolloutSource
+    order: ExampleOrder
+    credit: CreditAssigner
+    planning: PlanningMasks | None
+    sepa: SEPAController
+    backpressure: BackPressure
+    evaluator: Evaluator
+    tracker: Tracker
+    jsonl: JsonlTracker
+    checkpoints: Checkpoints
+    console: Console
+
+
+class PlanningMasks:
+    """Which sampled tokens are planning, for a whole step."""
+
+    def __init__(self, detector: PlanningDetector, texts: Sequence[str]) -> None:
+        self.detector = detector
+        self.texts = texts
+
+    def of(self, groups: Sequence[Group]) -> list[list[BoolArray]]:
+        """A mask for each completion."""
+        return [
+            [self.detector.detect([self.texts[i] for i in c.token_ids_T]) for c in group.completions_G]
+            for group in groups
+        ]
+
+
+@contextmanager
+def assemble(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> Iterator[Parts]:
+    """Build a run's parts, and take them down again however the run ends."""
+    refuse_absent_parts(config)
+    console = console or Console()
+    with ExitStack() as stack:
+        folder = RunFolder(config, force_resume, console.say)
+        stack.callback(folder.close)
+        config = folder.config
+        paths = config.plugins.search_paths
+        credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
+        # Rewards start first: their processes warm up while the model loads, and a broken one fails early.
+        reward = stack.enter_context(build_reward(config.reward, paths))
+        console.say(f"Loading tokenizer for {config.model.model} ...")
+        tokenizer = load_tokenizer(config.model.model)
+        console.say("Loading vocabulary table...")
+        texts = vocabulary_texts(tokenizer)
+        console.say(f"Vocabulary table: {len(texts)} entries")
+        encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, console.say)
+        examples = _load_training_examples(config, encoder, console.say)
+        held_out = _load_held_out(config, examples)
+        backend = _build_backend(config, tokenizer, console)
+        _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
+        credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
+        scorer = Scorer(encoder, reward, console.say, console.progress)
+        sampling = training_distribution(config)
+        order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
+        jsonl = JsonlTracker(folder.path)
+        yield Parts(
+            config=config,
+            folder=folder,
+            backend=backend,
+            rollouts=SingleTurn(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
+            order=order,
+            credit=credit,
+            planning=_build_planning(config, texts, credit),
+            sepa=SEPAController(config.sepa),
+            backpressure=NoBackPressure(),
+            evaluator=_build_evaluator(config, scorer, held_out, sampling),
+            tracker=Trackers([jsonl, console, *_optional_trackers(config, folder)]),
+            jsonl=jsonl,
+            checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
+            console=console,
+        )
+
+
+def refuse_absent_parts(config: TrainConfig) -> None:
+    """Say which options ask for something that this version does not have, rather than ignoring them."""
+    values, options = values_of(config), options_by_path()
+    problems = [
+        Problem(
+            options[path].where,
+            f"= {values[path]!r} is not in this version of retrain.",
+            f"Leave it at {options[path].default!r}.",
+        )
+        for path in NOT_IN_THIS_VERSION
+        if values[path] != options[path].default
+    ]
+    for path, option in options.items():
+        name = values.get(path)
+        if option.kind and name in REGISTRIES[option.kind].reserved:
+            known = ", ".join(REGISTRIES[option.kind].names())
+            problems.append(
+                Problem(option.where, f"= {name!r} is not in this version of retrain.", f"It has: {known}.")
+            )
+    if problems:
+        raise ConfigError("this configuration cannot be run:", tuple(problems))
+
+
+def _load_training_examples(
+    config: TrainConfig, encoder: PromptEncoder, say: Callable[[str], None]
+) -> Sequence[Example]:
+    say("Loading dataset...")
+    examples = load_examples(config.data, config.plugins.search_paths)
+    if isinstance(examples, Endless):
+        say(f"Loaded endless examples ({config.data.source})")
+        return examples
+    if config.training.max_examples:
+        examples = examples[: config.training.max_examples]
+    say(f"Loaded {len(examples)} examples")
+    encoder.longest(examples)
+    say(f"Pre-encoded {len(examples)} prompts")
+    return examples
+
+
+def _sample_of(examples: Sequence[Example]) -> Sequence[Example]:
+    """All examples, or enough of an endless source to know how long its prompts are."""
+    return examples[:512] if isinstance(examples, Endless) else examples
+
+
+def _load_held_out(config: TrainConfig, examples: Sequence[Example]) -> Sequence[Example]:
+    """The problems that evaluation uses; none when it is off."""
+    if not config.eval.every:
+        return []
+    own = {"split": config.eval.split}
+    if config.eval.source:
+        own |= {"source": config.eval.source, "path": config.eval.path}
+    held_out = load_examples(config.data.model_copy(update=own), config.plugins.search_paths)
+    if isinstance(held_out, Endless):
+        # The same problems for every run, whatever its seed, so that runs can be compared on them.
+        held_out = held_out.reseed(0)
+    return held_out[: config.eval.max_examples]
+
+
+def _build_backend(config: TrainConfig, tokenizer: Any, console: Console) -> Backend:
+    make: Any = REGISTRIES["backend"].load(config.backend.backend, config.plugins.search_paths)
+    backend: Backend = make(config, tokenizer, console.say, console.progress)
+    return backend
+
+
+def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
+    """Refuse prompts that leave no room for an answer, before anything is sampled."""
+    longest, room = encoder.longest(examples), config.training.max_tokens
+    if longest + room <= context:
+        return
+    hint = (
+        f"Try: max_tokens = {context - longest}"
+        if longest < context
+        else f"Try: max_prompt_tokens = {max(1, context - room)}"
+    )
+    raise ConfigError(
+        f"[training] max_tokens = {room} and prompts of up to {longest} tokens do not fit "
+        f"the model's context of {context}.  {hint}"
+    )
+
+
+def _build_planning(config: TrainConfig, texts: Sequence[str], credit: CreditAssigner) -> PlanningMasks | None:
+    if not credit.needs_planning:
+        return None
+    return PlanningMasks(
+        build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths), texts
+    )
+
+
+def _build_evaluator(config: TrainConfig, scorer: Scorer, held_out: Sequence[Example], sampling: Sampling) -> Evaluator:
+    own = replace(
+        sampling,
+        n=config.eval.samples,
+        temperature=config.eval.temperature or sampling.temperature,
+        seed=derive_seed(config.training.seed, "eval"),
+    )
+    return Evaluator(scorer, held_out, own, config.eval.every, config.eval.k or config.eval.samples)
+
+
+def _optional_trackers(config: TrainConfig, folder: RunFolder) -> list[Tracker]:
+    if not config.logging.wandb_project:
+        return []
+    from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and only wanted when asked for)
+
+    return [WandbTracker(folder.path)]

@@ -1,0 +1,50 @@
+"""Backends: where the weights live and learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from retrain.inference_engine import InferenceEngine
+from retrain.types import Datum, StepMetrics
+
+__all__ = ["Backend", "Capabilities"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the rest of the run needs to know about a backend."""
+
+    context_length: int
+    """Most tokens of prompt and completion together."""
+    gives_entropies: bool
+    """Whether completions carry true entropies."""
+    reports_late: bool = False
+    """Whether `train_step` returns before its step has finished, so that the loss it reports is an earlier one's."""
+
+
+class Backend(Protocol):
+    """Trains the policy and lends an engine that samples from it."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend is and gives."""
+        ...
+
+    def sampler(self, step: int) -> InferenceEngine:
+        """An engine that holds the weights which `step` is to be sampled from."""
+        ...
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        """One optimiser step over all datums; none leaves the weights as they are. Returns loss, grad_norm, ratios."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write all that a resume needs into the empty folder `path`, the adapter in PEFT layout into `path`/adapter."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` wrote."""
+        ...

@@ -1,0 +1,82 @@
+"""Training in this process with PyTorch and PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.backends import Backend, Capabilities
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.model import Policy, load_policy
+from retrain.backends.local.split import SplitBackend
+from retrain.config import TrainConfig
+from retrain.inference_engine import InferenceEngine, Progress
+from retrain.plugins import REGISTRIES
+from retrain.types import Datum, StepMetrics
+
+__all__ = ["LocalBackend", "build", "resolve_devices"]
+
+
+def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
+    """One device samples and trains in turn; with several, the first samples while the last trains."""
+    devices = resolve_devices(config.backend.devices, say)
+    seed = config.training.seed
+    say(f"Loading train model: {config.model.model} on {devices[-1]}...")
+    policy = load_policy(config.model, config.lora, seed, devices[-1], say)
+    learner = Learner(policy, config, say)
+    if len(devices) == 1:
+        backend: Backend = LocalBackend(learner, _engine(config, policy, tokenizer, progress))
+    else:
+        mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
+        backend = SplitBackend(learner, mirror, _engine(config, mirror, tokenizer, progress))
+    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
+    return backend
+
+
+def _engine(config: TrainConfig, policy: Policy, tokenizer: Any, progress: Progress) -> InferenceEngine:
+    make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
+    engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
+    return engine
+
+
+class LocalBackend:
+    """Sampling and training take turns on one device, over one copy of the weights."""
+
+    def __init__(self, learner: Learner, engine: InferenceEngine) -> None:
+        self.learner = learner
+        self.engine = engine
+        self.capabilities = Capabilities(context_length=learner.policy.context_length, gives_entropies=True)
+
+    def sampler(self, step: int) -> InferenceEngine:
+        """The engine; it always sees the newest weights."""
+        self.engine.sync(self.learner.policy)
+        return self.engine
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        """One optimiser step, done when this returns."""
+        return self.learner.step(datums)
+
+    def save(self, path: Path) -> None:
+        """Write adapter and optimiser."""
+        self.learner.save(path)
+
+    def load(self, path: Path) -> None:
+        """Restore adapter and optimiser."""
+        self.learner.load(path)
+
+
+def resolve_devices(text: str, say: Callable[[str], None]) -> list[torch.device]:
+    """Devices in torch's terms; a GPU that is not there becomes the CPU, with a warning."""
+    devices: list[torch.device] = []
+    for name in (part.strip() for part in text.split(",")):
+        index = int(name[4:]) if name.startswith("gpu:") else -1
+        if index >= torch.cuda.device_count():
+            say(f"Warning: there is no {name} here ({torch.cuda.device_count()} found); using the CPU.")
+            index = -1
+        devices.append(torch.device("cpu") if index < 0 else torch.device("cuda", index))
+    wanted_split, distinct = len(devices) > 1, list(dict.fromkeys(devices))
+    # Two missing GPUs fall back to one CPU; an explicit "cpu,cpu" keeps two copies, to try split mode without GPUs.
+    return devices if wanted_split and "gpu" not in text else distinct

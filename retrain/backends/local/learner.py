@@ -1,0 +1,161 @@
+"""One optimiser step: micro-batches that fit, gradients checked, weights moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retrain.backends.local.logprobs import token_logprobs
+from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
+from retrain.backends.local.model import Policy
+from retrain.backends.local.packing import MicroBatch, length_of, pack, split_by_tokens
+from retrain.config import TrainConfig
+from retrain.errors import BackendError
+from retrain.sampling import training_distribution
+from retrain.types import Datum, StepMetrics
+
+# Tokens a micro-batch begins with; a GPU that cannot hold it halves it once and remembers.
+DEFAULT_MICRO_BATCH = {"cpu": 8192, "cuda": 32768}
+
+
+class Learner:
+    """The policy's optimiser and everything it needs to take a step."""
+
+    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
+        self.policy = policy
+        self.loss = config.loss
+        self.max_tokens = config.training.max_tokens
+        self.sampling = training_distribution(config)
+        self.dropout = config.lora.dropout > 0
+        self.say = say
+        self.micro_batch_tokens = config.memory.micro_batch_tokens or DEFAULT_MICRO_BATCH.get(policy.device.type, 8192)
+        if config.memory.gradient_checkpointing:
+            policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            policy.causal_lm.enable_input_require_grads()
+        self.optimizer = torch.optim.AdamW(
+            policy.adapter_parameters,
+            lr=config.training.lr,
+            betas=(config.optimizer.beta1, config.optimizer.beta2),
+            eps=config.optimizer.eps,
+            weight_decay=config.training.weight_decay,
+        )
+
+    def step(self, datums: Sequence[Datum]) -> StepMetrics:
+        """Forward, backward and update over all datums."""
+        usable = [datum for datum in datums if datum.mask_T.any()]
+        if not usable:
+            return {
+                "loss": 0.0,
+                "grad_norm": 0.0,
+                "ratio_mean": None,
+                "ratio_max": None,
+                "kl_sample_train": None,
+                "skipped": 0,
+            }
+        total = self._backward_within_memory(usable)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.adapter_parameters, self.loss.grad_clip or math.inf))
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {**total.metrics(), "grad_norm": norm if finite else None, "skipped": int(not finite)}
+
+    def _backward_within_memory(self, datums: Sequence[Datum]) -> _Totals:
+        """Accumulate gradients; when memory runs out, start over with micro-batches half as large."""
+        while True:
+            try:
+                return self._backward(split_by_tokens(datums, self.micro_batch_tokens))
+            except torch.OutOfMemoryError as error:
+                longest = max(length_of(datum) for datum in datums)
+                if self.micro_batch_tokens <= longest:
+                    raise BackendError(
+                        f"one sequence of {longest} tokens does not fit into the memory of {self.policy.device}.  "
+                        "Try: a smaller [training] max_tokens, or [memory] gradient_checkpointing = true"
+                    ) from error
+                self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
+                self.say(f"Out of memory; going on with micro-batches of {self.micro_batch_tokens} tokens.")
+            # Outside the handler, whose traceback would keep the failed pass's tensors alive.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.policy.adapted.train(self.dropout)
+        tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
+        divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
+        totals = _Totals()
+        for batch in batches:
+            packed = pack(batch, self.policy.device, self.sampling.repetition_penalty != 1.0)
+            logprobs = self.logprobs(packed)
+            token_batch = TokenBatch(
+                logprobs, packed.sampled_logprobs, packed.advantages, packed.mask, packed.row, packed.rows
+            )
+            loss = summed_loss(token_batch, self.loss) / divisor
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals.add(float(loss.detach()), logprobs.detach() - packed.sampled_logprobs, packed.mask)
+        self.policy.adapted.eval()
+        return totals
+
+    def logprobs(self, packed: MicroBatch) -> Tensor:
+        """Log-probs of the completion tokens under the policy now."""
+        hidden = self.policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
+        return token_logprobs(self.policy, hidden[packed.predicting], packed.targets, self.sampling, packed.history)
+
+    def save(self, path: Path) -> None:
+        """Write adapter and optimiser state into a folder."""
+        self.policy.save_adapter(path / "adapter")
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._named_parameters():
+            tensors[f"parameter/{name}"] = parameter.data.cpu()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value.cpu()
+        save_file(tensors, str(path / "learner.safetensors"))
+
+    def load(self, path: Path) -> None:
+        """Restore adapter and optimiser state, to the bit."""
+        tensors = load_file(str(path / "learner.safetensors"))
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            key, _, name = full_name.partition("/")
+            by_name.setdefault(name, {})[key] = tensor
+        self.policy.load_adapter_state({name: held["parameter"] for name, held in by_name.items()})
+        self.optimizer.state.clear()
+        for name, parameter in self._named_parameters():
+            held = {key: value for key, value in by_name[name].items() if key != "parameter"}
+            # AdamW keeps its step counter on the CPU; the moments live beside the parameter.
+            self.optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in held.items()}
+
+    def _named_parameters(self) -> list[tuple[str, Any]]:
+        return [(name, p) for name, p in self.policy.adapted.named_parameters() if p.requires_grad]
+
+
+class _Totals:
+    """Sums over the micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self.loss = self.ratios = self.kl = self.tokens = self.largest = 0.0
+
+    def add(self, loss: float, log_ratio: Tensor, mask: Tensor) -> None:
+        chosen = log_ratio[mask > 0].double().clamp(-20, 20)
+        ratio = chosen.exp()
+        self.loss += loss
+        self.ratios += float(ratio.sum())
+        # E_sampled[r - 1 - log r] estimates KL(sampled || trained) without bias and never below zero.
+        self.kl += float((ratio - 1 - chosen).sum())
+        self.tokens += chosen.numel()
+        self.largest = max(self.largest, float(ratio.max()))
+
+    def metrics(self) -> StepMetrics:
+        return {
+            "loss": self.loss,
+            "ratio_mean": self.ratios / self.tokens,
+            "ratio_max": self.largest,
+            "kl_sample_train": self.kl / self.tokens,
+        }

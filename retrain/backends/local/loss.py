@@ -1,0 +1,94 @@
+"""Policy-gradient losses over packed completion tokens.
+
+Each gives a per-token objective to be maximised and how it is averaged. A new loss is one function and one line in
+`LOSSES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retrain.config.schema import Loss
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Completion tokens of several rows, end to end. `row` says which row each belongs to."""
+
+    logprobs: Tensor
+    """Under the policy now; carries the gradient."""
+    sampled_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    """1 on tokens that take part, else 0."""
+    row: Tensor
+    rows: int
+
+
+# exp(20) is beyond any ratio that means something, and far from overflowing.
+MAX_LOG_RATIO = 20.0
+
+Objective = Callable[[TokenBatch, Loss], Tensor]
+
+
+def importance_sampling(batch: TokenBatch, loss: Loss) -> Tensor:
+    """ratio · A."""
+    return _capped(_ratio(batch), loss) * batch.advantages
+
+
+def ppo(batch: TokenBatch, loss: Loss) -> Tensor:
+    """min(ratio · A, clip(ratio) · A) (Schulman et al. 2017, arXiv 1707.06347)."""
+    ratio = _capped(_ratio(batch), loss)
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+
+
+def cispo(batch: TokenBatch, loss: Loss) -> Tensor:
+    """Clip the weight, never the gradient: sg(clip(ratio)) · A · logp (MiniMax-M1, arXiv 2506.13585)."""
+    weight = _ratio(batch).detach().clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    return weight * batch.advantages * batch.logprobs
+
+
+def gspo(batch: TokenBatch, loss: Loss) -> Tensor:
+    """One ratio a sequence, the geometric mean of its tokens', clipped as a whole (arXiv 2507.18071)."""
+    difference = (batch.logprobs - batch.sampled_logprobs) * batch.mask
+    sums = torch.zeros(batch.rows, device=difference.device).index_add(0, batch.row, difference)
+    counts = torch.zeros(batch.rows, device=difference.device).index_add(0, batch.row, batch.mask).clamp(min=1)
+    ratio = _capped((sums / counts).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss)[batch.row]
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+
+
+LOSSES: dict[str, Objective] = {
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+    # Differs from ppo in its denominator alone: a constant, so that long answers are not discounted (arXiv 2503.20783).
+    "dr_grpo": ppo,
+}
+
+
+def denominator(loss: Loss, tokens: int, rows: int, max_tokens: int) -> float:
+    """What the summed objective of a whole step is divided by."""
+    return float(rows * max_tokens) if loss.type == "dr_grpo" else float(max(tokens, 1))
+
+
+def summed_loss(batch: TokenBatch, loss: Loss) -> Tensor:
+    """Minus the objective, summed over the tokens that take part."""
+    return -(LOSSES[loss.type](batch, loss) * batch.mask).sum()
+
+
+def _ratio(batch: TokenBatch) -> Tensor:
+    return (batch.logprobs - batch.sampled_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _capped(ratio: Tensor, loss: Loss) -> Tensor:
+    """Truncated importance sampling: min(ratio, cap) in value; a capped token still has a gradient."""
+    if not loss.ratio_cap:
+        return ratio
+    return ratio * (ratio.detach().clamp(max=loss.ratio_cap) / ratio.detach())

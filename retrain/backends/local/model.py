@@ -1,0 +1,182 @@
+"""The policy: a Hugging Face causal LM with a LoRA adapter, as a backbone and a head."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from retrain.backends.local.attention import ATTENTION_NAME, Attention, PackedAttention, register
+from retrain.builtin import resolve_model
+from retrain.config.schema import Lora, Model
+from retrain.errors import BackendError, ConfigError
+from retrain.seeding import derive_seed
+from retrain.tokens import explain_missing_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Policy:
+    """The model that samples and learns."""
+
+    adapted: PeftModel
+    device: torch.device
+    context_length: int
+    stop_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.causal_lm: Any = self.adapted.get_base_model()
+        self.layers = int(self.causal_lm.config.get_text_config().num_hidden_layers)
+        self.vocabulary = int(self.causal_lm.get_output_embeddings().weight.shape[0])
+        parameter = next(self.causal_lm.parameters())
+        self.dtype: torch.dtype = parameter.dtype
+
+    @property
+    def adapter_parameters(self) -> list[nn.Parameter]:
+        """What the optimiser moves."""
+        return [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+        """Last hidden states of a (batch, tokens) input."""
+        states: Tensor = self.causal_lm.base_model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
+        ).last_hidden_state
+        return states
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, with whatever scaling or capping the model family applies after its last layer."""
+        logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
+        settings = self.causal_lm.config.get_text_config().to_dict()
+        if settings.get("logits_scaling"):
+            logits = logits / settings["logits_scaling"]
+        if settings.get("logit_scale"):
+            logits = logits * settings["logit_scale"]
+        cap = settings.get("final_logit_softcapping")
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Sample with the adapter folded into the weights.
+
+        The original tensors are put back afterwards rather than recomputed, so that no rounding ever creeps into them.
+        """
+        layers = [module for module in self.adapted.modules() if isinstance(module, LoraLayer)]
+        originals = [layer.get_base_layer().weight.data for layer in layers]
+        try:
+            with self.adapted.disable_adapter():
+                for layer, original in zip(layers, originals, strict=True):
+                    layer.get_base_layer().weight.data = original + layer.get_delta_weight("default")
+                yield
+        finally:
+            for layer, original in zip(layers, originals, strict=True):
+                layer.get_base_layer().weight.data = original
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the adapter in PEFT layout."""
+        with warnings.catch_warnings():
+            # PEFT asks the hub whether the base model's embeddings changed, and warns when offline. They did not.
+            warnings.simplefilter("ignore")
+            self.adapted.save_pretrained(str(path), save_embedding_layers=False)
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The adapter's tensors by name, not copied."""
+        return {name: p.data for name, p in self.adapted.named_parameters() if p.requires_grad}
+
+    def load_adapter_state(self, state: dict[str, Tensor]) -> None:
+        """Copy tensors into the adapter."""
+        own = self.adapter_state()
+        if own.keys() != state.keys():
+            raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: Callable[[str], None]) -> Policy:
+    """Load the model onto a device and give it a fresh adapter."""
+    register()
+    dtype = DTYPES[model.dtype] if model.dtype != "auto" else DTYPES["fp32" if device.type == "cpu" else "bf16"]
+    causal_lm = _load_causal_lm(model.model, dtype, device)
+    causal_lm.requires_grad_(False)
+    targets: str | list[str] = lora.target_modules
+    if targets != "all-linear":
+        targets = [name.strip() for name in lora.target_modules.split(",")]
+    adapter = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=lora.alpha or 2 * model.lora_rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(derive_seed(seed, "adapter"))
+    try:
+        adapted = get_peft_model(causal_lm, adapter)
+    except ValueError as error:
+        raise ConfigError(
+            f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"
+        ) from error
+    trainable, total = adapted.get_nb_trainable_parameters()
+    say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
+    settings = causal_lm.config.get_text_config()
+    policy = Policy(adapted, device, int(settings.max_position_embeddings), _stop_ids(causal_lm))
+    _check_plugged_in(policy, model.model)
+    return policy
+
+
+def _load_causal_lm(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    # Its bar would tear the start-up lines apart; we say ourselves what is loading.
+    transformers_logging.disable_progress_bar()
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            resolve_model(name), dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+        return causal_lm.to(device)
+    except torch.OutOfMemoryError as error:
+        raise BackendError(f"{name} does not fit into the memory of {device}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(explain_missing_model(name, error)) from error
+
+
+def _stop_ids(causal_lm: Any) -> tuple[int, ...]:
+    ids = causal_lm.generation_config.eos_token_id
+    if ids is None:
+        ids = causal_lm.config.get_text_config().eos_token_id
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
+
+
+@torch.no_grad()
+def _check_plugged_in(policy: Policy, name: str) -> None:
+    """Compare backbone and head with the model's own forward pass, and count that every layer attended through us."""
+    calls: list[int] = []
+
+    class Counting(PackedAttention):
+        def attend(self, layer: int, *args: Any) -> Tensor:
+            calls.append(layer)
+            return super().attend(layer, *args)
+
+    ids = torch.arange(4, device=policy.device)[None] % policy.vocabulary
+    attend = Counting([ids.shape[1]], policy.device)
+    try:
+        own = policy.causal_lm(
+            input_ids=ids, position_ids=torch.arange(4, device=policy.device)[None], use_cache=False, attend=attend
+        ).logits
+        ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
+    except (TypeError, AttributeError) as error:
+        raise BackendError(f"{name} ({type(policy.causal_lm).__name__}) cannot be trained here: {error}") from error
+    if sorted(calls) != sorted(2 * list(range(policy.layers))):
+        raise BackendError(
+            f"{name} ({type(policy.causal_lm).__name__}) does not attend through transformers' attention interface in "
+            "every layer, so it cannot be trained here. Llama, Qwen, Mistral, Gemma, SmolLM and Phi models can."
+        )
+    if not torch.allclose(own.float(), ours.float(), atol=1e-3, rtol=1e-2):
+        raise BackendError(f"{name} changes its logits after the last layer in a way retrain does not know.")

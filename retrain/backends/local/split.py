@@ -1,0 +1,64 @@
+"""Split mode: one device samples step n while another still trains on step n - 1.
+
+The sampler is always exactly one step behind, never by luck of timing, so a run is as repeatable as on one device; the
+importance ratio accounts for the lag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from retrain.backends import Capabilities
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.model import Policy
+from retrain.inference_engine import InferenceEngine
+from retrain.types import Datum, StepMetrics
+
+
+class SplitBackend:
+    """Trains on a background thread and copies the adapter over between steps."""
+
+    def __init__(self, learner: Learner, mirror: Policy, engine: InferenceEngine) -> None:
+        self.learner = learner
+        self.mirror = mirror
+        self.engine = engine
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrain-train")
+        self.pending: Future[StepMetrics] | None = None
+        self.reported: StepMetrics = {"loss": 0.0}
+        self.capabilities = Capabilities(
+            context_length=learner.policy.context_length, gives_entropies=True, reports_late=True
+        )
+        mirror.load_adapter_state(learner.policy.adapter_state())
+
+    def sampler(self, step: int) -> InferenceEngine:
+        """The engine on the other device, one training step behind."""
+        return self.engine
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        """Wait for the step before, hand its weights to the sampler, and start this one. Reports the step before."""
+        self._wait()
+        self.mirror.load_adapter_state(self.learner.policy.adapter_state())
+        reported = self.reported
+        self.pending = self.thread.submit(self.learner.step, datums)
+        return reported
+
+    def save(self, path: Path) -> None:
+        """Finish the step under way, then write it and the sampler's older weights."""
+        self._wait()
+        self.learner.save(path)
+        state = {name: tensor.cpu().contiguous() for name, tensor in self.mirror.adapter_state().items()}
+        save_file(state, str(path / "sampler.safetensors"))
+
+    def load(self, path: Path) -> None:
+        """Restore both sets of weights."""
+        self._wait()
+        self.learner.load(path)
+        self.mirror.load_adapter_state(load_file(str(path / "sampler.safetensors")))
+
+    def _wait(self) -> None:
+        if self.pending is not None:
+            self.reported, self.pending = self.pending.result(), None

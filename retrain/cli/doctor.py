@@ -1,0 +1,306 @@
+"""`retrain doctor`: what is installed and what a configuration needs, with the command that mends each miss.
+
+Versions come from package metadata. Only PyTorch is imported, in a process of its own, because nothing else knows
+whether CUDA works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from retrain.cli.console import print_heading, print_json, print_table
+from retrain.cli.model_files import find_model
+from retrain.cli.packages import check_package, pip_install, requirements
+from retrain.cli.train import DEFAULT_FILE, find_config, load_environment
+from retrain.config import TrainConfig, load_config
+from retrain.config.flags import click_options, overrides_from
+from retrain.config.options import all_options
+from retrain.config.rules import values_of
+from retrain.plugins import REGISTRIES, is_dotted_path
+
+_LITTLE_SPACE = 5_000_000_000
+_PROBE_SECONDS = 120
+_PROBE = """
+import json, torch
+gpus = []
+for index in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(index)
+    gpus.append([torch.cuda.get_device_name(index), free, total])
+print(json.dumps({"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "gpus": gpus}))
+"""
+
+Test = Callable[[TrainConfig], bool]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `missing` is what the configuration needs and does not get."""
+
+    group: str
+    name: str
+    status: Literal["ok", "warning", "missing", "unused"]
+    detail: str
+    fix: str = ""
+
+
+# Package -> the option that needs it, and when. Core packages come with every install, the others with an extra.
+_PACKAGES: dict[str, tuple[str, Test]] = {
+    "torch": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
+    "transformers": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
+    "peft": ("[model] lora_rank", lambda c: c.backend.backend == "local" and c.model.lora_rank > 0),
+    "datasets": ("[data] source", lambda c: not c.environment.provider and c.data.source in ("math", "gsm8k", "hub")),
+    "math-verify": ('[reward] type = "math"', lambda c: "math" in (c.reward.type, *(t.type for t in c.reward.terms))),
+    "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
+    "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
+    "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
+    "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),
+    "ray": ('[campaign] executor = "ray"', lambda c: c.campaign is not None and c.campaign.executor == "ray"),
+    "deepspeed": ("[distributed] zero_stage", lambda c: c.distributed.zero_stage > 0),
+}
+# Variable -> what it is for, when a run cannot do without it, and where one gets it. Values are never shown.
+_KEYS: dict[str, tuple[str, Test, str]] = {
+    "HF_TOKEN": ("gated models and datasets", lambda c: False, ""),
+    "WANDB_API_KEY": (
+        "[logging] wandb_project",
+        lambda c: bool(c.logging.wandb_project) and not _wandb_needs_no_key(),
+        "wandb login, or put WANDB_API_KEY=... into .env",
+    ),
+    "TINKER_API_KEY": (
+        '[backend] backend = "tinker"',
+        lambda c: c.backend.backend == "tinker",
+        "put TINKER_API_KEY=... into .env",
+    ),
+    "OPENAI_API_KEY": (
+        '[reward] type = "judge"',
+        lambda c: c.reward.type == "judge",
+        "put OPENAI_API_KEY=... into .env",
+    ),
+}
+
+
+@click.command(
+    "doctor", short_help="Check this machine and say how to mend it.", context_settings={"max_content_width": 110}
+)
+@click.argument("config", required=False, type=click.Path())
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: {ok, file, checks: [group, name, status, detail, fix]}."
+)
+def command(config: str | None, as_json: bool, **parameters: Any) -> int:
+    """Check this machine against CONFIG (./retrain.toml when it is left out), with any flags that training takes.
+
+    Exits 1 when something that the configuration needs is missing. Without any configuration only the installation is
+    checked.
+    """
+    load_environment(announce=not as_json)
+    overrides = overrides_from(parameters)
+    has_file = config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists()
+    path = find_config(config, overrides) if has_file else None
+    loaded = load_config(path, overrides) if has_file or overrides else None
+    checks = list(run_checks(loaded))
+    ok = all(check.status != "missing" for check in checks)
+    if as_json:
+        print_json({"ok": ok, "file": str(path) if path else None, "checks": [asdict(check) for check in checks]})
+    else:
+        _print(checks, str(path) if path else "the installation alone; name a configuration to check what it needs")
+    return 0 if ok else 1
+
+
+command.params.extend(click_options())
+
+
+def run_checks(config: TrainConfig | None) -> Iterator[Check]:
+    """Every check, in the order of the report; those of a configuration only when there is one."""
+    yield _check_python()
+    yield from _check_gpus(config)
+    yield from _check_packages(config)
+    yield from _check_keys(config)
+    if config is None:
+        return
+    yield from _check_parts(config)
+    if config.kind != "squeeze":
+        yield _check_model(config)
+    yield from _check_inputs(config)
+    yield from _check_disk(config)
+
+
+def _check_python() -> Check:
+    return Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
+
+
+def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
+    known = requirements()
+    for name, (why, is_needed) in _PACKAGES.items():
+        requirement = known.get(name)
+        text = requirement.text if requirement else name
+        found, problem = check_package(name, text)
+        core = requirement is not None and not requirement.extra
+        needed = is_needed(config) if config is not None else core
+        if not problem:
+            yield Check("packages", name, "ok", found)
+        elif needed:
+            yield Check("packages", name, "missing", f"{problem}; needed by {why}", pip_install(text))
+        else:
+            fix = pip_install(text) if core or config is None else ""
+            yield Check("packages", name, "warning" if core else "unused", f"{problem}; for {why}", fix)
+
+
+def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
+    state = probe_torch()
+    devices = config.backend.devices if config is not None and config.backend.backend == "local" else ""
+    wanted = [int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")]
+    if "error" in state:
+        yield Check("system", "torch", "missing" if wanted else "warning", str(state["error"]), pip_install("torch"))
+        return
+    cuda = f"CUDA {state['cuda']}" if state["cuda"] else "built without CUDA"
+    yield Check("system", "torch CUDA", "ok", f"{cuda}, {'a GPU is' if state['available'] else 'no GPU is'} usable")
+    for index, (name, free, total) in enumerate(state["gpus"]):
+        yield Check("system", f"gpu:{index}", "ok", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    for index in wanted:
+        if index >= len(state["gpus"]):
+            yield Check("system", f"gpu:{index}", "missing", "[backend] devices asks for it", _mend_gpu(state))
+
+
+def _mend_gpu(state: dict[str, Any]) -> str:
+    if state["gpus"]:
+        return 'set [backend] devices = "gpu:0", or --devices gpu:0'
+    if shutil.which("nvidia-smi") and not state["cuda"]:
+        return f"{pip_install('torch')} --force-reinstall --index-url https://pypi.org/simple"
+    return 'set [backend] devices = "cpu", or --devices cpu'
+
+
+def probe_torch() -> dict[str, Any]:
+    """What PyTorch says of CUDA, or {"error": why it says nothing}. A broken driver can only end the other process."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing torch took more than {_PROBE_SECONDS} s"}
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or ["torch could not be imported"])[-1]}
+    state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return state
+
+
+def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
+    for name, (why, is_needed, fix) in _KEYS.items():
+        if os.environ.get(name):
+            yield Check("keys", name, "ok", "set")
+        elif config is not None and is_needed(config):
+            yield Check("keys", name, "missing", f"not set; needed by {why}", fix)
+        else:
+            yield Check("keys", name, "unused", f"not set; for {why}")
+
+
+def _wandb_needs_no_key() -> bool:
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    try:
+        # `wandb login` leaves the key here. Only whether it is there is asked.
+        return "api.wandb.ai" in Path("~/.netrc").expanduser().read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def _check_parts(config: TrainConfig) -> Iterator[Check]:
+    """Names that this version does not have, and dotted paths whose module is not there."""
+    values = values_of(config)
+    for option in all_options():
+        name = values.get(option.path)
+        if not option.kind or not name:
+            continue
+        registry = REGISTRIES[option.kind]
+        if name in registry.reserved:
+            detail = f"this version of retrain has no {registry.what} {name!r}"
+            yield Check("parts", option.where, "missing", detail, f"use one of: {', '.join(registry.names())}")
+        elif is_dotted_path(name) and name not in registry.names():
+            yield _check_module(option.where, name.replace(":", ".").split(".")[0], config.plugins.search_paths)
+    if config.reward.custom_module:
+        top = config.reward.custom_module.split(".")[0]
+        yield _check_module("[reward] custom_module", top, config.plugins.search_paths)
+    if config.environment.auto_install and not shutil.which("prime"):
+        detail = "the Prime CLI is not on the path"
+        yield Check("parts", "[environment] auto_install", "missing", detail, pip_install("prime"))
+
+
+def _check_module(where: str, module: str, search_paths: tuple[str, ...]) -> Check:
+    folders = [str(Path(path).expanduser().resolve()) for path in search_paths]
+    if PathFinder.find_spec(module, [*folders, *sys.path]) is not None:
+        return Check("parts", where, "ok", f"module {module} found")
+    fix = f"put {module}.py into {folders[0] if folders else 'a folder'}, or name its folder in [plugins] search_paths"
+    return Check("parts", where, "missing", f"there is no module {module}", fix)
+
+
+def _check_model(config: TrainConfig) -> Check:
+    name = config.model.model
+    files = find_model(name)
+    if files.folder is not None:
+        return Check("files", "model", "ok", f"{name} ({files.folder})")
+    if files.found == "missing":
+        return Check("files", "model", "missing", f"there is no folder {name}", "set [model] model to one that exists")
+    if config.backend.backend != "local":
+        return Check("files", "model", "ok", f"{name} (the service has it)")
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
+        fix = f"HF_HUB_OFFLINE=0 hf download {name}"
+        return Check("files", "model", "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
+    return Check(
+        "files", "model", "warning", f"{name} is not in the cache; the run downloads it", f"hf download {name}"
+    )
+
+
+def _check_inputs(config: TrainConfig) -> Iterator[Check]:
+    """Files and folders that the configuration reads."""
+    adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
+    state = str(Path(config.resume.from_) / "trainer_state.json") if config.resume.from_ else ""
+    for where, path in (
+        ("[data] path", config.data.path),
+        ("[eval] path", config.eval.path),
+        ("[squeeze] adapter_path", "" if "://" in adapter else adapter),
+        ("[resume] from", state),
+    ):
+        if path and Path(path).expanduser().exists():
+            yield Check("files", where, "ok", path)
+        elif path:
+            yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to what exists")
+
+
+def _check_disk(config: TrainConfig) -> Iterator[Check]:
+    for where, path in (
+        ("[logging] log_dir", config.logging.log_dir),
+        ("[backend] adapter_path", config.backend.adapter_path),
+    ):
+        folder = Path(path).expanduser().absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            yield Check("files", where, "missing", f"{folder} cannot be written to", f"set {where} to another folder")
+            continue
+        free = shutil.disk_usage(folder).free
+        status: Literal["ok", "warning"] = "ok" if free >= _LITTLE_SPACE else "warning"
+        fix = "" if status == "ok" else f"free some space, or set {where} to another disk"
+        yield Check("files", where, status, f"{path}: {free / 1e9:.1f} GB free", fix)
+
+
+def _print(checks: list[Check], source: str) -> None:
+    click.echo(f"Checked: {source}")
+    for group in dict.fromkeys(check.group for check in checks):
+        print_heading(group)
+        rows = [(c.status, c.name, c.detail) for c in checks if c.group == group]
+        print_table(("status", "what", "found"), rows)
+    mendable = [check for check in checks if check.fix]
+    if mendable:
+        print_heading("How to install or mend")
+        print_table(("status", "what", "do this"), [(c.status, c.name, c.fix) for c in mendable])
+    missing = sum(check.status == "missing" for check in checks)
+    click.echo(f"\n{missing} missing." if missing else "\nNothing is missing.")

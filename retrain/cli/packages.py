@@ -1,0 +1,65 @@
+"""Installed packages and what retrain asks of them, read from metadata: nothing is imported."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One dependency as the package declares it; `extra` is empty for those that every install brings."""
+
+    text: str
+    extra: str
+
+
+def requirements() -> dict[str, Requirement]:
+    """Every declared dependency, by name; the core one wins where an extra repeats it."""
+    try:
+        declared = requires("retrain") or []
+    except PackageNotFoundError:
+        declared = []  # a bare source tree
+    found: dict[str, Requirement] = {}
+    for line in declared:
+        text, _, marker = line.partition(";")
+        name = _NAME.match(text.strip())
+        extra = _EXTRA.search(marker)
+        if name is not None and (name[0].lower() not in found or extra is None):
+            found[name[0].lower()] = Requirement(text.strip(), extra[1] if extra else "")
+    return found
+
+
+def check_package(name: str, requirement: str) -> tuple[str, str]:
+    """The installed version, and what is wrong with it, or ""."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return "", "not installed"
+    wanted = requirement[len(name) :].strip()
+    return found, "" if _satisfies(found, wanted) else f"{found} is installed, {wanted} is wanted"
+
+
+def _satisfies(found: str, wanted: str) -> bool:
+    try:
+        from packaging.specifiers import InvalidSpecifier, SpecifierSet  # noqa: PLC0415  (comes with transformers)
+    except ImportError:
+        return True
+    try:
+        return SpecifierSet(wanted).contains(found, prereleases=True)
+    except InvalidSpecifier:
+        return True
+
+
+def pip_install(requirement: str) -> str:
+    """The command that installs it into the Python that runs now."""
+    on_path = shutil.which("python")
+    python = "python" if on_path == sys.executable else sys.executable
+    return f"{shlex.quote(python)} -m pip install {shlex.quote(requirement)}"

@@ -1,0 +1,70 @@
+"""`retrain plugins`: every part that a configuration can name, and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
+from typing import Literal
+
+import click
+
+from retrain.cli.console import print_heading, print_json, print_table
+from retrain.config.options import all_options
+from retrain.plugins import REGISTRIES, Registry
+
+
+@dataclass(frozen=True)
+class Part:
+    """One name that can stand in a TOML."""
+
+    name: str
+    status: Literal["ok", "broken", "shadowed"]
+    source: str
+    """`built in`, or the package that declares the entry point and its version."""
+    target: str
+    """`module:attribute`."""
+    reason: str = ""
+    """Why it is broken or shadowed."""
+
+
+@click.command("plugins", short_help="List built-in and installed parts.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {kind: {options, parts: [...]}}.")
+def command(as_json: bool) -> None:
+    """List the parts that a configuration can name: built in, and found through installed packages' entry points.
+
+    Any of them can also be a dotted path to code of your own: see `retrain init-plugin`.
+    """
+    found = {kind: list_parts(registry) for kind, registry in REGISTRIES.items()}
+    if as_json:
+        print_json(
+            {kind: {"options": _options(kind), "parts": [asdict(part) for part in found[kind]]} for kind in found}
+        )
+        return
+    for kind, parts in found.items():
+        print_heading(f"{kind}  {', '.join(_options(kind))}")
+        rows = [(kind, part.name, part.status, part.source, f"{part.target}  {part.reason}".rstrip()) for part in parts]
+        print_table(
+            ("kind", "name", "status", "from", "where"),
+            rows or [(kind, "-", "ok", "-", "a dotted path to your own code")],
+        )
+
+
+def list_parts(registry: Registry) -> list[Part]:
+    """Built-ins, then what installed packages declare; the latter are imported, to know whether they work."""
+    built_in = [Part(name, "ok", "built in", target) for name, target in registry.builtins.items()]
+    return built_in + [_check_entry_point(registry, point) for point in registry.discovered().values()]
+
+
+def _check_entry_point(registry: Registry, point: EntryPoint) -> Part:
+    source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an installed package"
+    if point.name in registry.builtins:
+        return Part(point.name, "shadowed", source, point.value, "the built-in of the same name is used")
+    try:
+        point.load()
+    except Exception as error:
+        return Part(point.name, "broken", source, point.value, f"{type(error).__name__}: {error}")
+    return Part(point.name, "ok", source, point.value)
+
+
+def _options(kind: str) -> list[str]:
+    return [option.where for option in all_options() if option.kind == kind]

@@ -1,0 +1,339 @@
+"""Everything that is printed from the schema: the default file, starters, docs tables, help text, the JSON schema.
+
+`python -m retrain.config.reference` rewrites the generated files of this repository; with `--check` it only compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic import BeforeValidator
+
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path, section_type
+from retrain.config.schema import TrainConfig
+from retrain.config.toml import format_key, format_value
+from retrain.errors import ConfigError
+from retrain.plugins import REGISTRIES
+
+SCHEMA_FILE = "retrain.schema.json"
+"""Name of the JSON schema; it lies beside a TOML, because the `#:schema` line of an editor is relative to the file."""
+
+_SCHEMA_LINE = f"#:schema ./{SCHEMA_FILE}"
+_LONGEST_LINE = 120
+_WIDEST_ASSIGNMENT = 44
+_LONGEST_DEFAULT = 60
+_DOCS_BLOCK = re.compile(r"(<!-- generated: options -->\n).*?(<!-- end generated -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A starter file: what it is for, and the options it shows, by `section.key`."""
+
+    summary: str
+    values: Mapping[str, Any]
+
+
+_FIRST_RUN = {
+    "backend.devices": "gpu:0",
+    "model.model": "Qwen/Qwen3-4B-Instruct-2507",
+    "model.lora_rank": 32,
+    "algorithm.advantage_mode": "maxrl",
+    "algorithm.transform_mode": "gtpo_sepa",
+}
+_OUTPUT = {"logging.log_dir": "logs/train", "logging.wandb_project": ""}
+
+TEMPLATES: dict[str, Template] = {
+    "demo": Template(
+        "The embedded model learns arithmetic on the CPU; nothing is downloaded.",
+        {
+            "backend.devices": "cpu",
+            "backend.adapter_path": "logs/demo/adapter",
+            "model.model": "builtin:tiny",
+            "model.lora_rank": 16,
+            "algorithm.advantage_mode": "maxrl",
+            "algorithm.transform_mode": "gtpo_sepa",
+            "training.seed": 42,
+            "training.max_steps": 40,
+            "training.batch_size": 16,
+            "training.group_size": 8,
+            "training.max_tokens": 96,
+            "training.temperature": 1.0,
+            "training.lr": 1e-3,
+            "sepa.steps": 30,
+            "sepa.delay_steps": 5,
+            "data.source": "arithmetic",
+            "reward.type": "match",
+            "logging.log_dir": "logs/demo",
+        },
+    ),
+    "quickstart": Template(
+        "A short first run on MATH, to see that everything works.",
+        {
+            **_FIRST_RUN,
+            "training.max_steps": 20,
+            "training.batch_size": 4,
+            "training.group_size": 8,
+            "training.max_tokens": 1024,
+            "training.max_examples": 200,
+            "data.source": "math",
+            "reward.type": "match",
+            **_OUTPUT,
+        },
+    ),
+    "standard": Template(
+        "A full training run on MATH with room for long answers.",
+        {
+            **_FIRST_RUN,
+            "training.seed": 42,
+            "training.max_steps": 500,
+            "training.batch_size": 8,
+            "training.group_size": 16,
+            "training.max_tokens": 10240,
+            "training.lr": 4e-5,
+            "training.save_every": 20,
+            "sepa.steps": 500,
+            "sepa.delay_steps": 50,
+            "data.source": "math",
+            "reward.type": "match",
+            **_OUTPUT,
+        },
+    ),
+    "campaign": Template(
+        "Five methods compared over several seeds.",
+        {
+            "backend.devices": "gpu:0",
+            "model.model": "Qwen/Qwen3-4B-Instruct-2507",
+            "model.lora_rank": 32,
+            "training.batch_size": 8,
+            "training.group_size": 16,
+            "training.max_tokens": 2048,
+            "data.source": "math",
+            "reward.type": "match",
+            "logging.wandb_project": "",
+            "campaign.seeds": (42, 101, 202, 303, 404, 505, 606, 707),
+            "campaign.max_steps": 500,
+            "campaign.parallel": False,
+            "campaign.conditions": options_by_path()["campaign.conditions"].default,
+        },
+    ),
+    "squeeze": Template(
+        "Find, and if you like make, the smallest adapter that keeps what was learnt.",
+        {
+            "model.lora_rank": 32,
+            "squeeze.adapter_path": "/tmp/retrain_adapter",
+            "squeeze.min_variance_retention": 0.95,
+            "squeeze.output_path": "",
+            "squeeze.compress_to": 0,
+            "squeeze.device": "cpu",
+        },
+    ),
+}
+
+
+def default_toml() -> str:
+    """The whole default configuration, a comment an option; tables that change the kind of run are commented out."""
+    blocks = [
+        f"{_SCHEMA_LINE}\n# Every option with its default. A file needs only the lines that differ; "
+        "`retrain init` writes a short one."
+    ]
+    for section in TrainConfig.model_fields:
+        lines = _section_lines(section, {o.key: o.default for o in all_options() if o.section == section})
+        if section in OPTIONAL_SECTIONS:
+            lines = [f"# {line}".rstrip() for line in lines]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def starter(template: str, changes: Mapping[str, Any] | None = None) -> str:
+    """The text of a starter file; `changes` replace or add options, by `section.key`."""
+    if template not in TEMPLATES:
+        raise ConfigError(f"there is no template {template!r}.  Templates: {', '.join(TEMPLATES)}.")
+    values = {**TEMPLATES[template].values, **(changes or {})}
+    blocks = [f"{_SCHEMA_LINE}\n# {TEMPLATES[template].summary}\n# Options left out keep their defaults: retrain help."]
+    for section in TrainConfig.model_fields:
+        chosen = {o.key: values[o.path] for o in all_options() if o.section == section and o.path in values}
+        if chosen:
+            blocks.append("\n".join(_section_lines(section, chosen)))
+    return "\n\n".join(blocks) + "\n"
+
+
+def write_with_schema(path: Path, text: str) -> None:
+    """Write a configuration, and beside it the schema that its first line names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    (path.parent / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
+
+
+def describe(option: Option) -> str:
+    """The option's sentence, with its choices where the sentence leaves them out."""
+    if all(str(choice) in option.description for choice in option.choices):
+        return option.description
+    choices = ", ".join(str(choice) or '""' for choice in option.choices)
+    return f"{option.description} One of {choices}."
+
+
+def _section_lines(section: str, values: Mapping[str, Any]) -> list[str]:
+    """One table; lists of tables come last, as TOML wants them."""
+    tables = {key: value for key, value in values.items() if value and _is_list_of_tables(section, key)}
+    texts = {key: f"{format_key(key)} = {format_value(value)}" for key, value in values.items() if key not in tables}
+    width = max((len(text) for text in texts.values() if len(text) <= _WIDEST_ASSIGNMENT), default=0)
+    lines = [f"# {section_type(section).__doc__}", f"[{section}]"]
+    for key, text in texts.items():
+        comment = describe(options_by_path()[f"{section}.{key}"])
+        line = f"{text:<{width}}  # {comment}"
+        lines += [line] if len(line) <= _LONGEST_LINE else [f"# {comment}", text]
+    for key, rows in tables.items():
+        lines += ["", f"# {describe(options_by_path()[f'{section}.{key}'])}"]
+        for row in rows:
+            lines += [
+                f"[[{section}.{format_key(key)}]]",
+                *(f"{format_key(k)} = {format_value(v)}" for k, v in row.items()),
+            ]
+    return lines
+
+
+def _is_list_of_tables(section: str, key: str) -> bool:
+    return options_by_path()[f"{section}.{key}"].type_name == "list of tables"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, with every reference written out, as the simplest editors need it."""
+    generated = TrainConfig.model_json_schema(by_alias=True)
+    definitions = generated["$defs"]
+    sections = {}
+    for name in TrainConfig.model_fields:
+        section = _inline(definitions[section_type(name).__name__], definitions)
+        for option in all_options():
+            if option.section == name:
+                _widen(section["properties"][option.key], option)
+        sections[name] = section
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "retrain configuration",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": sections,
+    }
+
+
+def schema_text() -> str:
+    """The JSON schema as the file holds it."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
+    """A copy without references, titles that repeat the key, and what only this package understands."""
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    if "properties" in node:
+        properties = {key: _inline(item, definitions) for key, item in node["properties"].items()}
+        return {"type": "object", "description": node["description"], "additionalProperties": False} | {
+            "properties": properties
+        }
+    kept = {key: item for key, item in node.items() if key not in ("title", "flag", "kind")}
+    return {key: item if key == "default" else _inline(item, definitions) for key, item in kept.items()}
+
+
+def _widen(node: dict[str, Any], option: Option) -> None:
+    """Say what the type alone does not: names that are offered but not exclusive, and tables given as JSON text."""
+    if option.kind:
+        del node["type"]
+        node["anyOf"] = [{"enum": list(REGISTRIES[option.kind].builtins)}, {"type": "string"}]
+    elif any(isinstance(rule, BeforeValidator) for rule in option.field.metadata):
+        node["type"] = [node["type"], "string"]
+
+
+def docs_tables() -> str:
+    """A Markdown table for each section."""
+    blocks = []
+    for section in TrainConfig.model_fields:
+        rows = [
+            f"| `{o.key}` | `{o.flag}` | {o.type_name} | `{_shown_default(o)}` | {_escape(describe(o))} |"
+            for o in all_options()
+            if o.section == section
+        ]
+        head = ["| Key | Flag | Type | Default | What it does |", "|---|---|---|---|---|"]
+        blocks.append("\n".join([f"### `[{section}]`", "", section_type(section).__doc__ or "", "", *head, *rows]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _shown_default(option: Option) -> str:
+    text = format_value(option.default)
+    return text if len(text) <= _LONGEST_DEFAULT else "[…]"
+
+
+def _escape(text: str) -> str:
+    """Keep Markdown from reading braces, pipes and [tables] as its own."""
+    return text.replace("|", "\\|").replace("[", "\\[")
+
+
+def help_text(commands: Mapping[str, str], only: Sequence[Option] = ()) -> str:
+    """The full reference: usage, commands (name and summary), options by table. `only` prints just those options."""
+    blocks = [] if only else [_usage(commands)]
+    for section, options in groupby(only or all_options(), key=lambda option: option.section):
+        lines = [f"[{section}]  {section_type(section).__doc__}"]
+        for option in options:
+            flag = f"{option.flag}/--no-{option.flag[2:]}" if option.type_name == "bool" else option.flag
+            kind = "" if option.type_name == "bool" else f" {option.type_name.upper().replace(' ', '_')}"
+            lines += [f"  {flag + kind:<46}  {option.key} = {_shown_default(option)}", f"      {describe(option)}"]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _usage(commands: Mapping[str, str]) -> str:
+    width = max(len(name) for name in commands)
+    return "\n".join(
+        [
+            "Usage",
+            "  retrain [CONFIG.toml] [--flags]   train; without CONFIG ./retrain.toml is used",
+            "  retrain COMMAND [--help]",
+            "",
+            "Commands",
+            *(f"  {name:<{width}}  {summary}" for name, summary in commands.items()),
+            "",
+            "Options",
+            "  A line shows the flag with its type, then the key of the TOML with its default.",
+            "  A flag wins over the file. Each also has its long form, e.g. --training.lr 1e-4; lists and tables are",
+            "  written as in TOML, e.g. --args '{split = \"train\"}'.",
+        ]
+    )
+
+
+def generated_files(root: Path) -> dict[Path, str]:
+    """Every generated file of the repository at `root`, with the text it should hold."""
+    files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
+    page = root / "docs" / "configuration.md"
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+        files[page] = _DOCS_BLOCK.sub(lambda found: f"{found[1]}\n{docs_tables()}\n{found[2]}", text)
+    return files
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite what is stale and name it; with `--check` only name it, and return 1 when there is any."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        raise ConfigError(f"{root} is not a checkout of retrain; there is nothing to regenerate.")
+    files = generated_files(root)
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    check = "--check" in arguments
+    for path in stale:
+        if not check:
+            path.write_text(files[path], encoding="utf-8")
+        print(f"{'stale' if check else 'wrote'}: {path.relative_to(root)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

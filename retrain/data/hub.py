@@ -1,0 +1,51 @@
+"""The `hub` source: any dataset of the Hugging Face hub, or of its local cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from retrain.data.rows import collect_examples
+from retrain.errors import ConfigError, Problem
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+OFFLINE_HINT = (
+    'Without the hub, write the rows to a file, one JSON object a line, and set [data] source = "jsonl" and '
+    'path = "rows.jsonl".'
+)
+
+
+class HubSource:
+    """The rows of `[data] id`, `subset` and `split`, with the fields that `[data]` names."""
+
+    def __init__(self, section: schema.Data) -> None:
+        self._section = section
+
+    def load(self) -> list[Example]:
+        """Download the dataset, or take it from the cache, and read every row."""
+        section = self._section
+        if not section.id:
+            raise ConfigError(
+                'source = "hub" needs a dataset.', (Problem("[data] id", "is empty.", 'Try: id = "openai/gsm8k"'),)
+            )
+        rows = load_rows(section.id, section.subset, section.split)
+        return collect_examples(((f"row {index}", row) for index, row in enumerate(rows)), section, section.id)
+
+
+def load_rows(id: str, subset: str, split: str) -> list[Mapping[str, Any]]:
+    """Return the rows of one split, or say what is missing and how to do without the hub."""
+    import datasets  # noqa: PLC0415  (takes about a second, and only these sources need it)
+
+    name = f"{id} ({subset})" if subset else id
+    try:
+        dataset = datasets.load_dataset(id, subset or None, split=split)
+    # Absent, private, offline, a wrong subset or split, a full disk: each has its own exception, in three libraries.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"the dataset {name}, split {split!r}, could not be loaded: {reason}\n{OFFLINE_HINT}"
+        ) from error
+    return list(dataset)

@@ -1,0 +1,57 @@
+"""The `jsonl` source: a file of yours, one JSON object a line."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrain.data.rows import BadRow, collect_examples
+from retrain.errors import ConfigError, Problem
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+
+class JsonlSource:
+    """Rows with `prompt`, `problem` or `question` and `answer` or `solution`, or the fields that `[data]` names."""
+
+    def __init__(self, section: schema.Data) -> None:
+        self._section = section
+
+    def load(self) -> list[Example]:
+        """Read the whole file; every bad line is reported, by number, in one error."""
+        if not self._section.path:
+            problem = Problem("[data] path", "is empty.", 'Try: path = "problems.jsonl"')
+            raise ConfigError('source = "jsonl" needs a file.', (problem,))
+        path = Path(self._section.path).expanduser()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}).") from error
+        except IsADirectoryError as error:
+            inside = sorted(file.name for file in path.glob("*.jsonl"))
+            hint = f"  It holds {', '.join(inside[:5])}." if inside else ""
+            raise ConfigError(f"{path} is a folder; [data] path must name one JSON-lines file.{hint}") from error
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        return collect_examples(_read_lines(content), self._section, str(path))
+
+
+def _read_lines(content: bytes) -> Iterator[tuple[str, object]]:
+    # Only a newline ends a row: text may hold other characters that Unicode calls line breaks.
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if line.strip():
+            yield f"line {number}", _parse_line(line)
+
+
+def _parse_line(line: bytes) -> object:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(f"is not UTF-8 (byte {error.start + 1})")
+    except ValueError as error:
+        return BadRow(f"is not JSON ({error})")

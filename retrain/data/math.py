@@ -1,0 +1,48 @@
+r"""The `math` source: five subjects of the MATH competition problems (Hendrycks et al. 2021, arXiv:2103.03874)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from retrain.data.hub import load_rows
+from retrain.data.rows import BOX_INSTRUCTION, ask
+from retrain.errors import ConfigError, Problem
+from retrain.rewards.match import last_boxed
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+DATASET = "EleutherAI/hendrycks_math"
+SUBJECTS = ("intermediate_algebra", "precalculus", "number_theory", "counting_and_probability", "geometry")
+EASY_SUBJECTS = ("algebra", "prealgebra")
+
+
+class MathSource:
+    """4,551 problems to train on and 2,942 to test on; `[data] subset` narrows them to one subject."""
+
+    def __init__(self, section: schema.Data) -> None:
+        self._section = section
+
+    def load(self) -> list[Example]:
+        """Load subject by subject; the answer is the last box of each solution."""
+        section = self._section
+        if section.subset and section.subset not in SUBJECTS + EASY_SUBJECTS:
+            problem = Problem(
+                "[data] subset", f"is {section.subset!r}.", f"Known: {', '.join(SUBJECTS + EASY_SUBJECTS)}."
+            )
+            raise ConfigError("there is no such MATH subject.", (problem,))
+        examples = []
+        for subject in (section.subset,) if section.subset else SUBJECTS:
+            for index, row in enumerate(load_rows(DATASET, subject, section.split)):
+                prompt = ask(f"{row['problem']}\n\n{BOX_INSTRUCTION}", section.system_prompt)
+                meta = {"subject": subject, "level": row["level"]}
+                examples.append(
+                    Example(prompt, _read_answer(row["solution"]), f"{subject}/{section.split}/{index}", meta)
+                )
+        return examples
+
+
+def _read_answer(solution: str) -> str:
+    # Two number-theory solutions print an empty box where both texts conclude that there are no such primes.
+    return last_boxed(solution) or ("0" if r"\boxed{}" in solution else "")

@@ -1,0 +1,131 @@
+"""From raw rows to examples: which field is the prompt, which the answer, and what is wrong with the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retrain.errors import ConfigError, Problem
+from retrain.rewards.match import last_boxed
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+PROMPT_FIELDS = ("prompt", "problem", "question")
+ANSWER_FIELDS = ("answer", "solution")
+BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
+
+_SHOWN_PROBLEMS = 5
+_GSM8K_MARK = "####"
+
+Row = Mapping[str, Any]
+Prompt = str | tuple[Mapping[str, str], ...]
+
+
+class BadRow(Exception):
+    """A row that cannot become an example, and why."""
+
+
+def final_answer(text: str) -> str:
+    r"""Return the answer that a text ends in: its last `\boxed{}`, what follows `####`, or all of it."""
+    boxed = last_boxed(text)
+    if boxed:
+        return boxed
+    if _GSM8K_MARK in text:
+        return text.rpartition(_GSM8K_MARK)[2].strip().replace(",", "")
+    return text.strip()
+
+
+def ask(question: str, system_prompt: str = "") -> Prompt:
+    """Return a question as a prompt: plain text, or messages when there is a system prompt."""
+    if not system_prompt:
+        return question
+    return ({"role": "system", "content": system_prompt}, {"role": "user", "content": question})
+
+
+def to_example(row: object, section: schema.Data, id: str) -> Example:
+    """Read one row, or raise a BadRow."""
+    if not isinstance(row, Mapping):
+        raise BadRow(f"is a {_kind(row)}, not an object with fields")
+    prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
+    answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS)
+    meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
+    prompt = _read_prompt(row[prompt_field], prompt_field, section.system_prompt)
+    return Example(prompt, _read_answer(row[answer_field], answer_field, section.answer_field != ""), id, meta)
+
+
+def collect_examples(rows: Iterable[tuple[str, object]], section: schema.Data, origin: str) -> list[Example]:
+    """Read all rows, each with the words that say where it is; the bad ones come in one error."""
+    examples: list[Example] = []
+    problems: list[Problem] = []
+    for where, row in rows:
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            examples.append(to_example(row, section, where))
+        except BadRow as bad:
+            problems.append(Problem(where, str(bad)))
+    if problems:
+        raise_for_rows(problems, origin)
+    if not examples:
+        raise ConfigError(f"{origin} has no rows.")
+    return examples
+
+
+def raise_for_rows(problems: Sequence[Problem], origin: str) -> None:
+    """Raise one error for all bad rows, naming the first few."""
+    shown = tuple(problems[:_SHOWN_PROBLEMS])
+    rest = len(problems) - len(shown)
+    more = (Problem("", f"and {rest} more."),) if rest else ()
+    noun = "row" if len(problems) == 1 else "rows"
+    raise ConfigError(f"{origin} has {len(problems)} unusable {noun}:", (*shown, *more))
+
+
+def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
+    for field in (named,) if named else candidates:
+        if row.get(field) is not None:
+            return field
+    wanted = f"no field {named!r}" if named else f"none of the fields {', '.join(candidates)}"
+    raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}")
+
+
+def _read_prompt(value: object, field: str, system_prompt: str) -> Prompt:
+    if value == "" or (isinstance(value, str) and value.isspace()):
+        raise BadRow(f"has an empty {field!r}")
+    if isinstance(value, str):
+        return ask(value, system_prompt)
+    if not isinstance(value, Sequence) or not value:
+        raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a list of messages belongs")
+    messages = [_read_message(message, field) for message in value]
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return tuple(messages)
+
+
+def _read_message(message: object, field: str) -> dict[str, str]:
+    if isinstance(message, Mapping):
+        role, content = message.get("role"), message.get("content")
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise BadRow(f"has a message without role and content in {field!r}")
+
+
+def _read_answer(value: object, field: str, named: bool) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # 27.0 in a table of numbers is the answer 27
+    if isinstance(value, int | float):
+        return str(value)
+    if not isinstance(value, str):
+        raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a number belongs")
+    answer = final_answer(value)
+    if not answer:
+        raise BadRow(f"has no answer in {field!r}")
+    if field == "solution" and not named and answer == value.strip():
+        raise BadRow(r"has a 'solution' without \boxed{}")
+    return answer
+
+
+def _kind(value: object) -> str:
+    names = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,116 @@
+"""Held-out evaluation: pass@1 and unbiased pass@k with a 95 % interval, always on the same problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.inference_engine import InferenceEngine
+from retrain.rollout import Scorer
+from retrain.types import Example, Sampling, StepMetrics
+
+Z95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a policy does on the held-out problems."""
+
+    correct: tuple[int, ...]
+    """Right answers of each problem."""
+    counted: tuple[int, ...]
+    """Scored answers of each problem."""
+    k: int
+    texts: tuple[str, ...]
+    """The first answer to each problem."""
+
+    @property
+    def pass_at_1(self) -> float:
+        """Mean over problems of the share of right answers."""
+        return _mean([c / n for c, n in self._scored()])
+
+    @property
+    def pass_at_k(self) -> float:
+        """Mean over problems of the chance that one of k answers is right."""
+        return _mean([pass_at_k(n, c, min(self.k, n)) for c, n in self._scored()])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of pass@1 over problems like these."""
+        return wilson_interval([c / n for c, n in self._scored()])
+
+    def _scored(self) -> list[tuple[int, int]]:
+        return [(c, n) for c, n in zip(self.correct, self.counted, strict=True) if n]
+
+    def metrics(self) -> StepMetrics:
+        """The evaluation's part of a step's metrics."""
+        low, high = self.interval
+        return {
+            "eval_pass_at_1": self.pass_at_1,
+            "eval_pass_at_k": self.pass_at_k,
+            "eval_ci_low": low,
+            "eval_ci_high": high,
+        }
+
+    def record(self, step: int) -> dict[str, Any]:
+        """A row of eval.jsonl, with each problem apart, so that runs can be compared problem by problem."""
+        return {
+            "step": step,
+            **self.metrics(),
+            "k": self.k,
+            "correct": list(self.correct),
+            "counted": list(self.counted),
+        }
+
+
+class Evaluator:
+    """Evaluates every so many steps."""
+
+    def __init__(self, scorer: Scorer, examples: Sequence[Example], sampling: Sampling, every: int, k: int) -> None:
+        self.scorer = scorer
+        self.examples = examples
+        self.sampling = sampling
+        self.every = every
+        self.k = k
+
+    def due(self, step: int) -> bool:
+        """Whether the policy that `step` starts from is to be evaluated."""
+        return self.every > 0 and step % self.every == 0
+
+    def run(self, engine: InferenceEngine) -> Evaluation:
+        """Sample and score the held-out problems; the draw is the same each time but for the policy."""
+        groups = self.scorer.sample_and_score(engine, self.examples, self.sampling).groups
+        return Evaluation(
+            correct=tuple(sum(score.outcome == "right" for score in group.scores_G) for group in groups),
+            counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
+            k=self.k,
+            texts=tuple(group.completions_G[0].text for group in groups),
+        )
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)."""
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
+    """Wilson's interval for a mean of per-problem rates.
+
+    Answers to one problem are alike, so the effective sample size is the one whose binomial variance equals the
+    variance seen between problems; with one answer a problem it is the number of problems.
+    """
+    count = len(rates)
+    if count == 0:
+        return 0.0, 1.0
+    mean = _mean(rates)
+    spread = sum((rate - mean) ** 2 for rate in rates) / count
+    size = count * (mean * (1 - mean) / spread) if spread > 0 else float(count)
+    centre = (mean + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
+    half = Z95 / (1 + Z95**2 / size) * math.sqrt(mean * (1 - mean) / size + Z95**2 / (4 * size**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

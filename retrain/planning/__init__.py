@@ -1,0 +1,53 @@
+"""Which tokens of a completion are planning (steering the solution) and which execution (carrying it out)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from retrain.errors import PluginError, RetrainError
+from retrain.plugins import REGISTRIES
+from retrain.types import BoolArray
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Planning
+
+__all__ = ["DetectorClass", "PlanningDetector", "build_detector"]
+
+
+@runtime_checkable
+class PlanningDetector(Protocol):
+    """Marks planning tokens."""
+
+    def detect(self, token_texts: Sequence[str]) -> BoolArray:
+        """One True or False for each token of a completion, given the tokens' texts in order."""
+
+
+@runtime_checkable
+class DetectorClass(Protocol):
+    """What a detector's class offers, built in or not."""
+
+    def from_config(self, planning: Planning, strategic_grams: str) -> PlanningDetector:
+        """Build one from `[planning]` and `[logging] strategic_grams`; a classmethod on the detector."""
+
+
+def build_detector(planning: Planning, strategic_grams: str = "", search_paths: Sequence[str] = ()) -> PlanningDetector:
+    """The detector that `[planning] detector` names: built in, an installed plug-in, or a dotted path."""
+    name = planning.detector
+    found = REGISTRIES["planning"].load(name, search_paths)
+    if not isinstance(found, DetectorClass):
+        raise PluginError(
+            f"planning plug-in {name!r} has no from_config(planning, strategic_grams). "
+            "Try: name a class with that classmethod and with detect(token_texts)."
+        )
+    try:
+        detector = found.from_config(planning, strategic_grams)
+    except RetrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"planning plug-in {name!r} raised {error!r} in from_config.") from error
+    if not isinstance(detector, PlanningDetector):
+        raise PluginError(
+            f"planning plug-in {name!r}: from_config returned {type(detector).__name__}, without detect()."
+        )
+    return detector

@@ -1,0 +1,136 @@
+"""Examples into scored groups: draw prompts, sample, score, and replace groups that teach nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from retrain.data import ExampleOrder
+from retrain.errors import RolloutError
+from retrain.inference_engine import InferenceEngine, Progress
+from retrain.rewards import RewardPool
+from retrain.seeding import derive_seed
+from retrain.tokens import PromptEncoder
+from retrain.types import Example, Group, Sampling, Score
+
+# Beyond this share of failed scores the rest says little about the policy.
+MAX_ERROR_RATE = 0.5
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The scored groups of one step, and what they cost."""
+
+    groups: list[Group]
+    sample_time_s: float
+    score_time_s: float
+
+    @property
+    def scores(self) -> list[Score]:
+        """Every score that counts."""
+        return [score for group in self.groups for score in group.scores_G if score.counts]
+
+    @property
+    def errors(self) -> int:
+        """Scores that do not count."""
+        return sum(not score.counts for group in self.groups for score in group.scores_G)
+
+    @property
+    def correct_rate(self) -> float:
+        """Share of right answers among the scores that count."""
+        scores = self.scores
+        return sum(score.outcome == "right" for score in scores) / len(scores) if scores else 0.0
+
+
+class RolloutSource(Protocol):
+    """Where a step's groups come from: single-turn sampling, or an environment."""
+
+    def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
+        """Sample and score the groups of one step."""
+        ...
+
+
+class SingleTurn:
+    """One prompt, one answer, one score."""
+
+    def __init__(
+        self, order: ExampleOrder, scorer: Scorer, sampling: Sampling, seed: int, resample_rounds: int = 0
+    ) -> None:
+        self.order = order
+        self.scorer = scorer
+        self.sampling = sampling
+        self.seed = seed
+        self.resample_rounds = resample_rounds
+
+    def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
+        """Sample `batch_size` prompts; groups without signal are replaced by fresh prompts for a few rounds."""
+        kept: list[Group] = []
+        dead: list[Group] = []
+        sample_time = score_time = 0.0
+        for round_ in range(1 + self.resample_rounds):
+            examples = self.order.take(batch_size - len(kept))
+            sampling = replace(self.sampling, seed=derive_seed(self.seed, f"sampling/{round_}", step))
+            drawn = self.scorer.sample_and_score(engine, examples, sampling)
+            sample_time += drawn.sample_time_s
+            score_time += drawn.score_time_s
+            live = [group for group in drawn.groups if has_signal(group)]
+            dead += [group for group in drawn.groups if not has_signal(group)]
+            kept += live
+            if len(kept) == batch_size:
+                break
+        # Dead groups stay in the record: they are part of what the policy can and cannot do.
+        return Rollouts(kept + dead, sample_time, score_time)
+
+
+class Scorer:
+    """Samples and scores a list of examples; training and evaluation both go through it."""
+
+    def __init__(
+        self, encoder: PromptEncoder, reward: RewardPool, say: Callable[[str], None], progress: Progress
+    ) -> None:
+        self.encoder = encoder
+        self.reward = reward
+        self.say = say
+        self.progress = progress
+        self.shown_error = False
+
+    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+        """One group an example, in order."""
+        started = time.perf_counter()
+        prompts = [self.encoder.encode(example) for example in examples]
+        completions_PG = engine.generate(prompts, sampling)
+        sampled = time.perf_counter()
+        self.progress("scoring", 0, sum(map(len, completions_PG)))
+        items = [
+            (c.text, example.reference) for example, group in zip(examples, completions_PG, strict=True) for c in group
+        ]
+        scores = self.reward.score(items)
+        self._mind_errors(scores)
+        groups, at = [], 0
+        for example, prompt, completions in zip(examples, prompts, completions_PG, strict=True):
+            own = tuple(scores[at : at + len(completions)])
+            groups.append(Group(example, prompt, tuple(completions), own))
+            at += len(completions)
+        return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
+
+    def _mind_errors(self, scores: Sequence[Score]) -> None:
+        """Show the first failure in full; stop when failures outnumber scores."""
+        failed = [score for score in scores if not score.counts]
+        if failed and not self.shown_error:
+            self.shown_error = True
+            self.say(
+                f"Scoring failed for {len(failed)} of {len(scores)} completions; they are left out. The first one:"
+            )
+            self.say(failed[0].detail.rstrip() or failed[0].outcome)
+        if len(failed) > MAX_ERROR_RATE * len(scores):
+            last = (failed[0].detail.strip() or failed[0].outcome).splitlines()[-1]
+            raise RolloutError(
+                f"scoring failed for {len(failed)} of {len(scores)} completions ({failed[0].outcome}: {last})."
+            )
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the completions that count were scored differently from one another."""
+    return len({score.value for score in group.scores_G if score.counts}) > 1

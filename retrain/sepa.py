@@ -1,0 +1,112 @@
+"""The SEPA schedule: how strongly the uncertainty of execution tokens is pooled at each step.
+
+The pooling itself is `retrain.advantages.token.sepa_pool`; here lives only the choice of lambda and its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from retrain.errors import CheckpointError
+from retrain.types import FloatArray
+
+if TYPE_CHECKING:
+    from retrain.config.schema import Sepa
+
+EMA_DECAY = 0.99
+WARMUP_BATCHES = 50
+"""Batches observed before the average is frozen as the variance that later ones are compared with."""
+VARIANCE_LEFT = 0.2
+"""Auto pools as soon as less than this share of that variance is left, and fully when none is."""
+
+
+class SEPAController:
+    """Chooses lambda from the step, the decay of uncertainty variance (auto) and a gate on correctness.
+
+    linear: `clamp((step - delay_steps) / steps, 0, 1)`.
+    auto: the larger of that and `1 - min(ema / v0 / 0.2, 1)`, where `ema` averages the variance of execution-token
+    uncertainty and `v0` is its value after 50 batches.
+    Until one batch is at least as correct as the gate asks, lambda is 0; afterwards the gate stays open.
+    """
+
+    def __init__(self, config: Sepa) -> None:
+        self.config = config
+        self.gate_open = config.correct_rate_gate <= 0.0
+        self._observed = 0
+        self._ema: float | None = None
+        self._initial: float | None = None
+
+    def observe_correct_rate(self, rate: float) -> None:
+        """Note the share of right answers in a batch; the first to reach the gate opens it for good."""
+        self.gate_open = self.gate_open or rate >= self.config.correct_rate_gate
+
+    def update(self, execution: FloatArray | float | None) -> None:
+        """Note the uncertainties of a batch's execution tokens, or their variance; None or no tokens change nothing."""
+        variance = _variance(execution)
+        if variance is None:
+            return
+        self._ema = variance if self._ema is None else EMA_DECAY * self._ema + (1.0 - EMA_DECAY) * variance
+        self._observed += 1
+        if self._observed == WARMUP_BATCHES:
+            self._initial = self._ema
+
+    def resolve_lambda(self, step: int) -> float:
+        """The lambda of this step, between 0 (no pooling) and 1 (execution tokens all alike)."""
+        if not self.gate_open:
+            return 0.0
+        linear = self._linear_lambda(step)
+        return max(self._auto_lambda(), linear) if self.config.schedule == "auto" else linear
+
+    def state_dict(self) -> dict[str, float | int | bool | None]:
+        """Everything a resumed run needs to go on with the same lambdas."""
+        return {
+            "gate_open": self.gate_open,
+            "observed": self._observed,
+            "ema": self._ema,
+            "initial": self._initial,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float | int | bool | None]) -> None:
+        """Take over what `state_dict` returned."""
+        try:
+            observed = state["observed"]
+            gate_open, ema, initial = state["gate_open"], state["ema"], state["initial"]
+        except KeyError as error:
+            raise CheckpointError(f"the SEPA state of the checkpoint has no {error.args[0]!r}.") from error
+        if observed is None:
+            raise CheckpointError("the SEPA state of the checkpoint does not say how many batches were observed.")
+        self.gate_open = bool(gate_open)
+        self._observed = int(observed)
+        self._ema = None if ema is None else float(ema)
+        self._initial = None if initial is None else float(initial)
+
+    def _linear_lambda(self, step: int) -> float:
+        since = step - self.config.delay_steps
+        if self.config.steps <= 0:
+            return 1.0 if since >= 0 else 0.0
+        return min(max(since / self.config.steps, 0.0), 1.0)
+
+    def _auto_lambda(self) -> float:
+        # With no variance to begin with there is no decay to follow, and nothing to pool either.
+        if self._ema is None or self._initial is None or self._initial <= 0.0:
+            return 0.0
+        return 1.0 - min(self._ema / self._initial / VARIANCE_LEFT, 1.0)
+
+
+def _variance(execution: FloatArray | float | None) -> float | None:
+    if execution is None:
+        return None
+    if isinstance(execution, float | int):
+        variance = float(execution)
+    else:
+        values = np.asarray(execution, dtype=np.float64)
+        if values.size == 0:
+            return None
+        variance = float(values.var())
+    if not math.isfinite(variance) or variance < 0.0:
+        raise ValueError(f"the variance of execution-token uncertainty is {variance}, which no variance can be.")
+    return variance

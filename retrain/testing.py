@@ -1,0 +1,75 @@
+"""Stand-ins for the heavy parts, so that plug-ins and loops can be tested without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from retrain.backends import Capabilities
+from retrain.inference_engine import InferenceEngine
+from retrain.seeding import derive_seed
+from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
+
+Script = Callable[[IntArray, int, np.random.Generator], str]
+"""Writes the answer to a prompt: given its token ids, the number of the completion, and a generator."""
+
+
+class ScriptedEngine:
+    """An InferenceEngine whose answers are written by a function; one token a character."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+        """Ask the script `sampling.n` times for each prompt; the same seed gives the same generators."""
+        return [
+            [self._answer(prompt, at, index, sampling) for index in range(sampling.n)] for at, prompt in enumerate(prompts)
+        ]
+
+    def _answer(self, prompt: IntArray, at: int, index: int, sampling: Sampling) -> Completion:
+        rng = np.random.default_rng(derive_seed(sampling.seed, f"{at}/{index}"))
+        text = self.script(prompt, index, rng)
+        cut = text[: sampling.max_tokens]
+        return Completion(
+            token_ids_T=np.array([ord(character) for character in cut], dtype=np.int64),
+            logprobs_T=-rng.random(len(cut)).astype(np.float32),
+            entropies_T=rng.random(len(cut)).astype(np.float32),
+            text=cut,
+            finish_reason="stop" if len(cut) == len(text) else "length",
+        )
+
+    def sync(self, weights: object) -> None:
+        """A script has no weights."""
+
+    def shutdown(self) -> None:
+        """A script holds nothing."""
+
+
+class FakeBackend:
+    """A Backend that learns nothing but remembers every datum it was given."""
+
+    def __init__(self, engine: InferenceEngine, context_length: int = 4096) -> None:
+        self.engine = engine
+        self.capabilities = Capabilities(context_length=context_length, gives_entropies=True)
+        self.trained: list[list[Datum]] = []
+
+    def sampler(self, step: int) -> InferenceEngine:
+        """The engine it was made with."""
+        return self.engine
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        """Remember the datums; the loss is minus their mean advantage."""
+        self.trained.append(list(datums))
+        advantages = [float(datum.advantages_T[datum.mask_T].mean()) for datum in datums if datum.mask_T.any()]
+        return {"loss": -float(np.mean(advantages)) if advantages else 0.0, "grad_norm": 0.0, "skipped": 0}
+
+    def save(self, path: Path) -> None:
+        """Write how many steps were taken."""
+        (path / "adapter").mkdir()
+        (path / "adapter" / "steps.txt").write_text(str(len(self.trained)))
+
+    def load(self, path: Path) -> None:
+        """Restore that number, as empty steps."""
+        self.trained = [[] for _ in range(int((path / "adapter" / "steps.txt").read_text()))]

@@ -1,0 +1,74 @@
+"""The tokenizer's side of a run: prompts into token ids, and the text of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from retrain.builtin import resolve_model
+from retrain.errors import ConfigError
+from retrain.types import Example, IntArray
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's tokenizer, or a sentence that says how to get it."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve_model(model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(explain_missing_model(model, error)) from error
+
+
+def explain_missing_model(name: str, error: Exception) -> str:
+    """Why a model could not be loaded, and what to do about it."""
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"[model] model = {name!r} could not be loaded: {reason}  "
+        'Try: check the id, or download it elsewhere and point at the folder: model = "/path/to/model".'
+    )
+
+
+def vocabulary_texts(tokenizer: Any) -> list[str]:
+    """The text of every token id, with the tokenizer's own space markers; planning detectors read these."""
+    return [token if token is not None else "" for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+
+
+class PromptEncoder:
+    """Examples into prompt token ids, through the chat template; each distinct prompt is encoded once."""
+
+    def __init__(self, tokenizer: Any, system_prompt: str, max_prompt_tokens: int, say: Callable[[str], None]) -> None:
+        self.tokenizer = tokenizer
+        self.system_prompt = system_prompt
+        self.max_prompt_tokens = max_prompt_tokens
+        self.encoded: dict[object, IntArray] = {}
+        if tokenizer.chat_template is None:
+            say("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
+
+    def encode(self, example: Example) -> IntArray:
+        """Token ids of the prompt, cut from the left where max_prompt_tokens says so."""
+        key = example.prompt if isinstance(example.prompt, str) else tuple(tuple(m.items()) for m in example.prompt)
+        if key not in self.encoded:
+            ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
+            self.encoded[key] = ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
+        return self.encoded[key]
+
+    def longest(self, examples: Iterable[Example]) -> int:
+        """Tokens of the longest prompt."""
+        return max((len(self.encode(example)) for example in examples), default=0)
+
+    def _messages(self, example: Example) -> list[Mapping[str, str]]:
+        own: list[Mapping[str, str]]
+        own = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else list(example.prompt)
+        if self.system_prompt and not any(message["role"] == "system" for message in own):
+            return [{"role": "system", "content": self.system_prompt}, *own]
+        return own
+
+    def _ids(self, messages: list[Mapping[str, str]]) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            text = "\n\n".join(message["content"] for message in messages)
+            return list(self.tokenizer(text)["input_ids"])
+        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # The template has already written the special tokens.
+        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,87 @@
+"""What a run says on the screen: start-up lines, progress inside a step, and one line a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from retrain.config import TrainConfig
+from retrain.types import Group, StepMetrics
+
+# Groups shown a step: enough to see what the model is asked, not so many that the step lines drown.
+GROUPS_SHOWN = 2
+# Seconds between progress lines where there is no terminal to redraw.
+PLAIN_EVERY_S = 30.0
+LIVE_EVERY_S = 0.1
+
+
+class Console:
+    """A Tracker that prints, and the `say` and `progress` that the other parts are given."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stdout
+        self.live = self.stream.isatty()
+        self.drawn = 0
+        self.shown_at = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Print a line, in place of a progress line if one stands there."""
+        self._erase()
+        self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Show how far a phase is; redraws on a terminal, speaks up now and then elsewhere."""
+        now = time.monotonic()
+        if now - self.shown_at < (LIVE_EVERY_S if self.live else PLAIN_EVERY_S):
+            return
+        self.shown_at = now
+        text = f"  {phase} {done}/{total}"
+        if not self.live:
+            self.say(text)
+            return
+        self._erase()
+        self.stream.write(text)
+        self.stream.flush()
+        self.drawn = len(text)
+
+    def start(self, config: TrainConfig) -> None:
+        """Nothing: the start-up lines are said by the parts as they load."""
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """A line for the first few groups, then the step's."""
+        self.shown_at = time.monotonic()
+        for group in groups[:GROUPS_SHOWN]:
+            right = sum(score.outcome == "right" for score in group.scores_G)
+            self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}")
+        self.say(step_line(step, metrics))
+
+    def finish(self) -> None:
+        """Leave the cursor on a fresh line."""
+        self._erase()
+
+    def _erase(self) -> None:
+        if self.drawn:
+            self.stream.write("\r" + " " * self.drawn + "\r")
+            self.drawn = 0
+
+
+def step_line(step: int, metrics: StepMetrics) -> str:
+    """The step in one line."""
+    late = " (placeholder)" if metrics["loss_is_placeholder"] else ""
+    parts = [
+        f"Step {step} [{metrics['condition']}]",
+        f"loss={metrics['loss']:.4f}{late}",
+        f"reward={metrics['mean_reward']:.3f}",
+        f"correct={100 * float(metrics['correct_rate'] or 0):.1f}%",
+        f"datums={metrics['num_datums']}",
+        f"bs={metrics['batch_size']}",
+        f"gs={metrics['group_size']}",
+        f"sepa_l={metrics['sepa_lambda']:.4f}",
+        f"time={metrics['step_time_s']:.1f}s",
+    ]
+    if metrics.get("eval_pass_at_1") is not None:
+        parts.insert(4, f"held-out={100 * float(metrics['eval_pass_at_1'] or 0):.1f}%")
+    return " | ".join(parts)

@@ -1,0 +1,99 @@
+"""The run's own record: metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from retrain.config import TrainConfig
+from retrain.types import Example, Group, StepMetrics
+
+METRICS, STEPS, GENERATIONS, EVALS = (
+    "metrics.jsonl",
+    "emergence/steps.jsonl",
+    "emergence/generations.jsonl",
+    "eval.jsonl",
+)
+FILES = (METRICS, STEPS, GENERATIONS, EVALS)
+
+
+class JsonlTracker:
+    """Appends to the log files; knows how long they are, so that a resume can cut what came after its checkpoint."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.files: dict[str, BinaryIO] = {}
+
+    def start(self, config: TrainConfig) -> None:
+        """Open the files, each where it ended."""
+        for name in FILES:
+            path = self.log_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.files[name] = path.open("ab")
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """One object a step, and one a completion with its whole text."""
+        scores = [score for group in groups for score in group.scores_G if score.counts]
+        self.write(METRICS, [metrics])
+        summary = {
+            "step": step,
+            "mean_reward": metrics["mean_reward"],
+            "correct_count": sum(score.outcome == "right" for score in scores),
+            "total_count": len(scores),
+            "condition": metrics["condition"],
+        }
+        self.write(STEPS, [summary])
+        self.write(GENERATIONS, [row for group in groups for row in generation_rows(step, group)])
+
+    def finish(self) -> None:
+        """Close the files."""
+        for file in self.files.values():
+            file.close()
+        self.files.clear()
+
+    def write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows in one write, so that a kill tears at most the last one."""
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        self.files[name].write(text.encode("utf-8", "surrogatepass"))
+        self.files[name].flush()
+
+    def sizes(self) -> dict[str, int]:
+        """How long each file is on disk now."""
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self.files.items()}
+
+
+def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
+    """One row for each completion of a group; a score that failed has no reward but says why."""
+    rows = []
+    for completion, score in zip(group.completions_G, group.scores_G, strict=True):
+        row = {
+            "step": step,
+            "prompt": prompt_text(group.example),
+            "completion": completion.text,
+            "reward": score.value if score.counts else None,
+            "num_tokens": len(completion.token_ids_T),
+            "outcome": score.outcome,
+        }
+        rows.append(row | ({"detail": score.detail} if score.detail and not score.counts else {}))
+    return rows
+
+
+def prompt_text(example: Example) -> str:
+    """What was asked, as one text."""
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in example.prompt)
+
+
+def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Shorten the files to what they held at a checkpoint: later steps will be written again."""
+    for name in FILES:
+        path = log_dir / name
+        if path.exists() and path.stat().st_size > sizes.get(name, 0):
+            os.truncate(path, sizes.get(name, 0))

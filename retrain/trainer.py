@@ -1,0 +1,214 @@
+"""The loop: roll out, score, assign credit, train, adapt, record.
+
+Up to the training of a step nothing changes, so an interrupt there costs nothing; from there to the record the step is
+done as a whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.advantages import Credit
+from retrain.assemble import Parts, assemble
+from retrain.checkpoint import publish_adapter, write_state_file
+from retrain.config import TrainConfig
+from retrain.errors import RetrainError
+from retrain.evaluate import Evaluation
+from retrain.interrupts import Interrupts
+from retrain.recording import write_recording
+from retrain.rollout import Rollouts
+from retrain.seeding import seed_everything
+from retrain.tracking.console import Console
+from retrain.tracking.jsonl import EVALS
+from retrain.types import Datum, Group, StepMetrics
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what it has seen."""
+
+    step: int = 0
+    right: int = 0
+    scored: int = 0
+    batch_size: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    log_dir: str
+    steps: int
+    running_correct_rate: float
+    first_evaluation: Evaluation | None
+    last_evaluation: Evaluation | None
+
+
+def train(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> TrainResult:
+    """Run a configuration to its last step, from its checkpoint if it resumes one."""
+    with assemble(config, force_resume, console) as parts, Interrupts() as interrupts:
+        progress = resume(parts)
+        parts.tracker.start(parts.config)
+        try:
+            return run_steps(parts, progress, interrupts)
+        except (KeyboardInterrupt, RetrainError):
+            if interrupts.between_steps:
+                save(parts, progress, "interrupted")
+            raise
+        finally:
+            parts.tracker.finish()
+
+
+def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> TrainResult:
+    """Every step that is left."""
+    training = parts.config.training
+    first = last = None
+    while progress.step < training.max_steps:
+        step, cursor, started = progress.step, parts.order.state_dict(), time.perf_counter()
+        try:
+            seed_everything(training.seed, step)
+            engine = parts.backend.sampler(step)
+            last = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
+            first = first or last
+            rollouts = parts.rollouts.collect(engine, step, progress.batch_size)
+        except BaseException:
+            # The step never happened: it will draw the same problems when it does.
+            parts.order.load_state_dict(cursor)
+            raise
+        with interrupts.held():
+            parts.sepa.observe_correct_rate(rollouts.correct_rate)
+            sepa_lambda = parts.sepa.resolve_lambda(step)
+            masks = parts.planning.of(rollouts.groups) if parts.planning else None
+            credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
+            datums = build_datums(rollouts.groups, credit)
+            training_started = time.perf_counter()
+            outcome = parts.backend.train_step(datums, step)
+            train_time = time.perf_counter() - training_started
+            parts.sepa.update(credit.exec_entropy_var)
+            note(progress, rollouts, outcome)
+            metrics = describe(parts, progress, rollouts, credit, outcome)
+            metrics |= {
+                "step": step,
+                "num_datums": len(datums),
+                "sepa_lambda": sepa_lambda,
+                "train_time_s": train_time,
+                "step_time_s": time.perf_counter() - started,
+                **(last.metrics() if last else {}),
+            }
+            parts.backpressure.observe(metrics)
+            progress.batch_size = parts.backpressure.recommend(progress.batch_size)
+            if last:
+                parts.jsonl.write(EVALS, [last.record(step)])
+            if training.record:
+                write_recording(parts.folder.path, step, rollouts.groups)
+            parts.tracker.log(step, metrics, rollouts.groups)
+            progress.step += 1
+            if progress.step % training.save_every == 0 or progress.step == training.max_steps:
+                save(parts, progress, "running")
+    last = finish(parts, progress)
+    return TrainResult(str(parts.folder.path), progress.step, progress.right / max(1, progress.scored), first, last)
+
+
+def build_datums(groups: Sequence[Group], credit: Credit) -> list[Datum]:
+    """The rows worth training on: scored completions of groups that carry a signal."""
+    excluded = set(credit.excluded)
+    datums = []
+    for at in credit.live():
+        group = groups[at]
+        for index, completion in enumerate(group.completions_G):
+            if (at, index) in excluded or not len(completion.token_ids_T):
+                continue
+            advantages_T = credit.token_advantages_PG[at][index]
+            mask_T = completion.sampled_T if completion.sampled_T is not None else advantages_T == advantages_T
+            datums.append(Datum(group.prompt_ids, completion.token_ids_T, completion.logprobs_T, advantages_T, mask_T))
+    return datums
+
+
+def note(progress: Progress, rollouts: Rollouts, outcome: StepMetrics) -> None:
+    """Add a step to the running counts."""
+    scores = rollouts.scores
+    progress.right += sum(score.outcome == "right" for score in scores)
+    progress.scored += len(scores)
+    progress.skipped += int(outcome.get("skipped") or 0)
+
+
+def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credit, outcome: StepMetrics) -> StepMetrics:
+    """The step's metrics, but for what only the loop knows."""
+    scores = rollouts.scores
+    completions = [completion for group in rollouts.groups for completion in group.completions_G]
+    tokens = sum(len(completion.token_ids_T) for completion in completions)
+    return {
+        "step": progress.step,
+        "condition": parts.config.condition,
+        "loss_is_placeholder": parts.backend.capabilities.reports_late,
+        **{key: outcome.get(key) for key in ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")},
+        "skipped_steps": progress.skipped,
+        "mean_reward": sum(score.value for score in scores) / len(scores) if scores else 0.0,
+        "correct_rate": rollouts.correct_rate,
+        "running_correct_rate": progress.right / max(1, progress.scored),
+        "sepa_gate_open": parts.sepa.gate_open,
+        "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),
+        "sample_time_s": rollouts.sample_time_s,
+        "score_time_s": rollouts.score_time_s,
+        "tokens_per_s": tokens / max(rollouts.sample_time_s, 1e-9),
+        "batch_size": progress.batch_size,
+        "group_size": parts.config.training.group_size,
+        "reward_errors": rollouts.errors,
+        "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
+        **credit.metrics(),
+        **parts.backpressure.metrics(),
+    }
+
+
+def resume(parts: Parts) -> Progress:
+    """Put every part where the checkpoint left it, or at the beginning."""
+    checkpoint = parts.folder.checkpoint
+    if checkpoint is None:
+        return Progress(batch_size=parts.config.training.batch_size)
+    state = checkpoint.state
+    parts.backend.load(checkpoint.path)
+    parts.order.load_state_dict(state["order"])
+    parts.sepa.load_state_dict(state["sepa"])
+    parts.backpressure.load_state_dict(state["backpressure"])
+    return Progress(**state["progress"])
+
+
+def save(parts: Parts, progress: Progress, status: str) -> None:
+    """A checkpoint at this step, unless it has one already, and a note of it in trainer_state.json."""
+    state = {
+        "progress": vars(progress).copy(),
+        "order": parts.order.state_dict(),
+        "sepa": parts.sepa.state_dict(),
+        "backpressure": parts.backpressure.state_dict(),
+        # Every generator is seeded from these two at each step, so they are all the random state there is.
+        "random": {"seed": parts.config.training.seed, "step": progress.step},
+        "log_sizes": parts.jsonl.sizes(),
+    }
+    if progress.step not in parts.checkpoints.steps():
+        path = parts.checkpoints.save(progress.step, state, parts.backend.save)
+        publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)
+    write_state_file(
+        parts.folder.path,
+        {
+            "step": progress.step,
+            "max_steps": parts.config.training.max_steps,
+            "status": status,
+            "condition": parts.config.condition,
+            "checkpoint": f"checkpoints/step_{progress.step:06d}",
+            "running_correct_rate": progress.right / max(1, progress.scored),
+        },
+    )
+
+
+def finish(parts: Parts, progress: Progress) -> Evaluation | None:
+    """A last look at the held-out problems, and the run is marked finished."""
+    last = None
+    if parts.evaluator.every:
+        last = parts.evaluator.run(parts.backend.sampler(progress.step))
+        parts.jsonl.write(EVALS, [last.record(progress.step)])
+    save(parts, progress, "finished")
+    return last

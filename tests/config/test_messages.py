@@ -1,0 +1,159 @@
+"""What a user is told: table, key, value and a suggestion, all problems at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retrain.config import TrainConfig, build_config
+from retrain.config.load import MAX_PROBLEMS
+from retrain.config.toml import parse_toml
+from retrain.errors import ConfigError
+
+
+def problems_in(text: str | dict[str, Any]) -> list[str]:
+    tables = parse_toml(text, "run.toml") if isinstance(text, str) else text
+    with pytest.raises(ConfigError) as caught:
+        build_config(tables, {}, "run.toml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[training]\nlr = -1.0", "[training] lr must be > 0, got -1.0.  Try: lr = 4e-05"),
+        ("[training]\nbatch_size = 3.9", "[training] batch_size must be a whole number, got 3.9.  Try: batch_size = 8"),
+        ("[training]\nbatch_size = true", "[training] batch_size must be a whole number, got true.  Try: batch_size = 8"),
+        ("[training]\nlr = true", "[training] lr must be a number, got true.  Try: lr = 4e-05"),
+        ('[training]\nlr = "1e-4"', '[training] lr must be a number, got "1e-4".  Try: lr = 4e-05'),
+        ("[training]\nlr = inf", "[training] lr must be a finite number, got inf.  Try: lr = 4e-05"),
+        ("[training]\nlr = nan", "[training] lr must be a finite number, got nan.  Try: lr = 4e-05"),
+        ("[training]\ntop_p = 1.5", "[training] top_p must be <= 1, got 1.5.  Try: top_p = 1.0"),
+        ("[training]\nseed = -2", "[training] seed must be >= -1, got -2.  Try: seed = -1"),
+        (
+            "[training]\nseed = 9007199254740993",
+            "[training] seed must be <= 9007199254740992, got 9007199254740993.  Try: seed = -1",
+        ),
+        ("[training]\nmax_stepz = 7", "unknown option [training] max_stepz.  Did you mean max_steps?"),
+        ("[training]\nlora_rank = 7", "unknown option [training] lora_rank.  Did you mean [model] lora_rank?"),
+        ("[training]\nlora_rnk = 7", "unknown option [training] lora_rnk.  Did you mean [model] lora_rank?"),
+        ("[training.sepa]\nsteps = 7", "unknown option [training] sepa.  Did you mean the table [sepa]?"),
+        ("[training]\nqqqq = 7", "unknown option [training] qqqq.  `retrain help` lists every option."),
+        ("[trainnning]", "unknown table [trainnning].  Did you mean [training]?"),
+        ("[[trainnning]]", "unknown table [trainnning].  Did you mean [training]?"),
+        ("lr = 1.0", "unknown option lr outside any table.  Did you mean [training] lr?"),
+        ("qqqq = 1.0", "unknown option qqqq outside any table.  Options stand inside a [table]."),
+        ("training = 3", "[training] must be a table, got 3.  Try: [training]"),
+        ("[[training]]\nlr = 1", "[training] must be a table, got [{ lr = 1 }].  Try: [training], with single brackets"),
+        (
+            '[inference]\nprefix_caching = "false"',
+            '[inference] prefix_caching must be true or false, got "false".  Try: prefix_caching = true',
+        ),
+        (
+            '[sepa]\nschedule = "cosine"',
+            "[sepa] schedule must be one of 'linear', 'auto', got \"cosine\".  Try: schedule = \"linear\"",
+        ),
+        ("[distributed]\nzero_stage = true", "[distributed] zero_stage must be a whole number, got true.  Try: zero_stage = 0"),
+        ("[distributed]\nzero_stage = 1.0", "[distributed] zero_stage must be a whole number, got 1.0.  Try: zero_stage = 0"),
+        ("[distributed]\nzero_stage = 2", "[distributed] zero_stage must be one of 0, 1, 3, got 2.  Try: zero_stage = 0"),
+        ('[model]\nmodel = ""', '[model] model must not be empty, got "".  Try: model = "Qwen/Qwen3-4B-Instruct-2507"'),
+        ("[logging]\nlog_dir = 5", '[logging] log_dir must be a string, got 5.  Try: log_dir = "logs/train"'),
+        ("[environment]\nargs = 5", "[environment] args must be a table, got 5.  Try: args = {}"),
+        (
+            "[environment]\nargs = '{\"a\": '",
+            '[environment] args is not valid JSON (Expecting value at character 6), got "{\\"a\\": ".  Try: args = {}',
+        ),
+        (
+            "[environment]\nargs = '{\"a\": [null]}'",
+            "[environment] args holds null, which TOML lacks.  Try: leave that key out",
+        ),
+        ("[environment]\nargs = '{\"\\ud800\": 1}'", "[environment] args holds text that is not valid Unicode."),
+        ('[plugins]\nsearch_paths = [1]', '[plugins] search_paths[0] must be a string, got 1.  Try: search_paths = ["."]'),
+        ("[squeeze]\ntarget_ranks = [8, 0]", "[squeeze] target_ranks[1] must be >= 1, got 0.  Try: target_ranks = []"),
+        ("[reward]\nterms = [{weigth = 1}]", "[reward] terms[0].weigth is unknown.  Did you mean weight?"),
+        ("[reward]\nterms = [{weight = true}]", "[reward] terms[0].weight must be a number, got true.  Try: terms = []"),
+        ('[resume]\nfrom_ = "x"', "unknown option [resume] from_.  Did you mean from?"),
+        ('["a\\nb"]', 'unknown table ["a\\nb"].  Tables: ' + ", ".join(TrainConfig.model_fields) + "."),
+        ("[training]\n\"\\u001b[31m\" = 1", 'unknown option [training] "\\u001b[31m".  `retrain help` lists every option.'),
+        ('[training]\n"" = 1', 'unknown option [training] "".  `retrain help` lists every option.'),
+        ("[training]\nseed = 0x" + "f" * 5000, f"[training] seed must be <= 9007199254740992, got 0x{'f' * 55}....  Try: seed = -1"),
+        ("[training]\nlr = 0x" + "f" * 5000, f"[training] lr must be a number, got 0x{'f' * 55}....  Try: lr = 4e-05"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_place_value_and_suggestion(text: str, problem: str) -> None:
+    assert problems_in(text) == [problem]
+
+
+def test_all_problems_come_in_one_error() -> None:
+    text = """
+    lr = 3
+    [training]
+    lr = -1
+    max_stepz = 7
+    [trainnning]
+    [backend]
+    devices = "tpu:0"
+    [backpressure]
+    min_batch_size = 9
+    max_batch_size = 3
+    """
+    with pytest.raises(ConfigError) as caught:
+        build_config(parse_toml(text, "run.toml"), {"nothing.here": 1}, "run.toml")
+    assert str(caught.value).splitlines()[0] == "run.toml has 7 problems:"
+    assert len(str(caught.value).splitlines()) == 8
+    places = " | ".join(problem.where for problem in caught.value.problems)
+    for place in ("[nothing] here", "lr", "[training] lr", "max_stepz", "[trainnning]", "devices", "max_batch_size"):
+        assert place in places
+
+
+def test_one_problem_is_called_one_problem() -> None:
+    with pytest.raises(ConfigError, match="^run.toml has 1 problem:\n"):
+        build_config({"training": {"lr": -1}}, {}, "run.toml")
+
+
+def test_a_value_that_could_not_be_read_is_not_held_against_its_neighbours() -> None:
+    # `type` is the default here only because what was written is no string.
+    assert len(problems_in({"reward": {"type": 5, "custom_module": "mine"}})) == 1
+    assert len(problems_in({"reward": {"type": "judge", "judge_modle": "gpt"}})) == 1
+
+
+def test_thousands_of_problems_are_cut_to_a_screenful() -> None:
+    found = problems_in("[training]\n" + "\n".join(f"key{n} = {n}" for n in range(20_000)))
+    assert len(found) == MAX_PROBLEMS + 1
+    assert found[-1] == "and 19950 more."
+
+
+def test_long_keys_and_values_are_cut() -> None:
+    (problem,) = problems_in({"training": {"k" * 100_000: "v"}})
+    assert len(problem) < 200
+    (problem,) = problems_in({"training": {"lr": "v" * 100_000}})
+    assert len(problem) < 200
+    (problem,) = problems_in({"algorithm": {"advantage_mode": "v" * 100_000}})
+    assert len(problem) < 250
+
+
+@pytest.mark.parametrize(
+    ("tables", "where"),
+    [
+        (lambda deep: {"environment": {"args": deep}}, "[environment] args"),
+        (lambda deep: {"campaign": {"conditions": [deep]}}, "[campaign] conditions"),
+        (lambda deep: {"training": {"lr": deep}}, "[training] lr"),
+        (lambda deep: {"nothing": deep}, "[nothing] a"),
+        (lambda deep: {"nothing": [deep]}, "[nothing]"),
+        (lambda deep: {"a": deep}, "[a] a"),
+    ],
+)
+def test_values_nested_beyond_reason_are_named_and_do_no_harm(tables: Any, where: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    found = problems_in(tables(deep))
+    assert any(problem == f"{where} is nested more than 32 levels deep." for problem in found)
+
+
+def test_the_tables_that_were_given_are_left_as_they_were() -> None:
+    tables: dict[str, Any] = {"training": {"lr": -1, "seed": 3}, "trainnning": {}}
+    with pytest.raises(ConfigError):
+        build_config(tables, {"training.seed": 4, "model.lora_rank": 8}, "run.toml")
+    assert tables == {"training": {"lr": -1, "seed": 3}, "trainnning": {}}

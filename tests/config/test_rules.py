@@ -1,0 +1,158 @@
+"""Each rule across options, both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retrain.config import build_config
+from retrain.config.rules import RELATION_RULES, VALUE_RULES, condition_overrides
+from retrain.errors import ConfigError
+
+GRPO, MAXRL = {"advantage_mode": "grpo"}, {"advantage_mode": "maxrl"}
+ENVIRONMENT = {"provider": "verifiers", "id": "primeintellect/gsm8k"}
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("names_are_known", {"algorithm": {"advantage_mode": "my_package.mine"}}),
+    ("names_are_known", {"algorithm": {"transform_mode": "my_package.sub:mine", "algorithm_mode": ""}}),
+    ("names_are_known", {"reward": {"terms": [{"type": "match"}, {"type": "mine.score", "weight": -0.5}]}}),
+    ("values_can_be_written", {"environment": {**ENVIRONMENT, "args": '{"a": [1, {"b": "é"}]}'}}),
+    ("devices_follow_the_grammar", {"backend": {"devices": "cpu"}}),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu:0, gpu:1,gpu:17"}}),
+    ("groups_can_differ", {"training": {"group_size": 2}}),
+    ("rewards_are_complete", {"reward": {"type": "custom", "custom_module": "mine"}}),
+    ("rewards_are_complete", {"reward": {"type": "judge", "judge_model": "gpt-4o-mini"}}),
+    ("rewards_are_complete", {"reward": {"terms": [{"type": "custom", "custom_module": "mine"}]}}),
+    ("rewards_are_complete", {"reward": {"judge_model": "gpt-4o-mini", "terms": [{"type": "judge"}]}}),
+    ("environment_is_complete", {"environment": {**ENVIRONMENT, "max_turns": 1}}),
+    ("data_source_is_complete", {"data": {"source": "jsonl", "path": "problems.jsonl"}}),
+    ("data_source_is_complete", {"data": {"source": "mine.Source", "path": "problems.txt"}}),
+    ("data_source_is_complete", {"data": {"source": "hub", "id": "openai/gsm8k"}}),
+    ("evaluation_has_enough_samples", {"eval": {"k": 4, "samples": 4}}),
+    (
+        "evaluation_has_held_out_problems",
+        {"data": {"source": "jsonl", "path": "a.jsonl"}, "eval": {"every": 5, "source": "jsonl", "path": "b.jsonl"}},
+    ),
+    ("backpressure_bounds_are_ordered", {"backpressure": {"min_batch_size": 4, "max_batch_size": 4}}),
+    ("urls_are_urls", {"inference": {"engine": "vllm", "url": "http://localhost:8000, https://a.example/v1"}}),
+    ("engine_options_have_an_engine", {"inference": {"engine": "vllm", "url": "http://localhost:8000"}}),
+    ("params_have_a_plugin", {"algorithm": {"transform_mode": "mine.Spec", "transform_params": {"a": 1}}}),
+    ("params_have_a_plugin", {"algorithm": {"algorithm_mode": "mine.all", "transform_params": {"a": 1}}}),
+    ("params_have_a_plugin", {"algorithm": {"advantage_mode": "mine.adv", "advantage_params": {"a": 1}}}),
+    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait", "let me check"]'}}),
+    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "wait, let me check"}}),
+    ("templates_name_their_variables", {"teaching": {"teacher_adaptive_template": "{question} {approach}"}}),
+    ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"sepa": {"steps": 5}, "lr": 1e-3}]}}),
+    ("conditions_override_real_options", {"campaign": {"conditions": [{"model": {"lora_rank": 8}}, {"model": "a/b"}]}}),
+]
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("names_are_known", {"inference": {"engine": "vlm"}}, "[inference] engine 'vlm' is not a known inference engine"),
+    ("names_are_known", {"backend": {"backend": ""}}, "[backend] backend '' is not a known backend"),
+    ("names_are_known", {"reward": {"terms": [{"type": "mtch"}]}}, "[reward] terms[0].type 'mtch' is not a known reward"),
+    ("values_can_be_written", {"environment": {**ENVIRONMENT, "args": '{"a": null}'}}, "[environment] args holds null"),
+    ("values_can_be_written", {"campaign": {"conditions": [{"transform_params": {"\ud800": 1}}]}}, "not valid Unicode"),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu"}}, "[backend] devices has 'gpu'"),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu:0,"}}, "[backend] devices has ''"),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu:٣"}}, "[backend] devices has"),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu:00"}}, "[backend] devices has 'gpu:00'"),
+    ("devices_follow_the_grammar", {"backend": {"devices": "gpu:1,gpu:1"}}, "[backend] devices names 'gpu:1' twice"),
+    ("groups_can_differ", {"training": {"group_size": 1}}, "[training] group_size must be at least 2"),
+    ("rewards_are_complete", {"reward": {"type": "custom"}}, "[reward] custom_module is empty"),
+    ("rewards_are_complete", {"reward": {"custom_module": "mine"}}, "[reward] custom_module is set"),
+    ("rewards_are_complete", {"reward": {"type": "judge"}}, "[reward] judge_model is empty"),
+    ("rewards_are_complete", {"reward": {"judge_model": "gpt"}}, "[reward] judge_model is set"),
+    ("rewards_are_complete", {"reward": {"terms": [{"type": "custom"}]}}, "[reward] terms[0].custom_module is empty"),
+    ("rewards_are_complete", {"reward": {"terms": [{"type": "judge"}]}}, "[reward] judge_model is empty"),
+    (
+        "rewards_are_complete",
+        {"reward": {"type": "custom", "custom_module": "mine", "terms": [{}]}},
+        "[reward] custom_module is set, but terms replace it",
+    ),
+    ("environment_is_complete", {"environment": {"provider": "verifiers"}}, "[environment] id is empty"),
+    ("environment_is_complete", {"environment": {"id": "a/b"}}, "[environment] id is set, but provider is empty"),
+    ("environment_is_complete", {"environment": {"max_turns": 0}}, "[environment] max_turns must be -1 or at least 1"),
+    ("data_source_is_complete", {"data": {"source": "jsonl"}}, "[data] path is empty"),
+    ("data_source_is_complete", {"data": {"path": "a.jsonl"}}, "[data] path is set"),
+    ("data_source_is_complete", {"data": {"source": "hub"}}, "[data] id is empty"),
+    ("data_source_is_complete", {"eval": {"source": "jsonl"}}, "[eval] path is empty"),
+    ("evaluation_has_enough_samples", {"eval": {"k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
+    (
+        "evaluation_has_held_out_problems",
+        {"data": {"source": "jsonl", "path": "a.jsonl"}, "eval": {"every": 5}},
+        "[eval] path is empty",
+    ),
+    (
+        "backpressure_bounds_are_ordered",
+        {"backpressure": {"min_batch_size": 5, "max_batch_size": 4}},
+        "[backpressure] max_batch_size is 4, below min_batch_size = 5",
+    ),
+    ("urls_are_urls", {"inference": {"engine": "vllm", "url": "localhost:8000"}}, "[inference] url has 'localhost:8000'"),
+    ("urls_are_urls", {"model": {"base_url": "http://"}}, "[model] base_url has 'http://'"),
+    ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),
+    ("params_have_a_plugin", {"algorithm": {"transform_params": {"a": 1}}}, "[algorithm] transform_params is set"),
+    ("params_have_a_plugin", {"algorithm": {"advantage_params": {"a": 1}}}, "[algorithm] advantage_params is set"),
+    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait"'}}, "[logging] strategic_grams starts like"),
+    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": f"[{'1' * 5000}]"}}, "[logging] strategic_grams"),
+    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "[" * 90_000}}, "[logging] strategic_grams"),
+    ("templates_name_their_variables", {"teaching": {"student_baseline_template": "?"}}, "lacks {question}"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [{"campaign": {"seeds": [1]}}]}}, "'campaign.seeds'"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [{"from": "x"}]}}, "'resume.from'"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, MAXRL, GRPO]}}, "same condition twice"),
+    ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"algorithm": GRPO}]}}, "same condition twice"),
+    ("conditions_override_real_options", {"campaign": {"seeds": [1, 2, 1]}}, "[campaign] seeds holds the same seed twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "tables"), GOOD)
+def test_a_rule_lets_a_sound_configuration_pass(rule: str, tables: dict[str, Any]) -> None:
+    build_config(tables, {}, rule)
+
+
+@pytest.mark.parametrize(("rule", "tables", "text"), BAD)
+def test_a_rule_names_what_it_refuses(rule: str, tables: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(tables, {}, rule)
+    assert text in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_every_rule_is_tried_both_ways() -> None:
+    rules = {rule.__name__ for rule in (*VALUE_RULES, *RELATION_RULES)}
+    assert {rule for rule, _ in GOOD} == rules
+    assert {rule for rule, _, _ in BAD} == rules
+
+
+@pytest.mark.parametrize(
+    ("condition", "text"),
+    [
+        ({"lr": -1}, "[campaign] conditions[1]: [training] lr must be > 0, got -1."),
+        ({"lr": "fast"}, '[campaign] conditions[1]: [training] lr must be a number, got "fast".'),
+        ({"advantage_mode": "grop"}, "[campaign] conditions[1]: [algorithm] advantage_mode 'grop' is not a known"),
+        ({"reward": {"type": "custom"}}, "[campaign] conditions[1]: [reward] custom_module is empty"),
+    ],
+)
+def test_each_condition_must_be_a_valid_run(condition: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"campaign": {"conditions": [GRPO, condition]}}, {}, "campaign.toml")
+    assert text in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_problem_of_the_file_is_not_repeated_for_every_condition() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({"training": {"lr": -1}, "campaign": {}}, {}, "campaign.toml")
+    assert len(caught.value.problems) == 1
+
+
+def test_a_condition_names_options_by_key_or_by_table() -> None:
+    condition = {"max_steps": 5, "sepa": {"steps": 6}, "model": {"lora_rank": 8}, "backend": "local"}
+    assert dict(condition_overrides(condition)) == {
+        "training.max_steps": 5,
+        "sepa.steps": 6,
+        "model.lora_rank": 8,
+        "backend.backend": "local",
+    }

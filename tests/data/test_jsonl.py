@@ -1,0 +1,161 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config.schema import Data
+from retrain.data import build_source, load_examples
+from retrain.data.rows import final_answer
+from retrain.errors import ConfigError, PluginError
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_text(content: str | bytes, **options):
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return list(load_examples(Data(source="jsonl", path=str(path), **options)))
+
+    return load_text
+
+
+@pytest.mark.parametrize("prompt_field", ["prompt", "problem", "question"])
+@pytest.mark.parametrize(("answer_field", "answer"), [("answer", "4"), ("solution", r"so \boxed{4}.")])
+def test_the_usual_field_names_are_found(load, prompt_field, answer_field, answer):
+    (example,) = load(json.dumps({prompt_field: "2+2?", answer_field: answer, "topic": "sums"}))
+    assert (example.prompt, example.reference, example.meta) == ("2+2?", "4", {"topic": "sums"})
+    assert example.id == "line 1"
+
+
+def test_named_fields_win(load):
+    row = {"prompt": "not me", "ask": "2+2?", "answer": "not me", "gold": "four"}
+    (example,) = load(json.dumps(row), prompt_field="ask", answer_field="gold")
+    assert (example.prompt, example.reference) == ("2+2?", "four")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        (4, "4"),
+        (27.0, "27"),
+        (0.5, "0.5"),
+        (" 4 ", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("2 * 500 = 1000\n#### 1,000", "1000"),
+    ],
+)
+def test_answers_are_read_as_text(load, answer, reference):
+    assert load(json.dumps({"prompt": "?", "answer": answer}))[0].reference == reference
+
+
+def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_harmless(load):
+    rows = [json.dumps({"prompt": f"{n}?\u2028", "answer": n}, ensure_ascii=False) for n in range(3)]
+    found = load("\ufeff" + "\r\n\r\n".join(rows) + "\r\n\n")
+    assert [example.reference for example in found] == ["0", "1", "2"]
+    assert [example.id for example in found] == ["line 1", "line 3", "line 5"]
+    assert found[0].prompt == "0?\u2028"
+
+
+def test_messages_and_system_prompts(load):
+    user = {"role": "user", "content": "2+2?"}
+    system = {"role": "system", "content": "Think."}
+    rows = "\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in ("2+2?", [user], [system, user]))
+    plain, short, whole = load(rows)
+    assert (plain.prompt, short.prompt, whole.prompt) == ("2+2?", (user,), (system, user))
+    brief = {"role": "system", "content": "Be brief."}
+    plain, short, whole = load(rows, system_prompt="Be brief.")
+    assert (plain.prompt, short.prompt, whole.prompt) == ((brief, user), (brief, user), (system, user))
+
+
+BAD_ROWS = [
+    ('{"prompt": "a", "answer": ', "is not JSON"),
+    ("[1, 2]", "is a list, not an object with fields"),
+    ('{"text": "a", "answer": "b"}', "has none of the fields prompt, problem, question; it has text, answer"),
+    ('{"prompt": "a"}', "has none of the fields answer, solution; it has prompt"),
+    ('{"prompt": "a", "answer": null}', "has none of the fields answer, solution"),
+    ('{"prompt": " ", "answer": "b"}', "has an empty 'prompt'"),
+    ('{"prompt": 3, "answer": "b"}', "has a number in 'prompt', where text or a list of messages belongs"),
+    ('{"prompt": [], "answer": "b"}', "has a list in 'prompt'"),
+    ('{"prompt": ["hi"], "answer": "b"}', "has a message without role and content in 'prompt'"),
+    ('{"prompt": "a", "answer": ""}', "has no answer in 'answer'"),
+    ('{"prompt": "a", "answer": ["b"]}', "has a list in 'answer', where text or a number belongs"),
+    ('{"prompt": "a", "solution": "no box"}', r"has a 'solution' without \boxed{}"),
+    ("{}", "it has none at all"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_ROWS)
+def test_a_bad_row_is_named_by_its_line(load, line, message):
+    with pytest.raises(ConfigError) as caught:
+        load('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
+    (problem,) = caught.value.problems
+    assert problem.where == "line 3" and message in problem.text
+    assert "has 1 unusable row:" in str(caught.value)
+
+
+def test_many_bad_rows_come_in_one_error_with_five_lines_and_a_count(load):
+    with pytest.raises(ConfigError) as caught:
+        load("\n".join(line for line, _ in BAD_ROWS))
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(f"rows.jsonl has {len(BAD_ROWS)} unusable rows:")
+    assert [line.split()[:2] for line in lines[1:6]] == [["line", str(number)] for number in range(1, 6)]
+    assert lines[6].strip() == f"and {len(BAD_ROWS) - 5} more."
+
+
+def test_text_that_is_not_utf8_is_named_by_line_and_byte(load):
+    with pytest.raises(ConfigError, match=r"line 2 is not UTF-8 \(byte 13\)"):
+        load(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "b"}')
+
+
+def test_a_missing_file_a_folder_and_an_empty_file_are_told_apart(load, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no file .*absent\.jsonl"):
+        load_examples(Data(source="jsonl", path=str(tmp_path / "absent.jsonl")))
+    with pytest.raises(ConfigError, match="has no rows"):
+        load("\n\n")
+    with pytest.raises(ConfigError, match=r"is a folder; .* It holds rows\.jsonl"):
+        load_examples(Data(source="jsonl", path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r'path = "problems.jsonl"'):
+        load_examples(Data(source="jsonl"))
+
+
+@given(st.dictionaries(st.sampled_from(["prompt", "answer", "x"]), st.text(max_size=10) | st.integers() | st.none()))
+def test_any_object_is_either_an_example_or_a_named_problem(tmp_path_factory, row):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    try:
+        (example,) = load_examples(Data(source="jsonl", path=str(path)))
+    except ConfigError as error:
+        assert error.problems[0].where == "line 1"
+    else:
+        assert example.prompt and example.reference
+
+
+def test_the_answer_of_a_text():
+    assert final_answer("72") == "72"
+    assert final_answer("a #### b\n#### 1,234") == "1234"
+    assert final_answer(r"#### 3, or \boxed{4}") == "4"
+
+
+def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
+    (tmp_path / "my_source.py").write_text(
+        "from retrain.types import Example\n"
+        "class Source:\n"
+        "    def __init__(self, data): self.data = data\n"
+        "    def load(self): return [Example(self.data.split, '1')]\n"
+        "class Empty(Source):\n"
+        "    def load(self): return []\n"
+        "class Raw(Source):\n"
+        "    def load(self): return [{'prompt': 'a'}]\n"
+        "class Shapeless:\n"
+        "    def __init__(self, data): pass\n"
+        "NOTHING = 3\n"
+    )
+    paths = [str(tmp_path)]
+    assert load_examples(Data(source="my_source.Source", split="dev"), paths)[0].prompt == "dev"
+    for name, message in [("Empty", "has no examples"), ("Raw", "gave dict where a retrain.types.Example is needed")]:
+        with pytest.raises(PluginError, match=message):
+            load_examples(Data(source=f"my_source.{name}"), paths)
+    for name, message in [("Shapeless", "has no load method"), ("NOTHING", "must be a class")]:
+        with pytest.raises(PluginError, match=message):
+            build_source(Data(source=f"my_source:{name}"), paths)

@@ -1,0 +1,104 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.config.schema import Data
+from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.data.arithmetic import is_held_out
+from retrain.errors import CheckpointError
+from retrain.types import Example
+
+
+def examples(count: int) -> list[Example]:
+    return [Example(f"question {number}", str(number)) for number in range(count)]
+
+
+def endless() -> Endless:
+    return Endless(lambda rng: Example(f"{rng.randrange(10**9)}", ""))
+
+
+@given(st.integers(1, 30), st.integers(0, 2**40), st.lists(st.integers(0, 20), max_size=8), st.integers(0, 200))
+def test_the_position_alone_determines_what_comes_next(size, seed, counts, ahead):
+    order = ExampleOrder(examples(size), seed)
+    for count in counts:
+        order.take(count)
+    assert order.position == sum(counts)
+    resumed = ExampleOrder(examples(size), seed)
+    resumed.load_state_dict(order.state_dict())
+    assert resumed.take(ahead) == order.take(ahead)
+
+
+@given(st.integers(1, 30), st.integers(0, 2**40), st.integers(1, 4))
+def test_every_epoch_holds_every_example_once(size, seed, epochs):
+    taken = ExampleOrder(examples(size), seed).take(size * epochs)
+    for epoch in range(epochs):
+        assert Counter(example.reference for example in taken[epoch * size : (epoch + 1) * size]) == Counter(
+            map(str, range(size))
+        )
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 7), min_size=1, max_size=10))
+def test_it_does_not_matter_in_what_portions_examples_are_taken(seed, counts):
+    whole = ExampleOrder(examples(5), seed).take(sum(counts))
+    order = ExampleOrder(examples(5), seed)
+    assert [example for count in counts for example in order.take(count)] == whole
+
+
+def test_epochs_and_seeds_differ():
+    order = ExampleOrder(examples(50), 1)
+    first, second = order.take(50), order.take(50)
+    assert first != second
+    assert ExampleOrder(examples(50), 2).take(50) != first
+
+
+def test_the_order_is_the_same_on_every_machine():
+    taken = ExampleOrder(examples(8), 42).take(10)
+    assert [int(example.reference) for example in taken] == [6, 3, 0, 5, 4, 7, 1, 2, 7, 4]
+
+
+@given(st.integers(0, 2**40), st.integers(0, 50), st.integers(0, 20))
+def test_an_endless_source_is_taken_by_number(seed, position, count):
+    order = ExampleOrder(endless(), seed)
+    order.take(position)
+    drawn = endless().reseed(seed)
+    assert order.take(count) == [drawn[number] for number in range(position, position + count)]
+    assert order.position == position + count
+
+
+def test_an_endless_source_gives_other_examples_for_another_seed_and_has_no_last_one():
+    assert endless()[:5] == endless()[0:5] != endless().reseed(1)[:5]
+    with pytest.raises(IndexError):
+        endless()[-1]
+
+
+@pytest.mark.parametrize("source", [examples(20), endless()])
+def test_max_examples_keeps_the_first_rows(source):
+    order = ExampleOrder(source, 0, max_examples=3)
+    assert {example.prompt for example in order.take(9)} == {example.prompt for example in source[:3]}
+    assert ExampleOrder(examples(2), 0, max_examples=5).state_dict()["examples"] == 2
+
+
+def test_a_checkpoint_of_other_data_is_refused():
+    with pytest.raises(CheckpointError, match="made with 4 examples, the data now has 5"):
+        ExampleOrder(examples(5), 0).load_state_dict(ExampleOrder(examples(4), 0).state_dict())
+
+
+def test_nothing_cannot_be_put_into_an_order():
+    with pytest.raises(ValueError, match="no examples"):
+        ExampleOrder([], 0)
+
+
+@given(st.integers(0, 2**32))
+def test_arithmetic_never_trains_on_a_held_out_problem(seed):
+    train, test = (load_examples(Data(source="arithmetic", split=split)) for split in ("train", "test"))
+    assert not any(is_held_out(str(example.prompt)) for example in ExampleOrder(train, seed).take(5))
+    assert all(is_held_out(str(example.prompt)) for example in ExampleOrder(test, seed).take(5))
+
+
+def test_arithmetic_answers_are_right_and_take_a_system_prompt():
+    (example,) = ExampleOrder(load_examples(Data(source="arithmetic", system_prompt="Be brief.")), 3).take(1)
+    system, user = example.prompt
+    assert system == {"role": "system", "content": "Be brief."}
+    assert str(eval(user["content"].removesuffix("=?"))) == example.reference

@@ -1,0 +1,124 @@
+"""Reward functions that misbehave on command: the response says how."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+
+
+def score(response, reference):
+    if response == "hang":
+        while True:
+            time.sleep(0.05)
+    if response == "hang in C":
+        ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the GIL: nothing in Python can interrupt it
+    if response == "nap":
+        time.sleep(0.01)
+    if response == "raise":
+        raise ValueError("this response is cursed")
+    if response == "print then raise":
+        print("the last thing I saw")
+        raise RuntimeError("printed")
+    if response == "nan":
+        return float("nan")
+    if response == "inf":
+        return float("inf")
+    if response == "none":
+        return None
+    if response == "text":
+        return "1.0"
+    if response == "true":
+        return True
+    if response == "int":
+        return 1
+    if response == "lambda":
+        return lambda: 1.0
+    if response == "huge":
+        return 10**400
+    return _misbehave_more(response, reference)
+
+
+def _misbehave_more(response, reference):
+    if response == "print":
+        print("x" * 200_000)
+        print("half a pair \ud800", file=sys.stderr)
+        os.write(1, b"\0\0\0\1raw bytes\n")
+        return 1.0
+    if response == "os._exit":
+        print("goodbye")
+        os._exit(3)
+    if response == "sys.exit":
+        sys.exit(4)
+    if response == "keyboard":
+        raise KeyboardInterrupt
+    if response == "recursion":
+        return _misbehave_more(response, reference)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "input":
+        return float(len(input()))
+    if response == "close streams":
+        os.close(1)
+        os.close(2)
+        return 1.0
+    if response == "memory":
+        return float(len(bytearray(8 << 30)))
+    if response == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        return 1.0
+    if response == "child":
+        subprocess.run(["sleep", reference])
+    return 0.25
+
+
+async def score_async(response, reference):
+    await asyncio.sleep(0.001)
+    if response == "hang":
+        await asyncio.sleep(600)
+    if response == "raise":
+        raise ValueError("async and cursed")
+    return float(response == reference)
+
+
+def score_with_extras(response, reference, *, meta, prompt=""):
+    return float(meta["bonus"]) if prompt == "What is 1+1?" else 0.0
+
+
+def score_with_any(response, reference, **extras):
+    return float(len(extras))
+
+
+def needs_three(response, reference, something):
+    return 1.0
+
+
+def loop_of_its_own(response, reference):
+    async def one():
+        return 1.0
+
+    return asyncio.run(one())
+
+
+class Length:
+    def score(self, response, reference):
+        return len(response) / 10
+
+
+LENGTH = Length()
+NOT_A_REWARD = 3
+
+
+def process_id(response, reference):
+    return float(os.getpid())
+
+
+def slow_square(response, reference):
+    time.sleep(0.01 * (int(response) % 3))
+    return float(int(response) ** 2)
+
+
+def modules(response, reference):
+    return float(not {"torch", "transformers", "datasets", "sympy"} & set(sys.modules))

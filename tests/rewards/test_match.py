@@ -1,0 +1,145 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.rewards.match import MatchReward, answer_of, equal_as_text, last_boxed, normalise
+
+MATH_ROWS = Path(__file__).parents[3] / "shared" / "data" / "math_train.jsonl"
+needs_math_rows = pytest.mark.skipif(not MATH_ROWS.exists(), reason="the MATH rows are not on this machine")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", ""),
+        ("no box here", ""),
+        (r"so \boxed{42}.", "42"),
+        (r"first \boxed{1}, no: \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\left\{1,2\right\}}", r"\left\{1,2\right\}"),
+        (r"\boxed{\{1, 2)}", r"\{1, 2)"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"$\boxed 9$", "9"),
+        (r"\boxed{x=\boxed{5}}", "5"),
+        (r"\boxed{3} and then it was cut: \boxed{\frac{1}{", "3"),
+        (r"\boxed{", ""),
+        (r"\boxed", ""),
+        (r"{ \boxed{a", ""),
+        (r"} } \boxed{b} }", "b"),
+        (r"\boxed{}", ""),
+        ("\\boxed{\n  12\n}", "12"),
+    ],
+)
+def test_the_last_box_that_closes_is_the_answer(text, answer):
+    assert last_boxed(text) == answer
+
+
+def test_a_response_that_repeats_an_open_box_is_read_in_one_pass():
+    assert last_boxed("\\boxed{" * 200_000) == ""
+    assert last_boxed("\\boxed{" * 200_000 + "1}") == "1"
+
+
+def balanced_text() -> st.SearchStrategy[str]:
+    plain = st.text(alphabet="abc123+-^_ ", max_size=5)
+    return st.recursive(
+        plain, lambda inner: st.builds(lambda a, b, c: f"{a}{{{b}}}{c}", inner, inner, inner), max_leaves=8
+    )
+
+
+@given(balanced_text(), st.text(alphabet="xyz {}", max_size=20))
+def test_whatever_is_balanced_comes_out_of_its_box(content, before):
+    assert last_boxed(f"{before} \\boxed{{{content}}} and so on.") == content.strip()
+
+
+@given(st.text(alphabet="\\boxed{} 12fb", max_size=60))
+def test_no_text_breaks_the_extraction(text):
+    assert last_boxed(text) in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1/2", r"\frac{1}{2}"),
+        (r"\dfrac12", r"\frac{1}{2}"),
+        (r"\tfrac 1{72}", r"\frac{1}{72}"),
+        (r"\frac{-1}{2}", r"-\frac12"),
+        (r"\left( 1 , 2 \right)", "(1,2)"),
+        (r"\bigl(1,2\bigr)", "(1,2)"),
+        ("$18$", "18"),
+        (r"\$18.90", "18.9"),
+        ("18.", "18"),
+        ("1,000", "1000"),
+        (r"33{,}800{,}000", "33800000"),
+        (r"5,\!040", "5040"),
+        (".5", "0.5"),
+        ("27.0", "27"),
+        ("+3", "3"),
+        ("\u22123", "-3"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"64\%", "64"),
+        (r"4 \text{ feet}", "4"),
+        (r"2400 \mbox{ cm}^2", "2400"),
+        (r"1.85\ \text{USD}", "1.85"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\text{even}", "Even"),
+        ("x = 5", "5"),
+        (r"x \in [1,2]", "[1,2]"),
+        (r"x \le 2", r"x\leq2"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        ("{7}", "7"),
+        ("x^{2}", "x^2"),
+    ],
+)
+def test_spellings_of_one_answer_are_equal(one, other):
+    assert normalise(one) == normalise(other)
+    assert equal_as_text(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (".6", "6"),
+        ("-3", "3"),
+        ("A", "a"),
+        ("(1,2)", r"\{1,2\}"),
+        ("101_2", "101"),
+        (r"8\!:\!34 \text{ p.m.}", r"8\!:\!34 \text{ a.m.}"),
+        ("12,9", "129"),
+        ("0.5", r"\frac12"),
+        ("10", "1"),
+        (r"\leftarrow", "arrow"),
+        ("x=1, y=2", "1, y=2"),
+    ],
+)
+def test_different_answers_stay_different(one, other):
+    assert not equal_as_text(one, other)
+
+
+@given(st.text(max_size=40))
+def test_normalising_never_fails_and_an_answer_equals_itself(text):
+    assert equal_as_text(text, text) == bool(normalise(text))
+
+
+def test_a_response_without_a_box_is_wrong_even_when_the_reference_is_empty():
+    assert MatchReward().score("the answer is 5", "5") == 0.0
+    assert MatchReward().score("nothing", "") == 0.0
+    assert MatchReward().score(r"\boxed{}", "") == 0.0
+
+
+def test_a_reference_may_be_a_whole_solution():
+    assert answer_of(r"Because of symmetry, \boxed{7}.") == "7"
+    assert MatchReward().score(r"I say \boxed{7}", r"Because of symmetry, \boxed{7}.") == 1.0
+
+
+@needs_math_rows
+def test_every_solution_of_the_math_set_yields_its_answer_and_matches_itself():
+    rows = [json.loads(line) for line in MATH_ROWS.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 7500
+    assert [last_boxed(row["solution"]) for row in rows] == [row["answer"].strip() for row in rows]
+    scores = [MatchReward().score(row["solution"], row["answer"]) for row in rows]
+    assert [row["id"] for row, score in zip(rows, scores, strict=True) if score == 0.0 and row["answer"].strip()] == []

@@ -1,0 +1,300 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain.errors import PluginError
+from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
+
+
+def custom(function: str = "score", **options) -> RewardPool:
+    spec = RewardSpec((TermSpec("custom", custom_module="hostile", custom_function=function),), search_paths=(HERE,))
+    return RewardPool(spec, **{"timeout_s": 1.0, "workers": 1, **options})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with custom(workers=2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("raise", "ValueError: this response is cursed"),
+        ("print then raise", "RuntimeError: printed"),
+        ("nan", "ValueError: the reward returned nan; it must be finite"),
+        ("inf", "ValueError: the reward returned inf; it must be finite"),
+        ("none", "TypeError: the reward returned None (NoneType); it must return a number or a bool"),
+        ("text", "TypeError: the reward returned '1.0' (str); it must return a number or a bool"),
+        ("lambda", "TypeError: the reward returned <function"),
+        ("huge", "OverflowError: int too large to convert to float"),
+        ("os._exit", "the reward process exited with status 3"),
+        ("sys.exit", "SystemExit: 4"),
+        ("keyboard", "KeyboardInterrupt"),
+        ("recursion", "RecursionError: maximum recursion depth exceeded"),
+        ("segfault", "the reward process died: Segmentation fault"),
+        ("input", "EOFError: EOF when reading a line"),
+    ],
+)
+def test_a_misbehaving_item_is_an_error_and_its_neighbours_are_scored(pool, response, message):
+    first, bad, last = pool.score([("fine", ""), (response, ""), ("fine", "")])
+    assert (first.value, first.outcome) == (last.value, last.outcome) == (0.25, "wrong")
+    assert (bad.value, bad.outcome, bad.counts) == (0.0, "error", False)
+    assert bad.detail.splitlines()[0].startswith(message)
+
+
+@pytest.mark.parametrize("response", ["hang", "hang in C", "child"])
+def test_an_item_that_hangs_is_a_timeout_that_says_where(pool, response):
+    began = time.monotonic()
+    scores = pool.score([("fine", ""), (response, "601"), ("fine", ""), ("true", "")])
+    assert [score.outcome for score in scores] == ["wrong", "timeout", "wrong", "right"]
+    assert scores[1].detail.startswith("no result after 1 s\n")
+    assert "hostile.py" in scores[1].detail and "worker.py" not in scores[1].detail
+    assert time.monotonic() - began < 8.0
+
+
+@pytest.mark.parametrize("response", ["print", "close streams", "thread", "true", "int"])
+def test_an_odd_item_that_returns_a_number_is_scored(pool, capfd, response):
+    scores = pool.score([("fine", ""), (response, ""), ("fine", "")])
+    assert [score.outcome for score in scores] == ["wrong", "right", "wrong"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_shows_the_users_frames_and_what_was_printed(pool):
+    (score,) = pool.score([("print then raise", "")])
+    assert "hostile.py" in score.detail and 'raise RuntimeError("printed")' in score.detail
+    assert "worker.py" not in score.detail
+    assert score.detail.splitlines()[-2:] == ["printed:", "the last thing I saw"]
+
+
+def test_the_first_error_is_kept_to_be_shown():
+    with custom() as pool:
+        assert pool.first_error == ""
+        pool.score([("fine", ""), ("raise", ""), ("none", "")])
+        pool.score([("none", "")])
+        assert pool.first_error.startswith("ValueError: this response is cursed\nTraceback")
+
+
+def test_a_worker_that_takes_too_much_memory_loses_only_that_item():
+    with custom(memory_mb=2048) as pool:
+        outcomes = [score.outcome for score in pool.score([("true", ""), ("memory", ""), ("true", "")])]
+        assert outcomes == ["right", "error", "right"]
+        assert pool.first_error.startswith("MemoryError")
+
+
+def test_a_batch_in_which_every_item_kills_its_worker_still_ends():
+    with custom(workers=2) as pool:
+        assert {score.outcome for score in pool.score([("os._exit", "")] * 6)} == {"error"}
+        assert [score.outcome for score in pool.score([("true", "")])] == ["right"]
+
+
+def test_a_hanging_item_is_ended_in_time_while_other_workers_stay_busy():
+    with custom(workers=2) as pool:
+        pool.score([("fine", "")] * 20)
+        began = time.monotonic()
+        scores = pool.score([("hang", "")] + [("nap", "")] * 200)
+    assert scores[0].outcome == "timeout"
+    assert {score.outcome for score in scores[1:]} == {"wrong"}
+    assert time.monotonic() - began < 8.0
+
+
+def test_results_come_in_order_and_do_not_depend_on_the_number_of_workers():
+    items = [(str(number), "") for number in range(40)]
+    results = []
+    for workers in (1, 3):
+        with custom("slow_square", workers=workers) as pool:
+            results.append(pool.score(items))
+    assert results[0] == results[1]
+    assert [score.value for score in results[0]] == [float(number**2) for number in range(40)]
+
+
+def test_half_a_point_is_right_and_less_is_wrong():
+    with custom("Length") as pool:
+        scores = pool.score([("12345", ""), ("1234", ""), ("", "")])
+    assert [(score.value, score.outcome) for score in scores] == [(0.5, "right"), (0.4, "wrong"), (0.0, "wrong")]
+
+
+def test_async_functions_are_awaited_and_bounded():
+    with custom("score_async") as pool:
+        scores = pool.score([("a", "a"), ("raise", ""), ("hang", ""), ("a", "b")])
+    assert [score.outcome for score in scores] == ["right", "error", "timeout", "wrong"]
+    assert scores[1].detail.startswith("ValueError: async and cursed")
+
+
+def test_a_function_may_run_an_event_loop_of_its_own():
+    with custom("loop_of_its_own") as pool:
+        assert pool.score([("a", "a")])[0].outcome == "right"
+
+
+def test_a_function_that_names_prompt_and_meta_gets_them():
+    with custom("score_with_extras") as pool:
+        (score,) = pool.score([Item("2", "2", prompt="What is 1+1?", meta={"bonus": 0.75, "unused": object})])
+    assert score.value == 0.75
+    with custom("score_with_any") as pool:
+        assert pool.score([("2", "2")])[0].value == 2.0
+
+
+def test_meta_that_cannot_be_sent_is_an_error_that_says_so_and_the_pool_lives_on():
+    with custom("score_with_any") as pool:
+        with pytest.raises(PluginError, match="meta of an example cannot be handed to the reward"):
+            pool.score([Item("2", "2", meta={"function": lambda: 1})])
+        assert pool.score([("2", "2")])[0].value == 2.0
+
+
+def test_text_of_every_kind_arrives_unchanged():
+    odd = ["", "\0", "\ud800 half a pair", "日本語 \u2028", "x" * 300_000]
+    with custom("score_async", timeout_s=5.0) as pool:
+        assert {score.outcome for score in pool.score([(text, text) for text in odd])} == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("missing", "'hostile' has no 'missing'"),
+        ("needs_three", "cannot be called as score"),
+        ("NOT_A_REWARD", "neither a function nor an object with a score method"),
+    ],
+)
+def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(function, message):
+    with pytest.raises(PluginError, match=message):
+        custom(function)
+
+
+def test_a_module_that_is_missing_or_broken_is_refused_at_the_start(tmp_path):
+    def start(module: str) -> RewardPool:
+        spec = RewardSpec((TermSpec("custom", custom_module=module),), search_paths=(str(tmp_path),))
+        return RewardPool(spec, workers=2)
+
+    (tmp_path / "broken_reward.py").write_text("print('noise')\nraise OSError('no such grader')\n")
+    (tmp_path / "exiting_reward.py").write_text("import os\nprint('bye')\nos._exit(7)\n")
+    with pytest.raises(PluginError, match="there is no module 'absent_reward'"):
+        start("absent_reward")
+    with pytest.raises(PluginError, match=r"OSError\('no such grader'\)(.|\n)*broken_reward.py"):
+        start("broken_reward")
+    with pytest.raises(PluginError, match=r"ended while it was starting .*status 7\nbye"):
+        start("exiting_reward")
+
+
+def test_a_class_an_object_and_a_function_all_serve_by_dotted_path():
+    for path in ("hostile.Length", "hostile:LENGTH", "hostile.score_async"):
+        with RewardPool(RewardSpec((TermSpec(path),), search_paths=(HERE,)), workers=1) as pool:
+            assert pool.score([("0123456789", "0123456789")])[0].value == 1.0
+
+
+def test_scoring_works_from_several_threads_at_once():
+    results = {}
+    with custom("slow_square", workers=2) as pool:
+
+        def run(number: int) -> None:
+            results[number] = [score.value for score in pool.score([(str(number), "")] * 5)]
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {number: [float(number**2)] * 5 for number in range(6)}
+
+
+def test_an_interrupt_during_scoring_leaves_a_pool_that_works():
+    with custom(timeout_s=30.0) as pool:
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.score([("hang", ""), ("true", "")])
+        timer.join()
+        assert [score.outcome for score in pool.score([("true", ""), ("fine", "")])] == ["right", "wrong"]
+
+
+def test_an_idle_worker_that_was_killed_is_replaced_without_blame():
+    with custom("process_id") as pool:
+        before = int(pool.score([("", "")])[0].value)
+        os.kill(before, signal.SIGKILL)
+        time.sleep(0.1)
+        (score,) = pool.score([("", "")])
+        assert score.outcome == "right" and int(score.value) != before
+
+
+def test_a_closed_pool_says_so_and_closing_twice_is_fine():
+    pool = custom()
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.score([("fine", "")])
+
+
+def test_no_items_give_no_scores(pool):
+    assert pool.score([]) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("response", ["", "hang", "hang in C", "child"])
+def test_workers_do_not_outlive_a_parent_that_was_killed(response):
+    script = f"""
+import sys, threading, time
+from retrain.rewards import RewardPool, RewardSpec, TermSpec
+term = TermSpec("custom", custom_module="hostile", custom_function="score")
+pool = RewardPool(RewardSpec((term,), search_paths=({HERE!r},)), timeout_s=1.0, workers=2)
+threading.Thread(target=pool.score, args=([({response!r}, "602")] * 2,), daemon=True).start()
+time.sleep(0.5)
+print(*(worker._process.pid for worker in pool._workers), flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    until = time.monotonic() + 10.0
+    while any(is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in pids)
+    assert not has_process("sleep 602")
+
+
+def has_process(command: str) -> bool:
+    return command in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
+
+
+def test_what_an_item_started_dies_with_its_worker():
+    with custom() as pool:
+        assert pool.score([("child", "603")])[0].outcome == "timeout"
+    assert not has_process("sleep 603")
+
+
+def test_no_worker_loads_heavy_libraries_and_neither_does_the_import():
+    with custom("modules") as pool:
+        assert pool.score([("", "")])[0].value == 1.0
+    heavy = {"torch", "transformers", "datasets", "sympy"}
+    check = f"import sys, retrain.rewards, retrain.data; print({heavy} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": ROOT}
+    found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=environment, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_cheap_rewards_are_not_held_up_by_the_trip():
+    items = [(f"\\boxed{{{number % 7}}}", "3") for number in range(4000)]
+    with RewardPool(RewardSpec(), workers=1) as pool:
+        pool.score(items[:200])
+        began = time.monotonic()
+        scores = pool.score(items)
+        rate = len(items) / (time.monotonic() - began)
+    assert sum(score.outcome == "right" for score in scores) == len([n for n in range(4000) if n % 7 == 3])
+    assert rate > 1000  # about 6,000 on an idle core; a busy test machine gets slack

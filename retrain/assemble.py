@@ -12,10 +12,9 @@ from retrain.backends import Backend
 from retrain.backpressure import BackPressure, NoBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
-from retrain.config.options import options_by_path
-from retrain.config.rules import values_of
+from retrain.config.absent import refuse_absent_parts
 from retrain.data import Endless, ExampleOrder, load_examples
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError
 from retrain.evaluate import Evaluator
 from retrain.folder import RunFolder
 from retrain.planning import PlanningDetector, build_detector
@@ -30,18 +29,6 @@ from retrain.tracking import Tracker, Trackers
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import BoolArray, Example, Group, Sampling
-
-# Options that load and are checked, but whose part is not in this version: any value but the default is refused.
-NOT_IN_THIS_VERSION = (
-    "environment.provider",
-    "training.async_steps",
-    "kl.beta",
-    "kl.sync_ref_model",
-    "memory.offload_untrained_models",
-    "teaching.enabled",
-    "distributed.zero_stage",
-    "backpressure.enabled",
-)
 
 
 @dataclass
@@ -114,7 +101,7 @@ def assemble(config: TrainConfig, force_resume: bool = False, console: Console |
             rollouts=SingleTurn(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
             order=order,
             credit=credit,
-            planning=_build_planning(config, texts, credit),
+            planning=build_planning(config, texts) if credit.needs_planning else None,
             sepa=SEPAController(config.sepa),
             backpressure=NoBackPressure(),
             evaluator=_build_evaluator(config, scorer, held_out, sampling),
@@ -123,29 +110,6 @@ def assemble(config: TrainConfig, force_resume: bool = False, console: Console |
             checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
             console=console,
         )
-
-
-def refuse_absent_parts(config: TrainConfig) -> None:
-    """Say which options ask for something that this version does not have, rather than ignoring them."""
-    values, options = values_of(config), options_by_path()
-    problems = [
-        Problem(
-            options[path].where,
-            f"= {values[path]!r} is not in this version of retrain.",
-            f"Leave it at {options[path].default!r}.",
-        )
-        for path in NOT_IN_THIS_VERSION
-        if values[path] != options[path].default
-    ]
-    for path, option in options.items():
-        name = values.get(path)
-        if option.kind and name in REGISTRIES[option.kind].reserved:
-            known = ", ".join(REGISTRIES[option.kind].names())
-            problems.append(
-                Problem(option.where, f"= {name!r} is not in this version of retrain.", f"It has: {known}.")
-            )
-    if problems:
-        raise ConfigError("this configuration cannot be run:", tuple(problems))
 
 
 def _load_training_examples(
@@ -205,9 +169,8 @@ def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequen
     )
 
 
-def _build_planning(config: TrainConfig, texts: Sequence[str], credit: CreditAssigner) -> PlanningMasks | None:
-    if not credit.needs_planning:
-        return None
+def build_planning(config: TrainConfig, texts: Sequence[str]) -> PlanningMasks:
+    """The planning-token detector over a vocabulary."""
     return PlanningMasks(
         build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths), texts
     )

@@ -23,8 +23,8 @@ class Evaluation:
     counted: tuple[int, ...]
     """Scored answers of each problem."""
     k: int
-    texts: tuple[str, ...]
-    """The first answer to each problem."""
+    answers: tuple[tuple[Example, str], ...] = ()
+    """Each problem with the first answer to it."""
 
     @property
     def pass_at_1(self) -> float:
@@ -86,7 +86,7 @@ class Evaluator:
             correct=tuple(sum(score.outcome == "right" for score in group.scores_G) for group in groups),
             counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
             k=self.k,
-            texts=tuple(group.completions_G[0].text for group in groups),
+            answers=tuple((group.example, group.completions_G[0].text) for group in groups),
         )
 
 

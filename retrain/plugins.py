@@ -61,7 +61,7 @@ class Registry:
         if point is not None:
             try:
                 return point.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginError(f"{self.kind} plug-in {name!r} ({point.value}) failed to load: {error!r}") from error
         if name in self.reserved:
             raise PluginError(
@@ -74,8 +74,8 @@ class Registry:
 
 
 def is_dotted_path(name: str) -> bool:
-    """Whether `name` reads as `package.module.attribute` or `package.module:attribute`."""
-    parts = name.replace(":", ".").split(".")
+    """Whether `name` reads as `package.module.attribute`, `package.module:attribute` or `module:Class.attribute`."""
+    parts = name.replace(":", ".", 1).split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
@@ -85,7 +85,9 @@ def import_path(path: str, kind: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+        if not error.name:
+            raise PluginError(f"{kind} plug-in {path!r}: importing {module_name!r} failed: {error!r}") from error
+        if module_name == error.name or module_name.startswith(f"{error.name}."):
             raise PluginError(
                 f"{kind} plug-in {path!r}: there is no module {module_name!r}. "
                 f"Try: put {module_name.split('.')[0]}.py into the working directory, or name its folder in "
@@ -94,10 +96,13 @@ def import_path(path: str, kind: str) -> object:
         raise PluginError(
             f"{kind} plug-in {path!r}: its module needs {error.name!r}, which is not installed."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # SystemExit: a script that was not meant to be imported must not end the run without a word.
         raise PluginError(f"{kind} plug-in {path!r}: importing {module_name!r} failed: {error!r}") from error
     try:
-        found: object = getattr(module, attribute)
+        found: object = module
+        for name in attribute.split("."):
+            found = getattr(found, name)
     except AttributeError as error:
         public = [name for name in vars(module) if not name.startswith("_")]
         close = get_close_matches(attribute, public, n=1)
@@ -108,7 +113,7 @@ def import_path(path: str, kind: str) -> object:
 
 def make_importable(search_paths: Sequence[str]) -> None:
     """Put the user's folders, in order, at the front of the import path, for good: a plug-in may import lazily."""
-    folders = [str(Path(path).expanduser().resolve()) for path in search_paths]
+    folders = dict.fromkeys(str(Path(path).expanduser().resolve()) for path in search_paths)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()
 

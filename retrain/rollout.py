@@ -10,7 +10,7 @@ from typing import Protocol
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.rewards import RewardPool
+from retrain.rewards import Item, RewardPool
 from retrain.seeding import derive_seed
 from retrain.tokens import PromptEncoder
 from retrain.types import Example, Group, Sampling, Score
@@ -104,7 +104,9 @@ class Scorer:
         sampled = time.perf_counter()
         self.progress("scoring", 0, sum(map(len, completions_PG)))
         items = [
-            (c.text, example.reference) for example, group in zip(examples, completions_PG, strict=True) for c in group
+            Item(completion.text, example.reference, example.prompt, example.meta)
+            for example, group in zip(examples, completions_PG, strict=True)
+            for completion in group
         ]
         scores = self.reward.score(items)
         self._mind_errors(scores)

@@ -24,9 +24,8 @@ class ScriptedEngine:
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Ask the script `sampling.n` times for each prompt; the same seed gives the same generators."""
-        return [
-            [self._answer(prompt, at, index, sampling) for index in range(sampling.n)] for at, prompt in enumerate(prompts)
-        ]
+        numbers = range(sampling.n)
+        return [[self._answer(prompt, at, n, sampling) for n in numbers] for at, prompt in enumerate(prompts)]
 
     def _answer(self, prompt: IntArray, at: int, index: int, sampling: Sampling) -> Completion:
         rng = np.random.default_rng(derive_seed(sampling.seed, f"{at}/{index}"))

@@ -208,7 +208,8 @@ def finish(parts: Parts, progress: Progress) -> Evaluation | None:
     """A last look at the held-out problems, and the run is marked finished."""
     last = None
     if parts.evaluator.every:
-        last = parts.evaluator.run(parts.backend.sampler(progress.step))
+        # The step after next: a sampler that lags one step behind has the last update by then.
+        last = parts.evaluator.run(parts.backend.sampler(progress.step + 1))
         parts.jsonl.write(EVALS, [last.record(progress.step)])
     save(parts, progress, "finished")
     return last

@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write all that a resume needs into the empty folder `path`, the adapter in PEFT layout into `path`/adapter."""
+        """Write all that a resume needs into the empty folder `path`; `path`/adapter has the adapter in PEFT layout."""
         ...
 
     def load(self, path: Path) -> None:

@@ -19,7 +19,11 @@ SECOND_CHECK_SHARE = 0.15
 OPENERS = ("let me think.", "the key is to go left to right.", "notice that order matters.")
 REPAIRS = ("wait, that's not right:", "hold on,", "wait,")
 CHECKS = ("let me check.", "let me double check.", "let me verify.", "is this right?", "sanity check:")
-CONTRADICTIONS = ("this contradicts {old}.", "that's not right, i had {old}.", "that doesn't work with {old}.")
+CONTRADICTIONS = (
+    "this contradicts {old}.",
+    "that's not right, i had {old}.",
+    "that doesn't work with {old}.",
+)
 GUESSES = ("maybe {guess}.", "i guess {guess}.", "about {guess}.")
 RETHINKS = (
     "on second thought, let me think.",

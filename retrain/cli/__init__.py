@@ -12,14 +12,16 @@ from click.shell_completion import CompletionItem
 
 from retrain.errors import RetrainError
 
-__all__ = ["main"]
+__all__ = ["main", "run", "suggest_command"]
 
 # Name -> (module that holds the click command `command`, one line for --help). Modules load only when chosen.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("retrain.cli.demo", "Train the embedded model on the CPU, offline, in two minutes."),
     "init": ("retrain.cli.init", "Write a starter configuration."),
     "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in to start from."),
     "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
     "explain": ("retrain.cli.explain", "Say what a configuration would do."),
+    "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),
     "man": ("retrain.cli.man", "Read the manual."),

@@ -24,6 +24,7 @@ from retrain.cli.model_files import find_model
 from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, find_config, load_environment
 from retrain.config import TrainConfig, load_config
+from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options
 from retrain.config.rules import values_of
@@ -214,17 +215,15 @@ def _wandb_needs_no_key() -> bool:
 
 
 def _check_parts(config: TrainConfig) -> Iterator[Check]:
-    """Names that this version does not have, and dotted paths whose module is not there."""
+    """Parts that this version does not have, and dotted paths whose module is not there."""
+    for problem in find_absent_parts(config):
+        yield Check("parts", problem.where, "missing", problem.text, problem.hint)
     values = values_of(config)
     for option in all_options():
         name = values.get(option.path)
         if not option.kind or not name:
             continue
-        registry = REGISTRIES[option.kind]
-        if name in registry.reserved:
-            detail = f"this version of retrain has no {registry.what} {name!r}"
-            yield Check("parts", option.where, "missing", detail, f"use one of: {', '.join(registry.names())}")
-        elif is_dotted_path(name) and name not in registry.names():
+        if is_dotted_path(name) and name not in REGISTRIES[option.kind].names():
             yield _check_module(option.where, name.replace(":", ".").split(".")[0], config.plugins.search_paths)
     if config.reward.custom_module:
         top = config.reward.custom_module.split(".")[0]

@@ -13,11 +13,11 @@ from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment
 from retrain.config import TrainConfig, build_config, load_config
+from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options
 from retrain.config.rules import condition_overrides, values_of
 from retrain.config.toml import format_value
-from retrain.plugins import REGISTRIES
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
 _FOUND = {
@@ -25,7 +25,7 @@ _FOUND = {
     "folder": "a local folder",
     "cache": "in the Hugging Face cache",
     "download": "not on this machine; it will be downloaded",
-    "missing": "MISSING: there is no such folder",
+    "missing": "MISSING",
 }
 _RUN_FILES = (
     "config.toml",
@@ -89,7 +89,7 @@ def explain(config: TrainConfig, file: str) -> dict[str, Any]:
         "file": file,
         "kind": config.kind,
         "condition": config.condition if config.kind == "train" else None,
-        "blockers": find_blockers(config) + ([_FOUND["missing"]] if trains and files.found == "missing" else []),
+        "blockers": find_blockers(config),
         "changed": find_changes(config),
         "adapter": _adapter(config) if config.kind == "squeeze" else None,
         "model": model if trains else None,
@@ -116,14 +116,10 @@ def find_changes(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def find_blockers(config: TrainConfig) -> list[str]:
-    """Parts that a configuration may name although this version does not have them."""
-    values = values_of(config)
-    chosen = [(o, values.get(o.path)) for o in all_options() if o.kind]
-    return [
-        f"{option.where} = {format_value(name)}: this version has no such {REGISTRIES[option.kind].what}"
-        for option, name in chosen
-        if name in REGISTRIES[option.kind].reserved
-    ]
+    """Sentences: parts that this version does not have, and a model that is nowhere."""
+    nowhere = config.kind != "squeeze" and find_model(config.model.model).found == "missing"
+    missing_model = [f"[model] model = {format_value(config.model.model)} is not there."] if nowhere else []
+    return [*(str(problem) for problem in find_absent_parts(config)), *missing_model]
 
 
 def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
@@ -213,20 +209,17 @@ def _measured_steps(path: Path, batch_size: int, group_size: int) -> list[float]
 
 
 def list_files(config: TrainConfig) -> list[str]:
-    """What will be written where."""
+    """What will be written where; `...` is filled in by the run."""
     log_dir = Path(config.logging.log_dir)
     if config.kind == "squeeze":
         assert config.squeeze is not None
         return [f"{config.squeeze.output_path}/"] if config.squeeze.output_path else []
+    names = [*_RUN_FILES, *(["eval.jsonl"] if config.eval.every else []), "checkpoints/step_.../"]
+    names += ["rollouts/step_....npz"] if config.training.record else []
     if config.kind == "campaign":
-        folder = log_dir.parent / "campaign_<date>_<time>"
-        runs = folder / "runs" / "<condition>_s<seed>"
-        return [str(folder / "manifest.json"), *(str(runs / name) for name in _RUN_FILES)]
-    return [
-        *(str(log_dir / name) for name in _RUN_FILES),
-        f"{log_dir}/ (checkpoints)",
-        f"{config.backend.adapter_path}/",
-    ]
+        folder = f"{log_dir.parent}/campaign_<date>_<time>"
+        return [f"{folder}/manifest.json", *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
+    return [*(f"{log_dir}/{name}" for name in names), f"{config.backend.adapter_path}/"]
 
 
 def _plain(value: Any) -> Any:
@@ -282,17 +275,20 @@ def _summary(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("completions", f"{step['completions']:,} a step ({step['prompts']:,} prompts)"),
         ("tokens", f"at most {step['max_tokens']:,} sampled a step"),
         ("memory: weights", _bytes(memory["weights_bytes"])),
-        ("memory: training", f"{_bytes(memory['training_bytes'])} (what learns, gradient, optimiser), and activations"),
-        ("memory: KV cache", f"{_bytes(memory['kv_cache_bytes'])} if every completion were held to its end at once"),
+        (
+            "memory: training",
+            _bytes(memory["training_bytes"], " of adapter, gradient and optimiser; activations extra"),
+        ),
+        ("memory: KV cache", _bytes(memory["kv_cache_bytes"], " if every completion were held to its end at once")),
         ("time", duration),
     ]
     return rows
 
 
-def _bytes(count: int | None) -> str:
+def _bytes(count: int | None, remark: str = "") -> str:
     if count is None:
         return "unknown"
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    return (f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB") + remark
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,8 @@ from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigError
 
 
-@click.command("help", short_help="Print the full reference.")
+# Unknown options are let through, because a flag can be the topic.
+@click.command("help", short_help="Print the full reference.", context_settings={"ignore_unknown_options": True})
 @click.argument("topic", required=False)
 @click.pass_context
 def command(context: click.Context, topic: str | None) -> None:

@@ -12,13 +12,26 @@ import click
 from retrain.cli import suggest_command
 from retrain.cli.console import confirm_starter
 from retrain.config import TrainConfig, load_config
+from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import BackendError, CheckpointError, ConfigError, RolloutError
 
 DEFAULT_FILE = "retrain.toml"
 
 
-@click.command("retrain", short_help="Train.", context_settings={"max_content_width": 110})
+class _Context(click.Context):
+    """Shows the usage as it was typed: training has no word of its own."""
+
+    @property
+    def command_path(self) -> str:
+        return "retrain"
+
+
+class _Train(click.Command):
+    context_class = _Context
+
+
+@click.command("retrain", cls=_Train, short_help="Train.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
 @click.option("--force-resume", is_flag=True, help="Resume although the configuration differs from the run's.")
 def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
@@ -46,7 +59,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
     """The file the user named, the run's own when resuming, else ./retrain.toml."""
     if given is not None:
         path = Path(given)
-        if not path.exists() and suggest_command(given):
+        if not os.path.exists(path) and suggest_command(given):
             raise ConfigError(f"there is no file or command {given!r}.  {suggest_command(given)}")
         return path
     resumed = overrides.get("resume.from")
@@ -68,8 +81,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run what the file describes."""
-    if config.kind != "train":
-        raise ConfigError(f"the file has a [{config.kind}] table, and this version of retrain only trains single runs.")
+    refuse_absent_parts(config)
     from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
 
     try:

@@ -121,7 +121,7 @@ def _check_shape(tables: Tables) -> tuple[TrainConfig, list[Problem]]:
 
 def _validate(tables: Tables) -> TrainConfig:
     # An absent table is given as an empty one: calling its default factory would build its model a second time.
-    present = {name: {} for name in TrainConfig.model_fields if name not in OPTIONAL_SECTIONS} | tables
+    present: Tables = {name: {} for name in TrainConfig.model_fields if name not in OPTIONAL_SECTIONS} | tables
     # by_name=False: a TOML key is the alias alone, `from` and not `from_`.
     return TrainConfig.model_validate(present, by_alias=True, by_name=False)
 

@@ -70,6 +70,8 @@ TEMPLATES: dict[str, Template] = {
             "sepa.delay_steps": 5,
             "data.source": "arithmetic",
             "reward.type": "match",
+            "eval.every": 20,
+            "eval.max_examples": 128,
             "logging.log_dir": "logs/demo",
         },
     ),

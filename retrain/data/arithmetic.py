@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from retrain.data.order import Endless
-from retrain.data.rows import ask
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -81,5 +80,4 @@ class ArithmeticSource:
 
     def _draw(self, rng: random.Random) -> Example:
         problem = draw_split(rng, held_out=self._section.split != "train")
-        prompt = ask(problem.question, self._section.system_prompt)
-        return Example(prompt, problem.answer, id=problem.question)
+        return Example(problem.question, problem.answer, id=problem.question)

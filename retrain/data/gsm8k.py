@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrain.data.hub import load_rows
-from retrain.data.rows import BOX_INSTRUCTION, ask, final_answer
+from retrain.data.rows import BOX_INSTRUCTION, final_answer
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Gsm8kSource:
         rows = load_rows(DATASET, section.subset or "main", section.split)
         return [
             Example(
-                ask(f"{row['question']}\n\n{BOX_INSTRUCTION}", section.system_prompt),
+                f"{row['question']}\n\n{BOX_INSTRUCTION}",
                 final_answer(row["answer"]),
                 f"{section.split}/{index}",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrain.data.hub import load_rows
-from retrain.data.rows import BOX_INSTRUCTION, ask
+from retrain.data.rows import BOX_INSTRUCTION
 from retrain.errors import ConfigError, Problem
 from retrain.rewards.match import last_boxed
 from retrain.types import Example
@@ -35,7 +35,7 @@ class MathSource:
         examples = []
         for subject in (section.subset,) if section.subset else SUBJECTS:
             for index, row in enumerate(load_rows(DATASET, subject, section.split)):
-                prompt = ask(f"{row['problem']}\n\n{BOX_INSTRUCTION}", section.system_prompt)
+                prompt = f"{row['problem']}\n\n{BOX_INSTRUCTION}"
                 meta = {"subject": subject, "level": row["level"]}
                 examples.append(
                     Example(prompt, _read_answer(row["solution"]), f"{subject}/{section.split}/{index}", meta)

@@ -37,13 +37,6 @@ def final_answer(text: str) -> str:
     return text.strip()
 
 
-def ask(question: str, system_prompt: str = "") -> Prompt:
-    """Return a question as a prompt: plain text, or messages when there is a system prompt."""
-    if not system_prompt:
-        return question
-    return ({"role": "system", "content": system_prompt}, {"role": "user", "content": question})
-
-
 def to_example(row: object, section: schema.Data, id: str) -> Example:
     """Read one row, or raise a BadRow."""
     if not isinstance(row, Mapping):
@@ -51,7 +44,7 @@ def to_example(row: object, section: schema.Data, id: str) -> Example:
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
     answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS)
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
-    prompt = _read_prompt(row[prompt_field], prompt_field, section.system_prompt)
+    prompt = _read_prompt(row[prompt_field], prompt_field)
     return Example(prompt, _read_answer(row[answer_field], answer_field, section.answer_field != ""), id, meta)
 
 
@@ -90,17 +83,14 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
     raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}")
 
 
-def _read_prompt(value: object, field: str, system_prompt: str) -> Prompt:
+def _read_prompt(value: object, field: str) -> Prompt:
     if value == "" or (isinstance(value, str) and value.isspace()):
         raise BadRow(f"has an empty {field!r}")
     if isinstance(value, str):
-        return ask(value, system_prompt)
+        return value
     if not isinstance(value, Sequence) or not value:
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a list of messages belongs")
-    messages = [_read_message(message, field) for message in value]
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return tuple(messages)
+    return tuple(_read_message(message, field) for message in value)
 
 
 def _read_message(message: object, field: str) -> dict[str, str]:

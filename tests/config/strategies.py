@@ -9,8 +9,9 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from retrain.config.options import Option, all_options
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options
 from retrain.config.schema import RewardTerm
+from retrain.plugins import REGISTRIES
 
 # Everything but lone surrogates, which are no text; control characters and DEL are in.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -21,7 +22,6 @@ dates = st.datetimes(timezones=st.none() | offsets) | st.dates() | st.times()
 scalars = st.one_of(
     st.booleans(),
     st.integers(-(2**70), 2**70),
-    st.just(2**20_000),
     st.floats(allow_nan=False),
     texts,
     dates,
@@ -37,6 +37,12 @@ tables = st.dictionaries(
 
 def values_for(option: Option) -> st.SearchStrategy[Any]:
     """Values that the option takes on its own; rules across options are not considered."""
+    if option.kind:
+        return st.sampled_from(
+            [option.default, *REGISTRIES[option.kind].builtins, "my_package.part", "my_package:part"]
+        )
+    if option.key == "devices":
+        return st.sampled_from(["cpu", "gpu:0", "gpu:0,gpu:1"])
     return _of_type(option.field.annotation, _metadata(option.field))
 
 
@@ -90,10 +96,10 @@ def _number(annotation: type, metadata: list[Any]) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def sections(draw: st.DrawFn, optional: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def sections(draw: st.DrawFn, most: int) -> dict[str, dict[str, Any]]:
     """Some options of some tables, by section and field name."""
-    wanted = draw(st.lists(st.sampled_from(all_options()), max_size=25, unique_by=lambda option: option.path))
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in draw(st.sets(st.sampled_from(optional)))}
+    wanted = draw(st.lists(st.sampled_from(all_options()), max_size=most, unique_by=lambda option: option.path))
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in draw(st.sets(st.sampled_from(OPTIONAL_SECTIONS)))}
     for option in wanted:
         chosen.setdefault(option.section, {})[option.key] = draw(values_for(option))
     return chosen

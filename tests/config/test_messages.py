@@ -24,7 +24,10 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
     [
         ("[training]\nlr = -1.0", "[training] lr must be > 0, got -1.0.  Try: lr = 4e-05"),
         ("[training]\nbatch_size = 3.9", "[training] batch_size must be a whole number, got 3.9.  Try: batch_size = 8"),
-        ("[training]\nbatch_size = true", "[training] batch_size must be a whole number, got true.  Try: batch_size = 8"),
+        (
+            "[training]\nbatch_size = true",
+            "[training] batch_size must be a whole number, got true.  Try: batch_size = 8",
+        ),
         ("[training]\nlr = true", "[training] lr must be a number, got true.  Try: lr = 4e-05"),
         ('[training]\nlr = "1e-4"', '[training] lr must be a number, got "1e-4".  Try: lr = 4e-05'),
         ("[training]\nlr = inf", "[training] lr must be a finite number, got inf.  Try: lr = 4e-05"),
@@ -45,7 +48,10 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
         ("lr = 1.0", "unknown option lr outside any table.  Did you mean [training] lr?"),
         ("qqqq = 1.0", "unknown option qqqq outside any table.  Options stand inside a [table]."),
         ("training = 3", "[training] must be a table, got 3.  Try: [training]"),
-        ("[[training]]\nlr = 1", "[training] must be a table, got [{ lr = 1 }].  Try: [training], with single brackets"),
+        (
+            "[[training]]\nlr = 1",
+            "[training] must be a table, got [{ lr = 1 }].  Try: [training], with single brackets",
+        ),
         (
             '[inference]\nprefix_caching = "false"',
             '[inference] prefix_caching must be true or false, got "false".  Try: prefix_caching = true',
@@ -54,9 +60,18 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
             '[sepa]\nschedule = "cosine"',
             "[sepa] schedule must be one of 'linear', 'auto', got \"cosine\".  Try: schedule = \"linear\"",
         ),
-        ("[distributed]\nzero_stage = true", "[distributed] zero_stage must be a whole number, got true.  Try: zero_stage = 0"),
-        ("[distributed]\nzero_stage = 1.0", "[distributed] zero_stage must be a whole number, got 1.0.  Try: zero_stage = 0"),
-        ("[distributed]\nzero_stage = 2", "[distributed] zero_stage must be one of 0, 1, 3, got 2.  Try: zero_stage = 0"),
+        (
+            "[distributed]\nzero_stage = true",
+            "[distributed] zero_stage must be a whole number, got true.  Try: zero_stage = 0",
+        ),
+        (
+            "[distributed]\nzero_stage = 1.0",
+            "[distributed] zero_stage must be a whole number, got 1.0.  Try: zero_stage = 0",
+        ),
+        (
+            "[distributed]\nzero_stage = 2",
+            "[distributed] zero_stage must be one of 0, 1, 3, got 2.  Try: zero_stage = 0",
+        ),
         ('[model]\nmodel = ""', '[model] model must not be empty, got "".  Try: model = "Qwen/Qwen3-4B-Instruct-2507"'),
         ("[logging]\nlog_dir = 5", '[logging] log_dir must be a string, got 5.  Try: log_dir = "logs/train"'),
         ("[environment]\nargs = 5", "[environment] args must be a table, got 5.  Try: args = {}"),
@@ -69,18 +84,30 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
             "[environment] args holds null, which TOML lacks.  Try: leave that key out",
         ),
         ("[environment]\nargs = '{\"\\ud800\": 1}'", "[environment] args holds text that is not valid Unicode."),
-        ('[plugins]\nsearch_paths = [1]', '[plugins] search_paths[0] must be a string, got 1.  Try: search_paths = ["."]'),
+        (
+            "[plugins]\nsearch_paths = [1]",
+            '[plugins] search_paths[0] must be a string, got 1.  Try: search_paths = ["."]',
+        ),
         ("[squeeze]\ntarget_ranks = [8, 0]", "[squeeze] target_ranks[1] must be >= 1, got 0.  Try: target_ranks = []"),
         ("[reward]\nterms = [{weigth = 1}]", "[reward] terms[0].weigth is unknown.  Did you mean weight?"),
-        ("[reward]\nterms = [{weight = true}]", "[reward] terms[0].weight must be a number, got true.  Try: terms = []"),
+        (
+            "[reward]\nterms = [{weight = true}]",
+            "[reward] terms[0].weight must be a number, got true.  Try: terms = []",
+        ),
         ('[resume]\nfrom_ = "x"', "unknown option [resume] from_.  Did you mean from?"),
         ('["a\\nb"]', 'unknown table ["a\\nb"].  Tables: ' + ", ".join(TrainConfig.model_fields) + "."),
-        ("[training]\n\"\\u001b[31m\" = 1", 'unknown option [training] "\\u001b[31m".  `retrain help` lists every option.'),
+        (
+            '[training]\n"\\u001b[31m" = 1',
+            'unknown option [training] "\\u001b[31m".  `retrain help` lists every option.',
+        ),
         ('[training]\n"" = 1', 'unknown option [training] "".  `retrain help` lists every option.'),
-        ("[training]\nseed = 0x" + "f" * 5000, f"[training] seed must be <= 9007199254740992, got 0x{'f' * 55}....  Try: seed = -1"),
+        (
+            "[training]\nseed = 0x" + "f" * 5000,
+            f"[training] seed must be <= 9007199254740992, got 0x{'f' * 55}....  Try: seed = -1",
+        ),
         ("[training]\nlr = 0x" + "f" * 5000, f"[training] lr must be a number, got 0x{'f' * 55}....  Try: lr = 4e-05"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_told_with_place_value_and_suggestion(text: str, problem: str) -> None:
     assert problems_in(text) == [problem]
 
@@ -108,7 +135,7 @@ def test_all_problems_come_in_one_error() -> None:
 
 
 def test_one_problem_is_called_one_problem() -> None:
-    with pytest.raises(ConfigError, match="^run.toml has 1 problem:\n"):
+    with pytest.raises(ConfigError, match=r"^run\.toml has 1 problem:\n"):
         build_config({"training": {"lr": -1}}, {}, "run.toml")
 
 

@@ -50,9 +50,13 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("names_are_known", {"inference": {"engine": "vlm"}}, "[inference] engine 'vlm' is not a known inference engine"),
     ("names_are_known", {"backend": {"backend": ""}}, "[backend] backend '' is not a known backend"),
-    ("names_are_known", {"reward": {"terms": [{"type": "mtch"}]}}, "[reward] terms[0].type 'mtch' is not a known reward"),
+    (
+        "names_are_known",
+        {"reward": {"terms": [{"type": "mtch"}]}},
+        "[reward] terms[0].type 'mtch' is not a known reward",
+    ),
     ("values_can_be_written", {"environment": {**ENVIRONMENT, "args": '{"a": null}'}}, "[environment] args holds null"),
-    ("values_can_be_written", {"campaign": {"conditions": [{"transform_params": {"\ud800": 1}}]}}, "not valid Unicode"),
+    ("values_can_be_written", {"environment": {**ENVIRONMENT, "args": r'{"\ud800": 1}'}}, "not valid Unicode"),
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu"}}, "[backend] devices has 'gpu'"),
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu:0,"}}, "[backend] devices has ''"),
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu:٣"}}, "[backend] devices has"),
@@ -88,23 +92,43 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"backpressure": {"min_batch_size": 5, "max_batch_size": 4}},
         "[backpressure] max_batch_size is 4, below min_batch_size = 5",
     ),
-    ("urls_are_urls", {"inference": {"engine": "vllm", "url": "localhost:8000"}}, "[inference] url has 'localhost:8000'"),
+    (
+        "urls_are_urls",
+        {"inference": {"engine": "vllm", "url": "localhost:8000"}},
+        "[inference] url has 'localhost:8000'",
+    ),
     ("urls_are_urls", {"model": {"base_url": "http://"}}, "[model] base_url has 'http://'"),
     ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),
     ("params_have_a_plugin", {"algorithm": {"transform_params": {"a": 1}}}, "[algorithm] transform_params is set"),
     ("params_have_a_plugin", {"algorithm": {"advantage_params": {"a": 1}}}, "[algorithm] advantage_params is set"),
-    ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait"'}}, "[logging] strategic_grams starts like"),
+    (
+        "strategic_grams_can_be_read",
+        {"logging": {"strategic_grams": '["wait"'}},
+        "[logging] strategic_grams starts like",
+    ),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": f"[{'1' * 5000}]"}}, "[logging] strategic_grams"),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "[" * 90_000}}, "[logging] strategic_grams"),
     ("templates_name_their_variables", {"teaching": {"student_baseline_template": "?"}}, "lacks {question}"),
     ("conditions_override_real_options", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),
-    ("conditions_override_real_options", {"campaign": {"conditions": [{"campaign": {"seeds": [1]}}]}}, "'campaign.seeds'"),
+    (
+        "conditions_override_real_options",
+        {"campaign": {"conditions": [{"campaign": {"seeds": [1]}}]}},
+        "'campaign.seeds'",
+    ),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"from": "x"}]}}, "'resume.from'"),
     ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, MAXRL, GRPO]}}, "same condition twice"),
-    ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"algorithm": GRPO}]}}, "same condition twice"),
-    ("conditions_override_real_options", {"campaign": {"seeds": [1, 2, 1]}}, "[campaign] seeds holds the same seed twice"),
-]  # fmt: skip
+    (
+        "conditions_override_real_options",
+        {"campaign": {"conditions": [GRPO, {"algorithm": GRPO}]}},
+        "same condition twice",
+    ),
+    (
+        "conditions_override_real_options",
+        {"campaign": {"seeds": [1, 2, 1]}},
+        "[campaign] seeds holds the same seed twice",
+    ),
+]
 
 
 @pytest.mark.parametrize(("rule", "tables"), GOOD)

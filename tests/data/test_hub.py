@@ -71,7 +71,7 @@ def test_every_hub_source_loads_through_the_real_library(load):
             hub.url,
             {"source": "math"},
             {"source": "math", "split": "test"},
-            {"source": "math", "subset": "geometry", "system_prompt": "Think."},
+            {"source": "math", "subset": "geometry"},
             {"source": "gsm8k"},
             {"source": "hub", "id": "someone/sums", "split": "dev", "prompt_field": "ask", "answer_field": "gold"},
         )
@@ -83,7 +83,7 @@ def test_every_hub_source_loads_through_the_real_library(load):
         {"subject": "intermediate_algebra", "level": "Level 2"},
     ]
     assert {row[1] for row in test} == {"0"}
-    assert [message["role"] for message in one[0][0]] == ["system", "user"]
+    assert {row[3]["subject"] for row in one} == {"geometry"}
     assert words[0][:2] == ["How many?\n\nPut your final answer within \\boxed{}.", "1234"]
     assert own[1] == ["3+3?", "6", "row 1", {"topic": "sums"}]
 

@@ -57,15 +57,12 @@ def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_harmless(load):
     assert found[0].prompt == "0?\u2028"
 
 
-def test_messages_and_system_prompts(load):
+def test_a_prompt_is_text_or_messages(load):
     user = {"role": "user", "content": "2+2?"}
     system = {"role": "system", "content": "Think."}
     rows = "\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in ("2+2?", [user], [system, user]))
     plain, short, whole = load(rows)
     assert (plain.prompt, short.prompt, whole.prompt) == ("2+2?", (user,), (system, user))
-    brief = {"role": "system", "content": "Be brief."}
-    plain, short, whole = load(rows, system_prompt="Be brief.")
-    assert (plain.prompt, short.prompt, whole.prompt) == ((brief, user), (brief, user), (system, user))
 
 
 BAD_ROWS = [

@@ -97,8 +97,6 @@ def test_arithmetic_never_trains_on_a_held_out_problem(seed):
     assert all(is_held_out(str(example.prompt)) for example in ExampleOrder(test, seed).take(5))
 
 
-def test_arithmetic_answers_are_right_and_take_a_system_prompt():
-    (example,) = ExampleOrder(load_examples(Data(source="arithmetic", system_prompt="Be brief.")), 3).take(1)
-    system, user = example.prompt
-    assert system == {"role": "system", "content": "Be brief."}
-    assert str(eval(user["content"].removesuffix("=?"))) == example.reference
+def test_arithmetic_answers_are_right():
+    for example in ExampleOrder(load_examples(Data(source="arithmetic")), 3).take(50):
+        assert str(eval(example.prompt.removesuffix("=?"))) == example.reference

@@ -6,11 +6,13 @@ importance ratio accounts for the lag.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from retrain.backends import Capabilities
 from retrain.backends.local.learner import Learner
@@ -32,16 +34,19 @@ class SplitBackend:
         self.capabilities = Capabilities(
             context_length=learner.policy.context_length, gives_entropies=True, reports_late=True
         )
-        mirror.load_adapter_state(learner.policy.adapter_state())
+        self._mirror(0)
 
     def sampler(self, step: int) -> InferenceEngine:
-        """The engine on the other device, one training step behind."""
+        """The engine on the other device, one training step behind: step n is sampled after n - 1 updates."""
+        if self.mirrored < step - 1:
+            self._wait()
+            self._mirror(step - 1)
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """Wait for the step before, hand its weights to the sampler, and start this one. Reports the step before."""
         self._wait()
-        self.mirror.load_adapter_state(self.learner.policy.adapter_state())
+        self._mirror(step)
         reported = self.reported
         self.pending = self.thread.submit(self.learner.step, datums)
         return reported
@@ -50,14 +55,22 @@ class SplitBackend:
         """Finish the step under way, then write it and the sampler's older weights."""
         self._wait()
         self.learner.save(path)
+        told = {"updates": str(self.mirrored), "reported": json.dumps(self.reported)}
         state = {name: tensor.cpu().contiguous() for name, tensor in self.mirror.adapter_state().items()}
-        save_file(state, str(path / "sampler.safetensors"))
+        save_file(state, str(path / "sampler.safetensors"), metadata=told)
 
     def load(self, path: Path) -> None:
         """Restore both sets of weights."""
         self._wait()
         self.learner.load(path)
-        self.mirror.load_adapter_state(load_file(str(path / "sampler.safetensors")))
+        with safe_open(str(path / "sampler.safetensors"), framework="pt") as held:
+            self.mirror.load_adapter_state({name: held.get_tensor(name) for name in held.keys()})  # noqa: SIM118
+            told = held.metadata()
+        self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
+
+    def _mirror(self, updates: int) -> None:
+        self.mirror.load_adapter_state(self.learner.policy.adapter_state())
+        self.mirrored = updates
 
     def _wait(self) -> None:
         if self.pending is not None:

@@ -1,0 +1,88 @@
+"""`retrain demo`: the embedded model learns arithmetic on the CPU, with no download."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from retrain.config import load_config
+from retrain.config.reference import TEMPLATES
+
+if TYPE_CHECKING:
+    from retrain.evaluate import Evaluation
+
+CHART_ROWS, CHART_COLUMNS = 10, 64
+SHOWN = 2
+
+
+@click.command("demo")
+@click.option("--seed", type=int, default=42, show_default=True, help="Seed of the run.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=None, help="Training steps; the template's number by default."
+)
+@click.option("--log-dir", default="logs/demo", show_default=True, help="Folder for logs and checkpoints.")
+def command(seed: int, steps: int | None, log_dir: str) -> int:
+    """Train the embedded model on the embedded task: CPU only, offline, about two minutes on two cores."""
+    overrides = dict(TEMPLATES["demo"].values)
+    overrides |= {"training.seed": seed, "logging.log_dir": log_dir, "backend.adapter_path": f"{log_dir}/adapter"}
+    if steps is not None:
+        overrides["training.max_steps"] = steps
+    config = load_config(None, overrides)
+    from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch)
+
+    started = time.perf_counter()
+    result = train(config)
+    minutes, seconds = divmod(round(time.perf_counter() - started), 60)
+    rates = [json.loads(line)["correct_rate"] for line in (Path(log_dir) / "metrics.jsonl").read_text().splitlines()]
+    click.echo(f"\nShare of right answers while training, {len(rates)} steps in {minutes} min {seconds} s:")
+    click.echo("\n".join(draw_chart(rates)))
+    assert result.first_evaluation is not None and result.last_evaluation is not None
+    report(result.first_evaluation, result.last_evaluation)
+    click.echo(f"\nLogs and checkpoints are in {log_dir}. What to try next:")
+    for line in (
+        "retrain init --template demo      # this run as a file: change it and run `retrain`",
+        f"retrain --resume {log_dir} --max-steps 120   # go on training",
+        "retrain demo --seed 7             # is the gain the same with another seed?",
+        "retrain explain                   # what a configuration would do",
+        "retrain man --topic quickstart    # a real model, your own reward",
+    ):
+        click.echo(f"  {line}")
+    return 0
+
+
+def report(before: Evaluation, after: Evaluation) -> None:
+    """The held-out problems before and after, with a few answers that changed."""
+    click.echo(f"\nHeld-out problems, never trained on ({len(before.correct)} of them, 95 % interval):")
+    for name, evaluation in (("before", before), ("after ", after)):
+        low, high = evaluation.interval
+        click.echo(f"  {name} {100 * evaluation.pass_at_1:5.1f} %   ({100 * low:.1f} to {100 * high:.1f})")
+    mended = [i for i, (was, now) in enumerate(zip(before.correct, after.correct, strict=True)) if now and not was]
+    for index in mended[:SHOWN]:
+        example, first = before.answers[index]
+        click.echo(f"\n  {example.prompt}   (answer: {example.reference})")
+        click.echo(f"    before: {_one_line(first)}\n    after:  {_one_line(after.answers[index][1])}")
+
+
+def draw_chart(rates: Sequence[float]) -> list[str]:
+    """A bar chart of the running mean, one column a step or a mean of several."""
+    columns = min(CHART_COLUMNS, len(rates))
+    edges = [round(index * len(rates) / columns) for index in range(columns + 1)]
+    means = [sum(rates[a:b]) / (b - a) for a, b in pairwise(edges)]
+    eighths = " ▁▂▃▄▅▆▇█"
+    rows = []
+    for row in reversed(range(CHART_ROWS)):
+        filled = [min(8, max(0, round((mean * CHART_ROWS - row) * 8))) for mean in means]
+        label = f"{100 * (row + 1) // CHART_ROWS:4d} % " if (row + 1) % 5 == 0 else "       "
+        rows.append(f"{label}│{''.join(eighths[level] for level in filled)}")
+    return [*rows, f"   0 % └{'─' * columns}"]
+
+
+def _one_line(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= 100 else f"{flat[:97]}..."

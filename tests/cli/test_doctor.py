@@ -1,0 +1,196 @@
+"""`retrain doctor`."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli import doctor, packages, run
+from retrain.config.reference import starter
+
+_NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
+_KEYS = ("HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_MODE", "HF_HUB_OFFLINE")
+
+
+@pytest.fixture(autouse=True)
+def _on_a_plain_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for key in _KEYS:
+        monkeypatch.delenv(key, raising=False)
+    # Importing torch takes seconds; one test asks the real one.
+    monkeypatch.setattr(doctor, "probe_torch", lambda: _NO_GPU)
+
+
+def _examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    code = run(["doctor", *arguments, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["ok"] is (code == 0)
+    return code, {check["name"]: check for check in data["checks"]}
+
+
+def _write(text: str) -> None:
+    Path("retrain.toml").write_text(text, encoding="utf-8")
+
+
+def _hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    real = packages.version
+
+    def version(name: str) -> str:
+        if name == hidden:
+            raise packages.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(packages, "version", version)
+
+
+def test_without_a_configuration_only_the_installation_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["torch"]["status"] == "ok"
+    assert "model" not in checks
+
+
+def test_a_cpu_configuration_on_a_machine_without_gpu_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[backend]\ndevices = "cpu"\n')
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["[logging] log_dir"]["status"] == "ok"
+    assert checks["model"]["status"] == "warning"
+    assert "download" in checks["model"]["detail"]
+
+
+def test_a_gpu_that_is_not_there_is_missing_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("quickstart"))
+    code, checks = _examine(capsys)
+    assert code == 1
+    assert "--devices cpu" in checks["gpu:0"]["fix"]
+    assert _examine(capsys, "--devices", "cpu")[0] == 0
+
+
+def test_gpu_memory_is_shown_and_a_second_gpu_missed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"cuda": "12.8", "available": True, "gpus": [["H200", 139e9, 141e9]]}
+    monkeypatch.setattr(doctor, "probe_torch", lambda: state)
+    _write('[backend]\ndevices = "gpu:0,gpu:1"\n')
+    code, checks = _examine(capsys)
+    assert code == 1
+    assert checks["gpu:0"]["detail"] == "H200, 139.0 of 141.0 GB free"
+    assert checks["gpu:1"]["status"] == "missing"
+
+
+def test_a_missing_package_comes_with_the_command_that_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _hide_package(monkeypatch, "sentence-transformers")
+    _write('[backend]\ndevices = "cpu"\n[planning]\ndetector = "semantic"\n')
+    code, checks = _examine(capsys)
+    assert code == 1
+    wanted = next(line for line in requires("retrain") or [] if line.startswith("sentence-transformers"))
+    assert f"-m pip install '{wanted.split(';')[0].strip()}'" in checks["sentence-transformers"]["fix"]
+
+
+def test_a_package_that_is_not_needed_is_not_missed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _hide_package(monkeypatch, "sentence-transformers")
+    _write('[backend]\ndevices = "cpu"\n')
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["sentence-transformers"]["status"] == "unused"
+
+
+def test_a_package_that_is_too_old_is_missing() -> None:
+    assert packages.check_package("click", "click>=999")[1].endswith(">=999 is wanted")
+    assert packages.check_package("click", "click>=8")[1] == ""
+
+
+def test_keys_are_asked_for_where_needed_and_never_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write('[backend]\ndevices = "cpu"\n[logging]\nwandb_project = "p"\n')
+    code, checks = _examine(capsys)
+    assert code == 1
+    assert checks["WANDB_API_KEY"]["status"] == "missing"
+    assert "wandb login" in checks["WANDB_API_KEY"]["fix"]
+    monkeypatch.setenv("WANDB_API_KEY", "do-not-print-me")
+    assert run(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "do-not-print-me" not in output
+    (line,) = [line for line in output.splitlines() if "WANDB_API_KEY" in line]
+    assert line.split() == ["ok", "WANDB_API_KEY", "set"]
+
+
+def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set and removed again, so that monkeypatch takes away what loading .env puts there.
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.delenv("WANDB_API_KEY")
+    Path(".env").write_text("WANDB_API_KEY=secret-of-a-file\n", encoding="utf-8")
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["WANDB_API_KEY"]["detail"] == "set"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('[backend]\nbackend = "tinker"\n', "[backend] backend"),
+        ('[algorithm]\ntransform_mode = "no_such_module_here.spec"\n', "[algorithm] transform_mode"),
+        ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
+        ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),
+        ('[model]\nmodel = "./absent"\n', "model"),
+        ('[resume]\nfrom = "absent"\n', "[resume] from"),
+        ('[squeeze]\nadapter_path = "absent"\n', "[squeeze] adapter_path"),
+        ('[logging]\nlog_dir = "retrain.toml/logs"\n', "[logging] log_dir"),
+    ],
+)
+def test_what_a_configuration_names_and_is_not_there_is_missing(
+    text: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(text)
+    code, checks = _examine(capsys, "--devices", "cpu")
+    assert code == 1
+    assert checks[name]["status"] == "missing"
+    assert checks[name]["fix"]
+
+
+def test_a_module_beside_the_file_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my_transform_beside.py").write_text("spec = None\n", encoding="utf-8")
+    _write('[backend]\ndevices = "cpu"\n[algorithm]\ntransform_mode = "my_transform_beside.spec"\n')
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["[algorithm] transform_mode"]["status"] == "ok"
+
+
+def test_offline_a_model_that_is_not_cached_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    _write('[backend]\ndevices = "cpu"\n')
+    assert _examine(capsys)[1]["model"]["status"] == "missing"
+
+
+def test_the_plain_report_ends_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("quickstart"))
+    assert run(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 missing."
+    assert any(line.startswith("missing  gpu:0") and "--devices cpu" in line for line in lines)
+
+
+def test_a_wrong_file_is_an_input_error(capsys: pytest.CaptureFixture[str]) -> None:
+    _write("[training]\nmax_stepz = 3\n")
+    assert run(["doctor"]) == 2
+    assert "max_steps" in capsys.readouterr().err
+
+
+def test_the_real_torch_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    state = doctor.probe_torch()
+    assert set(state) == {"cuda", "available", "gpus"}

@@ -1,0 +1,203 @@
+"""`retrain explain`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli import run
+from retrain.cli.model_files import find_model
+from retrain.config.reference import starter
+from retrain.tracking.jsonl import FILES
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def _explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["explain", *arguments, "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def _write(text: str, name: str = "retrain.toml") -> None:
+    Path(name).write_text(text, encoding="utf-8")
+
+
+def _write_model(folder: Path) -> None:
+    """A model of one block as far as its files tell: 2 × 8 × 4 embedding, 4 × 4 layer, a norm."""
+    shapes = {
+        "model.embed_tokens.weight": [8, 4],
+        "model.layers.0.self_attn.q_proj.weight": [4, 4],
+        "model.layers.0.mlp.up_proj.weight": [6, 4],
+        "model.norm.weight": [4],
+        "lm_head.weight": [8, 4],
+    }
+    header = json.dumps(
+        {"__metadata__": {}}
+        | {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    ).encode()
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 4}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def test_a_training_run_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("quickstart"))
+    data = _explain(capsys)
+    assert (data["kind"], data["condition"], data["file"]) == ("train", "maxrl+gtpo_sepa", "retrain.toml")
+    assert data["step"] == {"prompts": 4, "completions": 32, "max_tokens": 32 * 1024}
+    assert data["engine"] == {"name": "pytorch", "url": None, "backend": "local", "devices": "gpu:0"}
+    assert {"path": "training.max_steps", "value": 20, "default": 500} in data["changed"]
+    assert data["blockers"] == []
+    assert "logs/train/metrics.jsonl" in data["files"]
+
+
+def test_every_log_of_a_run_is_among_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("demo"))
+    files = _explain(capsys, "--eval-every", "5")["files"]
+    assert {f"logs/demo/{name}" for name in FILES} <= set(files)
+    assert {"logs/demo/checkpoints/step_.../", "logs/demo/adapter/"} <= set(files)
+
+
+def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("demo"))
+    data = _explain(capsys)
+    assert run(["explain", "--help"]) == 0
+    text = capsys.readouterr().out
+    for key, value in data.items():
+        assert key in text
+        for inner in value if isinstance(value, dict) else {}:
+            assert inner in text
+
+
+def test_flags_of_training_count(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("quickstart"))
+    data = _explain(capsys, "--lr", "1e-4", "--batch-size", "2")
+    assert {"path": "training.lr", "value": 1e-4, "default": 4e-5} in data["changed"]
+    assert data["step"]["completions"] == 16
+
+
+def test_nothing_that_equals_its_default_is_called_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    _write("[campaign]\n[reward]\nterms = []\n[training]\nlr = 4e-5\n")
+    assert _explain(capsys)["changed"] == []
+
+
+def test_a_campaign_shows_every_condition_with_every_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("campaign"))
+    data = _explain(capsys, "--campaign.seeds", "[1, 2]")
+    assert len(data["runs"]) == 10
+    assert data["runs"][0] == {"name": "grpo+none_s1", "condition": "grpo+none", "seed": 1}
+    assert data["runs"][-1]["name"] == "maxrl+gtpo_sepa_s2"
+    assert data["runs_at_once"] == 1
+    assert run(["explain", "--campaign.seeds", "[1, 2]"]) == 0
+    assert "maxrl+gtpo_hicra_s2" in capsys.readouterr().out
+
+
+def test_conditions_with_one_label_are_told_apart_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(
+        '[campaign]\nseeds = [1]\nparallel = true\n[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1e-4\n'
+        '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1e-5\n'
+    )
+    data = _explain(capsys)
+    assert len({one["name"] for one in data["runs"]}) == 2
+    assert data["runs_at_once"] == 2
+
+
+def test_a_condition_that_could_not_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[campaign]\n[[campaign.conditions]]\nadvantage_mode = "grppo"\n')
+    assert run(["explain"]) == 2
+    assert "grppo" in capsys.readouterr().err
+
+
+def test_a_squeeze_names_its_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[squeeze]\nadapter_path = "nowhere"\noutput_path = "small"\n')
+    data = _explain(capsys)
+    assert data["adapter"]["exists"] is False
+    assert data["files"] == ["small/"]
+    assert data["model"] is None
+    assert run(["explain"]) == 0
+    assert "nowhere (MISSING)" in capsys.readouterr().out
+
+
+def test_a_local_model_is_measured_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_model(tmp_path / "model")
+    _write('[model]\nmodel = "./model"\nlora_rank = 2\n[backend]\ndevices = "cpu"\n')
+    data = _explain(capsys, "--batch-size", "1", "--group-size", "2", "--max-tokens", "10")
+    assert data["model"]["found"] == "folder"
+    assert data["model"]["parameters"] == 32 + 16 + 24 + 4 + 32
+    assert data["model"]["trainable"] == 2 * (4 + 4) + 2 * (6 + 4)
+    # Keys and values of one layer, one head of two numbers, for 20 tokens, in 32 bits.
+    assert data["memory"]["kv_cache_bytes"] == 2 * 1 * 1 * 2 * 20 * 4
+    assert data["memory"]["weights_bytes"] == 4 * 108
+
+
+def test_a_model_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> None:
+    _write_model(tmp_path / "hub" / "models--some--thing" / "snapshots" / "abc")
+    assert find_model("some/thing").found == "cache"
+    assert find_model("some/other").found == "download"
+    assert find_model("./other").found == "missing"
+
+
+def test_what_cannot_be_known_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[model]\nmodel = "somebody/mystery"\n')
+    data = _explain(capsys)
+    assert data["model"]["parameters"] is None
+    assert data["memory"] == {"weights_bytes": None, "training_bytes": None, "kv_cache_bytes": None}
+    assert data["time"]["run_seconds"] is None
+    assert run(["explain"]) == 0
+    assert "unknown" in capsys.readouterr().out
+
+
+def test_a_size_read_from_a_name_is_called_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[model]\nmodel = "Qwen/Qwen3-4B-Instruct-2507"\n')
+    model = _explain(capsys)["model"]
+    assert model["parameters"] == 4_000_000_000
+    assert "guess" in model["parameters_from"]
+
+
+def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.CaptureFixture[str]) -> None:
+    _write("[training]\nmax_steps = 100\nbatch_size = 2\ngroup_size = 4\n")
+    Path("logs/train").mkdir(parents=True)
+    steps = [
+        {"step": 0, "batch_size": 2, "group_size": 4, "step_time_s": 1.0},
+        {"step": 1, "batch_size": 2, "group_size": 4, "step_time_s": 3.0},
+        {"step": 2, "batch_size": 8, "group_size": 4, "step_time_s": 50.0},
+    ]
+    _write("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 3, "ba', "logs/train/metrics.jsonl")
+    assert _explain(capsys)["time"]["run_seconds"] == 200.0
+
+
+def test_a_part_that_this_version_lacks_is_said_to_block(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[backend]\nbackend = "tinker"\n')
+    assert any("tinker" in line for line in _explain(capsys)["blockers"])
+
+
+def test_a_wrong_file_is_explained_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:
+    _write("[training]\nlr = -1\n")
+    assert run(["explain"]) == 2
+    assert "[training] lr must be > 0" in capsys.readouterr().err
+
+
+def test_json_stays_json_when_there_is_a_dotenv(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("demo"))
+    _write("SOME_UNUSED_VARIABLE_OF_A_TEST=1\n", ".env")
+    _explain(capsys)
+    assert run(["explain"]) == 0
+
+
+def test_it_loads_no_torch() -> None:
+    _write(starter("demo"))
+    code = "import sys; from retrain.cli import run; run(['explain']); print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "False"

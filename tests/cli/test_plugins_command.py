@@ -1,0 +1,68 @@
+"""`retrain plugins`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+from retrain.plugins import REGISTRIES
+
+
+@pytest.fixture
+def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package on the path with one reward that works, one that does not, and one named like a built-in."""
+    info = tmp_path / "strange_rewards-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-rewards\nVersion: 1.2\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(
+        "[retrain.reward]\nshort = strange_rewards:score\nmatch = strange_rewards:score\n"
+        "lost = strange_rewards:nothing\ngone = no_such_module_here:score\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "strange_rewards.py").write_text("def score(response, reference):\n    return 1.0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "strange_rewards", raising=False)
+
+
+def test_built_ins_are_listed_under_their_option_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "advantage  [algorithm] advantage_mode" in lines
+    for kind, registry in REGISTRIES.items():
+        for name in registry.builtins:
+            assert any(line.split()[:3] == [kind, name, "ok"] for line in lines), (kind, name)
+
+
+def test_reserved_names_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    for kind, registry in REGISTRIES.items():
+        listed = {part["name"] for part in data[kind]["parts"]}
+        assert not listed & set(registry.reserved)
+    assert data["data"]["options"] == ["[data] source", "[eval] source"]
+
+
+@pytest.mark.usefixtures("installed_package")
+def test_entry_points_are_listed_with_their_package_and_state(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["reward"]["parts"]
+    found = {part["name"]: part for part in parts if part["source"] == "strange-rewards 1.2"}
+    assert found["short"]["status"] == "ok"
+    assert found["short"]["target"] == "strange_rewards:score"
+    assert found["match"]["status"] == "shadowed"
+    assert found["lost"]["status"] == "broken"
+    assert "nothing" in found["lost"]["reason"]
+    assert "no_such_module_here" in found["gone"]["reason"]
+
+
+@pytest.mark.usefixtures("installed_package")
+def test_a_broken_entry_point_is_a_line_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins"]) == 0
+    output = capsys.readouterr()
+    (line,) = [line for line in output.out.splitlines() if " lost " in line]
+    assert "broken" in line
+    assert "Traceback" not in output.out + output.err

@@ -1,0 +1,103 @@
+"""`retrain` from the outside: which file, which environment, which exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+from retrain.cli import train as train_command
+from retrain.config import TrainConfig
+from retrain.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "1")
+    return tmp_path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Configurations that would have been run."""
+    runs: list[TrainConfig] = []
+
+    def start(config: TrainConfig, force_resume: bool = False) -> int:
+        runs.append(config)
+        return 0
+
+    monkeypatch.setattr(train_command, "run_config", start)
+    return runs
+
+
+def test_without_a_file_it_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    message = capsys.readouterr().err
+    assert "there is no ./retrain.toml" in message and "Try: retrain init" in message
+
+
+def test_the_file_in_the_working_folder_is_taken(folder: Path, started: list[TrainConfig]) -> None:
+    (folder / "retrain.toml").write_text("[training]\nlr = 0.25\n")
+    assert run([]) == 0
+    assert started[0].training.lr == 0.25
+
+
+def test_a_named_file_and_flags_are_taken(folder: Path, started: list[TrainConfig]) -> None:
+    (folder / "mine.toml").write_text("[training]\nlr = 0.25\nbatch_size = 3\n")
+    assert run(["mine.toml", "--lr", "0.5", "--training.record", "--no-inference-prefix-caching"]) == 0
+    config = started[-1]
+    assert (config.training.lr, config.training.batch_size) == (0.5, 3)
+    assert config.training.record and not config.inference.prefix_caching
+
+
+def test_the_environment_file_is_read_first_and_never_wins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / ".env").write_text("RETRAIN_TEST_NEW=from_file\nRETRAIN_TEST_SET=from_file\n")
+    monkeypatch.setenv("RETRAIN_TEST_SET", "from_shell")
+    # Set and removed, so that what the file sets is undone after the test.
+    monkeypatch.setenv("RETRAIN_TEST_NEW", "")
+    monkeypatch.delenv("RETRAIN_TEST_NEW")
+    seen: list[str | None] = []
+
+    def note(*arguments: object) -> TrainConfig:
+        seen.append(os.environ.get("RETRAIN_TEST_NEW"))
+        raise ConfigError("stop here")
+
+    monkeypatch.setattr(train_command, "load_config", note)
+    (folder / "retrain.toml").touch()
+    assert run([]) == 2
+    assert capsys.readouterr().out == "Loaded .env\n"
+    assert seen == ["from_file"]
+    assert os.environ["RETRAIN_TEST_SET"] == "from_shell"
+
+
+def test_without_an_environment_file_nothing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run([])
+    assert "Loaded" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--no-such-flag", "1"], ["a.toml", "b.toml"], ["--lr"], ["x" * 5000], [""]])
+def test_a_bad_command_line_exits_with_2(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_new_process_exits_with_2_and_no_traceback(folder: Path) -> None:
+    (folder / "bad.toml").write_text("[training]\nlr = -1.0\nmax_stepz = 7\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "retrain", "bad.toml"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "error: bad.toml has 2 problems:",
+        "  [training] lr must be > 0, got -1.0.  Try: lr = 4e-05",
+        "  unknown option [training] max_stepz.  Did you mean max_steps?",
+    ]

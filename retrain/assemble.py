@@ -61,9 +61,13 @@ class PlanningMasks:
     def of(self, groups: Sequence[Group]) -> list[list[BoolArray]]:
         """A mask for each completion."""
         return [
-            [self.detector.detect([self.texts[i] for i in c.token_ids_T]) for c in group.completions_G]
+            [self.detector.detect([self._text(i) for i in c.token_ids_T]) for c in group.completions_G]
             for group in groups
         ]
+
+    def _text(self, token: int) -> str:
+        # Models round their vocabulary up: an id beyond the tokenizer's can be drawn, and has no text.
+        return self.texts[token] if token < len(self.texts) else ""
 
 
 @contextmanager

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from retrain.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
+ADAPTER_MARK = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Checkpoints:
             _remove(target)
             os.rename(draft, target)
             _sync_folder(self.folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
                 _remove(draft)
             raise explain_write_error(error, self.folder) from error
@@ -103,10 +106,11 @@ def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
         raise explain_write_error(error, log_dir) from error
 
 
-def explain_write_error(error: OSError, where: Path) -> CheckpointError:
+def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     """A full disk or the like, in a sentence; the run failed, its input was not wrong."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     explained = CheckpointError(
-        f"could not write to {where}: {error.strerror or error}. What was saved before is whole.  "
+        f"could not write to {where}: {reason}. What was saved before is whole.  "
         "Try: make room, then resume with the command below."
     )
     explained.exit_code = 1
@@ -115,6 +119,12 @@ def explain_write_error(error: OSError, where: Path) -> CheckpointError:
 
 def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> None:
     """Put a copy of the newest adapter where `[backend] adapter_path` wants it. A copy that fails loses nothing."""
+    if not _may_replace(adapter_path):
+        say(
+            f"Warning: {adapter_path} holds something other than an adapter, so it is left alone. "
+            f"The adapter is in {checkpoint / 'adapter'}."
+        )
+        return
     draft = adapter_path.with_name(f".{adapter_path.name}.{os.getpid()}")
     try:
         _remove(draft)
@@ -126,6 +136,13 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
         with contextlib.suppress(OSError):
             _remove(draft)
         say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {checkpoint / 'adapter'}.")
+
+
+def _may_replace(adapter_path: Path) -> bool:
+    """Nothing there, an empty folder or an older adapter; never a folder that somebody named by mistake."""
+    if adapter_path.is_dir():
+        return (adapter_path / ADAPTER_MARK).exists() or not any(adapter_path.iterdir())
+    return not adapter_path.exists()
 
 
 def digest(path: Path) -> str:

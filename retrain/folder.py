@@ -35,19 +35,30 @@ class RunFolder:
         self.say = say
         self.checkpoint: Checkpoint | None = None
         resumed = Path(config.resume.from_) if config.resume.from_ else None
-        if resumed is None:
-            self._step_aside_earlier_run()
         try:
+            if resumed is None:
+                self._step_aside_earlier_run()
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path)
-            self.config = self._resume(config, resumed, force_resume) if resumed else _with_seed(config, fresh_seed())
-            (self.path / CONFIG_FILE).write_text(dump_config(self.config), encoding="utf-8")
+            try:
+                self.config = self._take_over(config, resumed, force_resume)
+            except BaseException:
+                self.lock.close()
+                raise
         except OSError as error:
             raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
 
     def close(self) -> None:
         """Let another run have the folder."""
         self.lock.close()
+
+    def _take_over(self, config: TrainConfig, resumed: Path | None, force: bool) -> TrainConfig:
+        """Settle the configuration and write it down, in one go: without it nothing could be resumed."""
+        config = self._resume(config, resumed, force) if resumed else _with_seed(config, fresh_seed())
+        draft = self.path / f".{CONFIG_FILE}"
+        draft.write_text(dump_config(config), encoding="utf-8")
+        os.replace(draft, self.path / CONFIG_FILE)
+        return config
 
     def _step_aside_earlier_run(self) -> None:
         """An earlier run in the same place is renamed, never overwritten."""

@@ -42,10 +42,14 @@ class Interrupts:
         else:
             raise KeyboardInterrupt
 
+    def hold(self) -> None:
+        """Begin what `held` will go on with and end."""
+        self.holding = True
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let nothing in between. An error inside leaves `between_steps` false: the step is half done."""
-        self.holding = True
+        self.hold()
         yield
         self.holding = False
         if self.waiting:

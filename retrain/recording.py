@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from retrain.types import Completion, Example, Group, Score
+from retrain.checkpoint import explain_write_error
+from retrain.types import BoolArray, Completion, Example, Group, Score
 
 FOLDER = "rollouts"
 
@@ -19,6 +21,7 @@ def write_recording(log_dir: Path, step: int, groups: Sequence[Group]) -> None:
     texts = {
         "groups": [{"prompt": g.example.prompt, "reference": g.example.reference, "id": g.example.id} for g in groups],
         "texts": [completion.text for completion in completions],
+        "finish_reasons": [completion.finish_reason for completion in completions],
         "outcomes": [score.outcome for group in groups for score in group.scores_G],
     }
     arrays = {
@@ -33,9 +36,16 @@ def write_recording(log_dir: Path, step: int, groups: Sequence[Group]) -> None:
     }
     if all(completion.entropies_T is not None for completion in completions):
         arrays["entropies"] = _joined([c.entropies_T for c in completions if c.entropies_T is not None], np.float32)
-    folder = log_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    np.savez_compressed(folder / f"step_{step:06d}.npz", allow_pickle=False, **arrays)
+    if any(completion.sampled_T is not None for completion in completions):
+        arrays["sampled"] = _joined([_sampled(completion) for completion in completions], np.bool_)
+    target = log_dir / FOLDER / f"step_{step:06d}.npz"
+    draft = target.with_name(f".writing_{target.name}")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        np.savez_compressed(draft, allow_pickle=False, **arrays)
+        os.replace(draft, target)
+    except OSError as error:
+        raise explain_write_error(error, target.parent) from error
 
 
 def read_recordings(log_dir: Path) -> Iterator[tuple[int, list[Group]]]:
@@ -55,16 +65,19 @@ def drop_recordings(log_dir: Path, step: int) -> None:
 def _groups(arrays: dict[str, np.ndarray]) -> list[Group]:
     texts = json.loads(arrays["meta"].tobytes())
     ends = np.cumsum(arrays["lengths"])
-    entropies = arrays.get("entropies")
+    entropies, sampled = arrays.get("entropies"), arrays.get("sampled")
     completions = [
         Completion(
             token_ids_T=arrays["token_ids"][start:end].astype(np.int64),
             logprobs_T=arrays["logprobs"][start:end],
             text=text,
-            finish_reason="stop",
+            finish_reason=reason,
             entropies_T=None if entropies is None else entropies[start:end],
+            sampled_T=None if sampled is None else sampled[start:end],
         )
-        for start, end, text in zip(ends - arrays["lengths"], ends, texts["texts"], strict=True)
+        for start, end, text, reason in zip(
+            ends - arrays["lengths"], ends, texts["texts"], texts["finish_reasons"], strict=True
+        )
     ]
     scores = [Score(float(v), outcome) for v, outcome in zip(arrays["rewards"], texts["outcomes"], strict=True)]
     prompts = np.split(arrays["prompt_ids"].astype(np.int64), np.cumsum(arrays["prompt_lengths"])[:-1])
@@ -75,6 +88,12 @@ def _groups(arrays: dict[str, np.ndarray]) -> list[Group]:
         groups.append(Group(example, prompt_ids, tuple(completions[at : at + size]), tuple(scores[at : at + size])))
         at += int(size)
     return groups
+
+
+def _sampled(completion: Completion) -> BoolArray:
+    if completion.sampled_T is not None:
+        return completion.sampled_T
+    return np.ones(len(completion.token_ids_T), dtype=np.bool_)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

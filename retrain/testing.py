@@ -67,6 +67,7 @@ class FakeBackend:
     def save(self, path: Path) -> None:
         """Write how many steps were taken."""
         (path / "adapter").mkdir()
+        (path / "adapter" / "adapter_config.json").write_text("{}")
         (path / "adapter" / "steps.txt").write_text(str(len(self.trained)))
 
     def load(self, path: Path) -> None:

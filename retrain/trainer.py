@@ -75,6 +75,8 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             last = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
             first = first or last
             rollouts = parts.rollouts.collect(engine, step, progress.batch_size)
+            # Still inside the try: an interrupt must find the problems either given back or the step under way.
+            interrupts.hold()
         except BaseException:
             # The step never happened: it will draw the same problems when it does.
             parts.order.load_state_dict(cursor)

@@ -14,9 +14,10 @@ from retrain.cli.model_files import ModelFacts, count_trainable, find_model, rea
 from retrain.cli.train import find_config, load_environment
 from retrain.config import TrainConfig, build_config, load_config
 from retrain.config.absent import find_absent_parts
+from retrain.config.conditions import condition_overrides
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options
-from retrain.config.rules import condition_overrides, values_of
+from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from retrain.config.conditions import condition_overrides
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
-from retrain.config.rules import condition_overrides, find_conflicts
+from retrain.config.rules import find_conflicts
 from retrain.config.schema import TrainConfig
 from retrain.config.toml import MAX_DEPTH, format_key, format_toml, format_value, is_too_deep, read_toml, show_path
 from retrain.errors import ConfigError, Problem

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from retrain.config.conditions import conditions_override_real_options
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
-from retrain.config.toml import format_value
-from retrain.errors import ConfigError, Problem
+from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
@@ -68,6 +67,12 @@ def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "[backend] devices", f"names {max(devices, key=devices.count)!r} twice.", f'Try: devices = "{devices[0]}"'
         )
+
+
+def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[Problem]:
+    """Sampling and training would draw from one generator at once, and no run could be repeated."""
+    if "," in config.backend.devices and config.lora.dropout:
+        yield Problem("[lora] dropout", "does not go with several [backend] devices.", "Try: dropout = 0.0")
 
 
 def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
@@ -142,6 +147,9 @@ def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
                 f"is set, but [{section}] source {json.dumps(source)} reads no file.",
                 'Try: source = "jsonl"',
             )
+    if config.data.id and REGISTRIES["data"].builtins.get(config.data.source) and config.data.source != "hub":
+        known = json.dumps(config.data.source)
+        yield Problem("[data] id", f"is set, but [data] source {known} has its own dataset.", 'Try: source = "hub"')
     if config.data.source == "hub" and not config.data.id:
         yield Problem("[data] id", 'is empty, but [data] source is "hub".', 'Try: id = "openai/gsm8k"')
 
@@ -242,38 +250,6 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
 
 
-def conditions_override_real_options(config: TrainConfig) -> Iterator[Problem]:
-    """Each key of a condition is an option's name, or a table of them; conditions and seeds must differ."""
-    if config.campaign is None:
-        return
-    keys = list(dict.fromkeys(option.key for option in all_options()))
-    for index, condition in enumerate(config.campaign.conditions):
-        where = f"[campaign] conditions[{index}]"
-        if not condition:
-            yield Problem(where, "is empty.", 'Try: advantage_mode = "grpo"')
-        for path, _ in condition_overrides(condition):
-            if path not in options_by_path() or path.startswith(("campaign.", "resume.", "squeeze.")):
-                close = get_close_matches(path.rpartition(".")[2][:60], keys, n=1)
-                hint = f"Did you mean {close[0]}?" if close else ""
-                yield Problem(where, f"sets {path[:60]!r}, which is not an option that a condition can override.", hint)
-    labels = [format_value(dict(sorted(condition_overrides(c)))) for c in config.campaign.conditions]
-    if len(set(labels)) < len(labels):
-        yield Problem("[campaign] conditions", "holds the same condition twice.")
-    if len(set(config.campaign.seeds)) < len(config.campaign.seeds):
-        yield Problem("[campaign] seeds", "holds the same seed twice.")
-
-
-def condition_overrides(condition: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A condition as `section.key` overrides; a bare key belongs to the first table that has it."""
-    homes = {option.key: option.path for option in reversed(all_options())}
-    for key, value in condition.items():
-        # `model` and `backend` are tables as well as options; neither option takes a table.
-        if isinstance(value, Mapping) and (key in TrainConfig.model_fields or key not in homes):
-            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
-        else:
-            yield homes.get(key, key), value
-
-
 def values_can_be_written(config: TrainConfig) -> Iterator[Problem]:
     """A run writes its configuration down as TOML, which has no null and holds only whole Unicode characters."""
     for path, value in values_of(config).items():
@@ -300,19 +276,6 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def squeeze_has_an_adapter(config: TrainConfig) -> Iterator[Problem]:
-    """Outside a campaign somebody has to say which adapter to analyse."""
-    if config.kind == "squeeze" and config.squeeze is not None and not config.squeeze.adapter_path:
-        yield Problem("[squeeze] adapter_path", "is empty.", 'Try: adapter_path = "logs/train/final_adapter"')
-
-
-def check_can_run(config: TrainConfig) -> None:
-    """Refuse what a file may leave open, for another to fill in, but a run may not."""
-    problems = tuple(squeeze_has_an_adapter(config))
-    if problems:
-        raise ConfigError("the configuration cannot be run yet:", problems)
-
-
 # These look at one option each, the others at how options agree.
 VALUE_RULES: tuple[Rule, ...] = (
     names_are_known,
@@ -325,6 +288,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     conditions_override_real_options,
 )
 RELATION_RULES: tuple[Rule, ...] = (
+    split_mode_has_no_dropout,
     rewards_are_complete,
     environment_is_complete,
     data_source_is_complete,

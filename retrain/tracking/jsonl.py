@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig
-from retrain.types import Example, Group, StepMetrics
+from retrain.types import Example, Group, Metric, StepMetrics
 
 METRICS, STEPS, GENERATIONS, EVALS = (
     "metrics.jsonl",
@@ -37,7 +40,7 @@ class JsonlTracker:
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """One object a step, and one a completion with its whole text."""
         scores = [score for group in groups for score in group.scores_G if score.counts]
-        self.write(METRICS, [metrics])
+        self.write(METRICS, [{key: _finite(value) for key, value in metrics.items()}])
         summary = {
             "step": step,
             "mean_reward": metrics["mean_reward"],
@@ -51,20 +54,28 @@ class JsonlTracker:
     def finish(self) -> None:
         """Close the files."""
         for file in self.files.values():
-            file.close()
+            # What a full disk would not take was reported when it was written.
+            with contextlib.suppress(OSError):
+                file.close()
         self.files.clear()
 
     def write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows in one write, so that a kill tears at most the last one."""
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        self.files[name].write(text.encode("utf-8", "surrogatepass"))
-        self.files[name].flush()
+        try:
+            self.files[name].write(text.encode("utf-8", "surrogatepass"))
+            self.files[name].flush()
+        except OSError as error:
+            raise explain_write_error(error, self.log_dir) from error
 
     def sizes(self) -> dict[str, int]:
         """How long each file is on disk now."""
-        for file in self.files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            for file in self.files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise explain_write_error(error, self.log_dir) from error
         return {name: file.tell() for name, file in self.files.items()}
 
 
@@ -82,6 +93,11 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
         }
         rows.append(row | ({"detail": score.detail} if score.detail and not score.counts else {}))
     return rows
+
+
+def _finite(value: Metric) -> Metric:
+    """JSON has no NaN; a step whose loss is none was skipped, and says so under another key."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def prompt_text(example: Example) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from retrain.config import build_config
-from retrain.config.rules import RELATION_RULES, VALUE_RULES, condition_overrides
+from retrain.config.conditions import condition_overrides
+from retrain.config.rules import RELATION_RULES, VALUE_RULES
 from retrain.errors import ConfigError
 
 GRPO, MAXRL = {"advantage_mode": "grpo"}, {"advantage_mode": "maxrl"}
@@ -29,6 +30,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("data_source_is_complete", {"data": {"source": "jsonl", "path": "problems.jsonl"}}),
     ("data_source_is_complete", {"data": {"source": "mine.Source", "path": "problems.txt"}}),
     ("data_source_is_complete", {"data": {"source": "hub", "id": "openai/gsm8k"}}),
+    ("split_mode_has_no_dropout", {"backend": {"devices": "gpu:0,gpu:1"}}),
+    ("split_mode_has_no_dropout", {"lora": {"dropout": 0.1}}),
     ("evaluation_has_enough_samples", {"eval": {"k": 4, "samples": 4}}),
     (
         "evaluation_has_held_out_problems",
@@ -81,6 +84,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("data_source_is_complete", {"data": {"path": "a.jsonl"}}, "[data] path is set"),
     ("data_source_is_complete", {"data": {"source": "hub"}}, "[data] id is empty"),
     ("data_source_is_complete", {"eval": {"source": "jsonl"}}, "[eval] path is empty"),
+    ("data_source_is_complete", {"data": {"id": "openai/gsm8k"}}, "[data] id is set"),
+    (
+        "split_mode_has_no_dropout",
+        {"backend": {"devices": "cpu,cpu"}, "lora": {"dropout": 0.1}},
+        "[lora] dropout does not go with several [backend] devices",
+    ),
     ("evaluation_has_enough_samples", {"eval": {"k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
     (
         "evaluation_has_held_out_problems",

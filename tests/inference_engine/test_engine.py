@@ -37,8 +37,18 @@ def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
     return [completion.token_ids_T.tolist() for group in groups for completion in group]
 
 
+@pytest.mark.parametrize("options", [OPTIONS["nothing"], OPTIONS["all together"]], ids=["nothing", "all together"])
+def test_every_family_draws_what_the_slow_version_draws(rig: Rig, options: dict[str, float]) -> None:
+    compare_with_slow_version(rig, options)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_logprobs_and_entropies_are_those_of_the_slow_version(rig: Rig, options: dict[str, float]) -> None:
+def test_every_option_draws_what_the_slow_version_draws(llama: Rig, options: dict[str, float]) -> None:
+    compare_with_slow_version(llama, options)
+
+
+def compare_with_slow_version(rig: Rig, options: dict[str, float]) -> None:
+    """Tokens, log-probs and entropies."""
     sampling, prompts = sampling_with(**options), random_prompts(LENGTHS)
     groups = rig.engine.generate(prompts, sampling)
     # A number for each row and token, in that order of drawing; the draw inverts the cumulative distribution at it.
@@ -51,9 +61,10 @@ def test_tokens_logprobs_and_entropies_are_those_of_the_slow_version(rig: Rig, o
             drawn = float(uniforms[at, row])
             cumulative = np.cumsum(expected)
             assert cumulative[tokens[at]] - expected[tokens[at]] - 1e-4 <= drawn <= cumulative[tokens[at]] + 1e-4, place
-            assert completion.logprobs_T[at] == pytest.approx(np.log(expected[tokens[at]]), abs=1e-4), place
+            assert abs(completion.logprobs_T[at] - np.log(expected[tokens[at]])) < 1e-4, place
+            support = expected[expected > 0]
             assert completion.entropies_T is not None
-            assert completion.entropies_T[at] == pytest.approx(stats.entropy(expected), abs=1e-3), place
+            assert abs(completion.entropies_T[at] + (support * np.log(support)).sum()) < 1e-3, place
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -152,7 +163,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not(llama: Rig) -> N
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_are_drawn_as_often_as_they_should_be(llama: Rig, options: dict[str, float]) -> None:
     (prompt,) = random_prompts((5,))
-    sampling = replace(sampling_with(**options), n=20_000, max_tokens=1, temperature=1.3, seed=11)
+    sampling = replace(sampling_with(**options), n=5_000, max_tokens=1, temperature=1.3, seed=11)
     drawn = np.array([c.token_ids_T[0] for c in llama.engine.generate([prompt], sampling)[0]])
     (expected,) = plain_distributions(llama.plain, prompt, np.array([0]), sampling)
     counts = np.bincount(drawn, minlength=len(expected))
@@ -233,6 +244,7 @@ def test_sampling_that_breaks_off_leaves_the_weights_as_they_were(llama: Rig) ->
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions takes a slower path
 def test_in_bf16_the_mean_ratio_is_one_within_two_hundredths(llama: Rig) -> None:
     config = config_for(llama.folder, model__dtype="bf16")
     policy = policy_for(config)

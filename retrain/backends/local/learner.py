@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
@@ -32,10 +34,10 @@ class Learner:
         self.loss = config.loss
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
-        self.dropout = config.lora.dropout > 0
+        self.checkpointing = config.memory.gradient_checkpointing
         self.say = say
         self.micro_batch_tokens = config.memory.micro_batch_tokens or DEFAULT_MICRO_BATCH.get(policy.device.type, 8192)
-        if config.memory.gradient_checkpointing:
+        if self.checkpointing:
             policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             policy.causal_lm.enable_input_require_grads()
         self.optimizer = torch.optim.AdamW(
@@ -87,7 +89,7 @@ class Learner:
 
     def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
         self.optimizer.zero_grad(set_to_none=True)
-        self.policy.adapted.train(self.dropout)
+        self._train_mode(True)
         tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
         divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
         totals = _Totals()
@@ -100,8 +102,17 @@ class Learner:
             loss = summed_loss(token_batch, self.loss) / divisor
             loss.backward()  # type: ignore[no-untyped-call]
             totals.add(float(loss.detach()), logprobs.detach() - packed.sampled_logprobs, packed.mask)
-        self.policy.adapted.eval()
+        self._train_mode(False)
         return totals
+
+    def _train_mode(self, on: bool) -> None:
+        """Switch on what training needs and no more: a base model's own dropout would make it another policy."""
+        for module in self.policy.adapted.modules():
+            if isinstance(module, LoraLayer):
+                module.lora_dropout.train(on)
+            elif isinstance(module, GradientCheckpointingLayer):
+                # It recomputes only while it believes to be training.
+                module.training = on and self.checkpointing
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         """Log-probs of the completion tokens under the policy now."""

@@ -162,11 +162,12 @@ def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequen
     longest, room = encoder.longest(examples), config.training.max_tokens
     if longest + room <= context:
         return
-    hint = (
-        f"Try: max_tokens = {context - longest}"
-        if longest < context
-        else f"Try: max_prompt_tokens = {max(1, context - room)}"
-    )
+    if longest < context:
+        hint = f"Try: max_tokens = {context - longest}"
+    elif room < context:
+        hint = f"Try: max_prompt_tokens = {context - room}"
+    else:
+        hint = f"Try: max_tokens = {context - context // 2} and max_prompt_tokens = {context // 2}"
     raise ConfigError(
         f"[training] max_tokens = {room} and prompts of up to {longest} tokens do not fit "
         f"the model's context of {context}.  {hint}"

@@ -109,7 +109,8 @@ def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
     size = count * (mean * (1 - mean) / spread) if spread > 0 else float(count)
     centre = (mean + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
     half = Z95 / (1 + Z95**2 / size) * math.sqrt(mean * (1 - mean) / size + Z95**2 / (4 * size**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding must not put the mean itself outside when it is 0 or 1.
+    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -6,10 +6,11 @@ taken one by one; a check that contradicts the draft corrects it, and "wait" rep
 """
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from retrain.data.arithmetic import LARGEST_RESULT, Problem, draw_split, read_terms
+from retrain.data.arithmetic import LARGEST_RESULT, Problem, draw_split, is_held_out, read_terms
 
 REPAIR_SHARE = 0.35
 CONCLUSION_SHARE = 0.30
@@ -44,6 +45,8 @@ FILLERS = (
     "now we add and take away.",
 )
 SYSTEM_PROMPTS = ("answer in a box.", "you are a careful calculator.", "work it out.")
+
+_CHAIN = re.compile(r"(\d+(?:[+-]\d+){2,})=")
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,14 @@ def write_corpus(writer: Writer, seed: int, count: int) -> Iterator[Document]:
 
 
 def write_document(writer: Writer, rng: random.Random) -> Document:
-    """Write one document about a problem that is not held out."""
-    problem = draw_split(rng, held_out=False)
-    (kind,) = rng.choices(list(writer.kind_weights), list(writer.kind_weights.values()))
-    system = rng.choice(SYSTEM_PROMPTS) if rng.random() < SYSTEM_SHARE else None
-    return Document(kind, problem, _write_completion(kind, problem, writer, rng), system)
+    """Write one document that neither asks a held-out problem nor works one out on its way."""
+    while True:
+        problem = draw_split(rng, held_out=False)
+        (kind,) = rng.choices(list(writer.kind_weights), list(writer.kind_weights.values()))
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < SYSTEM_SHARE else None
+        completion = _write_completion(kind, problem, writer, rng)
+        if not any(is_held_out(f"{chain}=?") for chain in _CHAIN.findall(completion)):
+            return Document(kind, problem, completion, system)
 
 
 def _write_completion(kind: str, problem: Problem, writer: Writer, rng: random.Random) -> str:

@@ -1,6 +1,6 @@
 """Build the embedded model: train its tokenizer, pre-train its weights, save both in Hugging Face format.
 
-`python -m retrain.builtin.make --out DIR` takes three to four minutes on one CPU core. The same command with the
+`python -m retrain.builtin.make --out DIR` takes about four minutes on one CPU core. The same command with the
 same versions of torch and tokenizers on the same kind of CPU gives the same weights, bit for bit.
 """
 

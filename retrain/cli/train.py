@@ -14,7 +14,7 @@ from retrain.cli.console import confirm_starter
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.errors import BackendError, CheckpointError, ConfigError, RolloutError
+from retrain.errors import BackendError, CheckpointError, ConfigError, RetrainError, RolloutError
 
 DEFAULT_FILE = "retrain.toml"
 
@@ -89,8 +89,10 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     except KeyboardInterrupt:
         click.echo(f"Interrupted. {how_to_go_on(config)}", err=True)
         return 130
-    except (RolloutError, BackendError, CheckpointError):
-        click.echo(how_to_go_on(config), err=True)
+    except (RolloutError, BackendError, CheckpointError) as error:
+        # A resume that was refused would be refused again.
+        if error.exit_code == RetrainError.exit_code and how_to_go_on(config):
+            click.echo(how_to_go_on(config), err=True)
         raise
     click.echo(f"Done: {result.steps} steps, logs in {result.log_dir}, adapter in {config.backend.adapter_path}.")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from retrain.types import Completion, Datum, IntArray
 VOCABULARY = 128
 EOS = 2
 CONTEXT = 256
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
 
 _SIZE = {
     "vocab_size": VOCABULARY,
@@ -56,10 +59,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-def write_model(folder: Path, family: str = "qwen3", gain: float = 3.0) -> Path:
+def write_model(folder: Path, family: str = "qwen3", gain: float = 3.0, layers: int = 3) -> Path:
     """A random model of a family; `gain` sharpens what would else be nearly uniform."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).float()
+    settings = copy.deepcopy(FAMILIES[family])
+    settings.num_hidden_layers = layers
+    if getattr(settings, "layer_types", None) is not None:
+        settings.layer_types = settings.layer_types[:layers]
+    model = AutoModelForCausalLM.from_config(settings).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(gain)
@@ -75,7 +82,11 @@ def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
@@ -123,7 +134,9 @@ def datums_of(
     """Datums with random advantages."""
     rng = np.random.default_rng(seed)
     return [
-        Datum(prompt, c.token_ids_T, c.logprobs_T, rng.normal(size=len(c.token_ids_T)), np.ones(len(c.token_ids_T), bool))
+        Datum(
+            prompt, c.token_ids_T, c.logprobs_T, rng.normal(size=len(c.token_ids_T)), np.ones(len(c.token_ids_T), bool)
+        )
         for prompt, group in zip(prompts, completions_PG, strict=True)
         for c in group
     ]

@@ -64,6 +64,4 @@ def plain_distributions(
 ) -> list[Floats]:
     logits = plain_logits(model, prompt, completion)
     sequence = np.concatenate([prompt, completion])
-    return [
-        plain_distribution(row, sequence[: len(prompt) + at], sampling) for at, row in enumerate(logits)
-    ]
+    return [plain_distribution(row, sequence[: len(prompt) + at], sampling) for at, row in enumerate(logits)]

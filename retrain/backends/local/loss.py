@@ -56,8 +56,8 @@ def cispo(batch: TokenBatch, loss: Loss) -> Tensor:
 def gspo(batch: TokenBatch, loss: Loss) -> Tensor:
     """One ratio a sequence, the geometric mean of its tokens', clipped as a whole (arXiv 2507.18071)."""
     difference = (batch.logprobs - batch.sampled_logprobs) * batch.mask
-    sums = torch.zeros(batch.rows, device=difference.device).index_add(0, batch.row, difference)
-    counts = torch.zeros(batch.rows, device=difference.device).index_add(0, batch.row, batch.mask).clamp(min=1)
+    sums = difference.new_zeros(batch.rows).index_add(0, batch.row, difference)
+    counts = difference.new_zeros(batch.rows).index_add(0, batch.row, batch.mask).clamp(min=1)
     ratio = _capped((sums / counts).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss)[batch.row]
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)

@@ -123,7 +123,7 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
         with warnings.catch_warnings():
             # GPT-2 keeps its matrices transposed; PEFT notices, corrects itself, and warns all the same.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-            adapted = get_peft_model(causal_lm, adapter)
+            adapted = get_peft_model(causal_lm, adapter).eval()
     except ValueError as error:
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"

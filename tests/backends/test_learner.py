@@ -1,0 +1,408 @@
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny import (
+    PlainTokenizer,
+    config_for,
+    gradients,
+    learner_for,
+    policy_for,
+    random_datums,
+    random_prompts,
+    write_model,
+)
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from retrain.backends.local import logprobs as logprobs_module
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.packing import length_of, pack, split_by_tokens
+from retrain.errors import BackendError, ConfigError
+from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.types import Datum, Sampling
+
+SIZES = ((3, 9), (11, 2), (1, 17), (6, 6), (3, 1), (8, 13))
+CPU = torch.device("cpu")
+
+
+def learner(model: Path, **overrides: Any) -> Learner:
+    config = config_for(model, **overrides)
+    return learner_for(policy_for(config), config)
+
+
+def backward(made: Learner, datums: list[Datum]) -> tuple[dict[str, Tensor], float]:
+    """Gradients of one step that is not taken, and its loss."""
+    totals = made._backward(split_by_tokens(datums, made.micro_batch_tokens))
+    return dict(gradients(made.policy)), float(totals.metrics()["loss"] or 0.0)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor], **tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], **{"rtol": 1e-4, "atol": 1e-6} | tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "gpt2"])
+def test_packed_logprobs_are_those_of_each_sequence_alone(family: str, tmp_path: Path) -> None:
+    made = learner(write_model(tmp_path / "model", family))
+    datums = random_datums(SIZES)
+    with torch.no_grad():
+        together = made.logprobs(pack(datums, CPU, with_history=False))
+        alone = torch.cat([made.logprobs(pack([datum], CPU, with_history=False)) for datum in datums])
+        # And those of the model's own forward pass, with its own attention.
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+        made.policy.save_adapter(tmp_path / "adapter")
+        plain = load_adapter(plain, tmp_path / "adapter")
+        expected = torch.cat([plain_logprobs(plain, datum, made.sampling.temperature) for datum in datums])
+    torch.testing.assert_close(together, alone, rtol=0, atol=2e-5)
+    torch.testing.assert_close(together, expected, rtol=0, atol=5e-5)
+
+
+def plain_logprobs(model: torch.nn.Module, datum: Datum, temperature: float) -> Tensor:
+    ids = torch.as_tensor(np.concatenate([datum.prompt_ids, datum.completion_ids_T]))[None]
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(datum.prompt_ids) - 1 : -1]
+    targets = torch.as_tensor(datum.completion_ids_T)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, targets).squeeze(1)
+
+
+def load_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        # GPT-2's transposed matrices, see load_policy.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+@pytest.mark.parametrize("kind", ["importance_sampling", "gspo", "dr_grpo"])
+def test_the_size_of_micro_batches_does_not_change_the_gradient(tiny: Path, kind: str) -> None:
+    datums = random_datums(SIZES)
+    made = learner(tiny, loss__type=kind)
+    whole, loss = backward(made, datums)
+    for tokens in (1, 20, 50):
+        made.micro_batch_tokens = tokens
+        parts, parts_loss = backward(made, datums)
+        same(parts, whole)
+        assert parts_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_micro_batches_hold_every_datum_once_and_no_more_tokens_than_asked() -> None:
+    datums = random_datums(SIZES)
+    for most in (1, 19, 25, 1000):
+        batches = split_by_tokens(datums, most)
+        assert sorted(id(datum) for batch in batches for datum in batch) == sorted(map(id, datums))
+        assert all(len(batch) == 1 or max(map(length_of, batch)) * len(batch) <= most for batch in batches)
+
+
+def test_masked_tokens_take_no_part_in_loss_or_gradient(tiny: Path) -> None:
+    made = learner(tiny)
+    datums = random_datums(SIZES[:2])
+    hidden = [replace(d, mask_T=np.arange(len(d.mask_T)) % 2 == 0) for d in datums]
+    noisy = [replace(d, advantages_T=np.where(d.mask_T, d.advantages_T, 1e3)) for d in hidden]
+    calm, loss = backward(made, hidden)
+    loud, loud_loss = backward(made, noisy)
+    same(loud, calm)
+    assert loud_loss == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "repetition_penalty": 1.3}], ids=["plain", "shaped"])
+def test_logprobs_by_slices_equal_those_of_the_whole_vocabulary_at_once(
+    tiny: Path, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datums = random_datums(SIZES)
+    made = learner(tiny, **{f"training__{key}": value for key, value in options.items()})
+    whole, _ = backward(made, datums)
+    packed = pack(datums, CPU, with_history=bool(options))
+    expected = made.logprobs(packed).detach()
+    # Seven rows of logits at a time.
+    monkeypatch.setitem(logprobs_module.SLICE_BYTES, "cpu", 7 * 4 * made.policy.vocabulary)
+    largest: list[int] = []
+    head = made.policy.head
+    monkeypatch.setattr(made.policy, "head", lambda states: (largest.append(len(states)), head(states))[1])
+    sliced, _ = backward(made, datums)
+    same(sliced, whole)
+    torch.testing.assert_close(made.logprobs(packed).detach(), expected, rtol=0, atol=1e-5)
+    assert max(largest) == 7
+
+
+def test_the_gradient_is_that_of_the_formula_written_out(tiny: Path) -> None:
+    made = learner(tiny, loss__ratio_cap=0.0)
+    datums = random_datums(SIZES)
+    packed, loss = backward(made, datums)
+    made.optimizer.zero_grad()
+    # Straight from the definition, a sequence at a time, with the model's own forward pass and its logits whole.
+    model, terms, tokens = made.policy.adapted, [], 0
+    for datum in datums:
+        ids = torch.as_tensor(np.concatenate([datum.prompt_ids, datum.completion_ids_T]))[None]
+        attend = pack([datum], CPU, with_history=False).attend.__class__([ids.shape[1]], CPU)
+        logits = model(input_ids=ids, attend=attend, use_cache=False).logits[0, len(datum.prompt_ids) - 1 : -1]
+        targets = torch.as_tensor(datum.completion_ids_T)[:, None]
+        logprobs = (logits / 0.9).log_softmax(-1).gather(1, targets).squeeze(1)
+        ratio = (logprobs - torch.as_tensor(datum.logprobs_T)).exp()
+        terms.append((ratio * torch.as_tensor(datum.advantages_T, dtype=torch.float32)).sum())
+        tokens += len(targets)
+    total = -torch.stack(terms).sum() / tokens
+    total.backward()
+    assert float(total.detach()) == pytest.approx(loss, rel=1e-5)
+    same(packed, dict(gradients(made.policy)))
+
+
+def test_a_step_moves_the_adapter_and_nothing_else(tiny: Path) -> None:
+    made = learner(tiny)
+    before = {name: tensor.clone() for name, tensor in made.policy.adapted.state_dict().items()}
+    metrics = made.step(random_datums(SIZES))
+    changed = {n for n, t in made.policy.adapted.state_dict().items() if not torch.equal(t, before[n])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert metrics["skipped"] == 0
+    assert float(metrics["grad_norm"] or 0) > 0
+
+
+def test_metrics_of_a_step_on_fresh_samples_say_that_the_ratio_is_one(tiny: Path) -> None:
+    config = config_for(tiny)
+    policy = policy_for(config)
+    engine = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *_: None)
+    prompts = random_prompts((5, 9))
+    groups = engine.generate(prompts, Sampling(max_tokens=12, n=3, temperature=0.9, seed=1))
+    datums = [
+        Datum(p, c.token_ids_T, c.logprobs_T, np.full(len(c.token_ids_T), 0.5), np.ones(len(c.token_ids_T), bool))
+        for p, group in zip(prompts, groups, strict=True)
+        for c in group
+    ]
+    metrics = learner_for(policy, config).step(datums)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["kl_sample_train"] == pytest.approx(0.0, abs=1e-8)
+    assert metrics["loss"] == pytest.approx(-0.5, abs=1e-5)
+
+
+def test_no_datums_leave_the_weights_alone(tiny: Path) -> None:
+    made = learner(tiny)
+    before = {name: tensor.clone() for name, tensor in made.policy.adapter_state().items()}
+    for datums in ([], [replace(random_datums([(3, 4)])[0], mask_T=np.zeros(4, bool))]):
+        assert made.step(datums)["loss"] == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.policy.adapter_state().items())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(tiny: Path, bad: float) -> None:
+    made = learner(tiny)
+    good = random_datums(SIZES)
+    made.step(good)
+    before = {name: tensor.clone() for name, tensor in made.policy.adapter_state().items()}
+    moments = {n: s["exp_avg"].clone() for n, s in zip(before, made.optimizer.state.values(), strict=True)}
+    poisoned = [replace(good[0], advantages_T=np.full(len(good[0].advantages_T), bad)), *good[1:]]
+    metrics = made.step(poisoned)
+    assert metrics["skipped"] == 1
+    assert metrics["grad_norm"] is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.policy.adapter_state().items())
+    assert all(
+        torch.equal(s["exp_avg"], moments[n]) for n, s in zip(before, made.optimizer.state.values(), strict=True)
+    )
+    assert made.step(good)["skipped"] == 0
+
+
+def test_a_gradient_is_clipped_to_its_norm(tiny: Path) -> None:
+    datums, norms = random_datums(SIZES), {}
+    for clip in (0.0, 1e-3):
+        made = learner(tiny, loss__grad_clip=clip)
+        seen: list[float] = []
+        step = made.optimizer.step
+
+        def watch(seen: list[float] = seen, made: Learner = made, step: Any = step) -> None:
+            seen.append(float(torch.stack([g.norm() for g in gradients(made.policy).values()]).norm()))
+            step()
+
+        made.optimizer.step = watch  # type: ignore[method-assign, assignment]
+        reported = made.step(datums)["grad_norm"]
+        norms[clip] = (reported, seen[0])
+    assert norms[0.0][0] == pytest.approx(norms[0.0][1], rel=1e-4)
+    assert norms[0.0][0] == pytest.approx(norms[1e-3][0], rel=1e-6)
+    assert norms[1e-3][1] == pytest.approx(1e-3, rel=1e-2)
+
+
+def fail_above(made: Learner, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a forward pass of more than `most` tokens run out of memory."""
+    tried: list[int] = []
+    hidden = made.policy.hidden
+
+    def limited(ids: Tensor, *rest: Any) -> Tensor:
+        tried.append(ids.shape[1])
+        if ids.shape[1] > most:
+            raise torch.OutOfMemoryError("pretended")
+        return hidden(ids, *rest)
+
+    monkeypatch.setattr(made.policy, "hidden", limited)
+    return tried
+
+
+def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datums, said = random_datums(SIZES), []
+    undisturbed = learner(tiny)
+    undisturbed.step(datums)
+    made = learner(tiny, memory__micro_batch_tokens=160)
+    made.say = said.append
+    tried = fail_above(made, 45, monkeypatch)
+    metrics = made.step(datums)
+    assert metrics["skipped"] == 0
+    assert said == [f"Out of memory; going on with micro-batches of {n} tokens." for n in (80, 40)]
+    for name, tensor in made.policy.adapter_state().items():
+        torch.testing.assert_close(tensor, undisturbed.policy.adapter_state()[name], rtol=1e-3, atol=2e-5)
+    # What was learnt about the memory is remembered.
+    tried.clear()
+    made.step(datums)
+    assert max(tried) <= 45
+
+
+def test_a_sequence_that_fits_no_memory_is_an_error_that_says_what_to_try(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learner(tiny)
+    fail_above(made, 5, monkeypatch)
+    with pytest.raises(BackendError, match=r"one sequence of 21 tokens does not fit.*gradient_checkpointing"):
+        made.step(random_datums(SIZES))
+
+
+def test_dropout_is_the_same_for_the_same_seed_and_touches_the_adapter_alone(tmp_path: Path) -> None:
+    # This GPT-2 has dropout of its own in embeddings, attention and residuals, which must stay off.
+    made = learner(write_model(tmp_path / "model", "gpt2"), lora__dropout=0.5)
+    datums = random_datums(SIZES)
+
+    def with_seed(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return backward(made, datums)[0]
+
+    first = with_seed(1)
+    same(with_seed(1), first, rtol=0.0, atol=0.0)
+    other = with_seed(2)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    for module in made.policy.adapted.modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout["default"].p = 0.0
+    same(with_seed(1), with_seed(2), rtol=0.0, atol=0.0)
+
+
+def test_dropout_is_off_while_sampling_and_scoring(tiny: Path) -> None:
+    made = learner(tiny, lora__dropout=0.5)
+    made.step(random_datums(SIZES))
+    packed = pack(random_datums(SIZES), CPU, with_history=False)
+    with torch.no_grad():
+        assert torch.equal(made.logprobs(packed), made.logprobs(packed))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_gradient_checkpointing_recomputes_and_gives_the_same_gradient(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family)
+    datums, calls = random_datums(SIZES), []
+    expected, _ = backward(learner(model), datums)
+    made = learner(model, memory__gradient_checkpointing=True)
+    layers = [m for m in made.policy.causal_lm.modules() if hasattr(m, "gradient_checkpointing") and m is not made]
+    layer = next(m for m in layers if type(m).__name__ in ("Qwen3DecoderLayer", "GPT2Block"))
+    forward = layer.forward
+    layer.forward = lambda *a, **k: (calls.append(1), forward(*a, **k))[1]
+    checkpointed, _ = backward(made, datums)
+    same(checkpointed, expected)
+    assert len(calls) == 2, "the layer must run forward a second time during backward"
+
+
+def test_sampling_works_beside_gradient_checkpointing(tiny: Path) -> None:
+    config = config_for(tiny, memory__gradient_checkpointing=True)
+    made = learner_for(policy_for(config), config)
+    engine = PyTorchEngine(made.policy, config.inference, PlainTokenizer(), lambda *_: None)
+    plain = PyTorchEngine(policy_for(config), config.inference, PlainTokenizer(), lambda *_: None)
+    prompts, sampling = random_prompts((5, 3)), Sampling(max_tokens=6, n=2)
+    pairs = zip(engine.generate(prompts, sampling), plain.generate(prompts, sampling), strict=True)
+    assert all((a.token_ids_T == b.token_ids_T).all() for g, h in pairs for a, b in zip(g, h, strict=True))
+    assert made.step(random_datums(SIZES))["skipped"] == 0
+
+
+def test_save_and_load_restore_adapter_and_optimizer_to_the_bit(tiny: Path, tmp_path: Path) -> None:
+    datums = random_datums(SIZES)
+    made = learner(tiny)
+    made.step(datums)
+    made.step(datums[:3])
+    made.save(tmp_path)
+    other = learner(tiny)
+    other.step(datums[4:])
+    other.load(tmp_path)
+    outcomes = [(one.step(datums), one.step(datums[2:])) for one in (made, other)]
+    assert outcomes[0] == outcomes[1]
+    for (name, tensor), restored in zip(
+        made.policy.adapter_state().items(), other.policy.adapter_state().values(), strict=True
+    ):
+        assert torch.equal(tensor, restored), name
+    for mine, theirs in zip(made.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_a_checkpoint_from_before_the_first_update_loads(tiny: Path, tmp_path: Path) -> None:
+    made, other = learner(tiny), learner(tiny)
+    made.save(tmp_path)
+    other.step(random_datums(SIZES))
+    other.load(tmp_path)
+    assert made.step(random_datums(SIZES)) == other.step(random_datums(SIZES))
+
+
+def test_an_adapter_of_another_shape_is_refused(tiny: Path, tmp_path: Path) -> None:
+    learner(tiny, lora__target_modules="q_proj,v_proj").save(tmp_path)
+    with pytest.raises(BackendError, match="other layers"):
+        learner(tiny).load(tmp_path)
+
+
+def test_the_adapter_loads_with_peft_and_gives_the_same_logits(tiny: Path, tmp_path: Path) -> None:
+    made = learner(tiny)
+    made.step(random_datums(SIZES))
+    made.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    datum = random_datums([(9, 8)])[0]
+    with torch.no_grad():
+        expected = plain_logprobs(loaded, datum, made.sampling.temperature)
+        actual = made.logprobs(pack([datum], CPU, with_history=False))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_rank_alpha_and_target_modules_are_as_configured(tiny: Path) -> None:
+    policy = policy_for(config_for(tiny, model__lora_rank=3, lora__alpha=7, lora__target_modules="q_proj, v_proj"))
+    adapted = {n.split(".")[-1]: m for n, m in policy.adapted.named_modules() if isinstance(m, LoraLayer)}
+    assert set(adapted) == {"q_proj", "v_proj"}
+    assert {(layer.r["default"], layer.lora_alpha["default"]) for layer in adapted.values()} == {(3, 7)}
+    double = policy_for(config_for(tiny, model__lora_rank=3)).adapted.peft_config["default"]
+    assert double.lora_alpha == 6
+
+
+def test_target_modules_that_do_not_exist_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[lora\] target_modules = 'nonsense' does not fit"):
+        policy_for(config_for(tiny, lora__target_modules="nonsense"))
+
+
+def test_the_adapter_begins_the_same_for_the_same_seed(tiny: Path) -> None:
+    states = [policy_for(config_for(tiny, training__seed=seed), trained=False).adapter_state() for seed in (5, 5, 6)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_the_optimizer_is_adamw_as_configured(tiny: Path) -> None:
+    made = learner(
+        tiny,
+        training__lr=3e-4,
+        training__weight_decay=0.1,
+        optimizer__beta1=0.5,
+        optimizer__beta2=0.7,
+        optimizer__eps=1e-6,
+    )
+    (group,) = made.optimizer.param_groups
+    assert isinstance(made.optimizer, torch.optim.AdamW)
+    assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (3e-4, 0.1, (0.5, 0.7), 1e-6)

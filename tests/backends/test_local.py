@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny import PlainTokenizer, config_for, random_datums, random_prompts
+
+from retrain.backends.local import LocalBackend, build, resolve_devices
+from retrain.backends.local.split import SplitBackend
+from retrain.errors import ConfigError
+from retrain.types import Completion, Sampling
+
+SAMPLING = Sampling(max_tokens=8, n=3, temperature=0.9, seed=1)
+
+
+def quiet(*_: Any) -> None:
+    """Nobody listens."""
+
+
+def build_on(tiny: Path, devices: str, **overrides: Any) -> Any:
+    return build(config_for(tiny, backend__devices=devices, **overrides), PlainTokenizer(), quiet, quiet)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "expected", "warnings"),
+    [
+        ("cpu", 0, ["cpu"], 0),
+        ("cpu,cpu", 0, ["cpu", "cpu"], 0),
+        ("gpu:0", 0, ["cpu"], 1),
+        ("gpu:0,gpu:1", 0, ["cpu"], 2),
+        ("gpu:0", 1, ["cuda:0"], 0),
+        ("gpu:0, gpu:1", 2, ["cuda:0", "cuda:1"], 0),
+        ("gpu:3", 2, ["cpu"], 1),
+        ("gpu:1,gpu:0", 2, ["cuda:1", "cuda:0"], 0),
+    ],
+)
+def test_devices_are_read_and_missing_ones_become_the_cpu(
+    text: str, gpus: int, expected: list[str], warnings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    said: list[str] = []
+    assert [str(device) for device in resolve_devices(text, said.append)] == expected
+    assert len(said) == warnings
+    assert all(line.startswith("Warning: there is no gpu:") and line.endswith("using the CPU.") for line in said)
+
+
+def test_one_device_samples_and_trains_in_turn(tiny: Path, tmp_path: Path) -> None:
+    backend = build_on(tiny, "cpu")
+    assert isinstance(backend, LocalBackend)
+    assert not backend.capabilities.reports_late
+    assert backend.capabilities.gives_entropies
+    assert backend.capabilities.context_length == 256
+    before = backend.sampler(0).generate(random_prompts((5,)), SAMPLING)
+    backend.save(tmp_path)
+    for step in range(4):
+        backend.train_step(random_datums([(4, 9), (3, 5)]), step)
+    after = backend.sampler(4).generate(random_prompts((5,)), SAMPLING)
+    assert not same_logprobs(before, after), "the engine sees the newest weights"
+    backend.load(tmp_path)
+    assert same_logprobs(before, backend.sampler(0).generate(random_prompts((5,)), SAMPLING))
+
+
+def same_logprobs(a: list[list[Completion]], b: list[list[Completion]]) -> bool:
+    pairs = [(x, y) for g, h in zip(a, b, strict=True) for x, y in zip(g, h, strict=True)]
+    return all(np.array_equal(x.logprobs_T, y.logprobs_T) for x, y in pairs)
+
+
+def test_the_start_up_lines_are_the_documented_ones(tiny: Path) -> None:
+    said: list[str] = []
+    build(config_for(tiny), PlainTokenizer(), said.append, quiet)
+    assert said[0] == f"Loading train model: {tiny} on cpu..."
+    assert said[1].startswith("trainable params: ")
+    assert said[2] == "LocalTrainHelper ready (engine=pytorch, split_mode=False)."
+
+
+def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"could not be loaded.*point at the folder"):
+        build(config_for(tmp_path / "nowhere"), PlainTokenizer(), quiet, quiet)
+
+
+def test_a_folder_without_a_model_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"could not be loaded.*point at the folder"):
+        build(config_for(tmp_path), PlainTokenizer(), quiet, quiet)
+
+
+def steps(backend: Any, first: int, last: int) -> list[Any]:
+    """Sample, then train; what the sampler drew and what the step reported."""
+    seen = []
+    for step in range(first, last):
+        drawn = backend.sampler(step).generate(random_prompts((5,), seed=step), SAMPLING)
+        reported = backend.train_step(random_datums([(4, 9), (3, 5)], seed=step), step)
+        seen.append(([c.logprobs_T.tolist() for group in drawn for c in group], reported))
+    return seen
+
+
+def test_in_split_mode_the_sampler_is_exactly_one_step_behind(tiny: Path) -> None:
+    split, plain = build_on(tiny, "cpu,cpu"), build_on(tiny, "cpu")
+    assert isinstance(split, SplitBackend)
+    assert split.capabilities.reports_late
+    weights, losses = [], [0.0]
+    for step in range(4):
+        weights.append({name: tensor.clone() for name, tensor in plain.learner.policy.adapter_state().items()})
+        # Step n is sampled from the weights after n - 1 updates, whatever the other thread has come to.
+        split.sampler(step)
+        behind, expected = split.mirror.adapter_state(), weights[max(0, step - 1)]
+        assert all(torch.equal(behind[name], expected[name]) for name in expected)
+        datums = random_datums([(4, 9), (3, 5)], seed=step)
+        assert split.train_step(datums, step)["loss"] == losses[step]
+        losses.append(plain.train_step(datums, step)["loss"])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_split_mode_resumes_to_the_bit(tiny: Path, tmp_path: Path, cut: int) -> None:
+    whole = steps(build_on(tiny, "cpu,cpu"), 0, 5)
+    first = build_on(tiny, "cpu,cpu")
+    begun = steps(first, 0, cut)
+    first.save(tmp_path)
+    second = build_on(tiny, "cpu,cpu")
+    second.load(tmp_path)
+    assert begun + steps(second, cut, 5) == whole
+    # Saving waits for the step under way, and changes nothing for a run that goes on.
+    assert begun + steps(first, cut, 5) == whole
+
+
+def test_an_error_on_the_training_thread_is_raised_at_the_next_step(tiny: Path) -> None:
+    backend = build_on(tiny, "cpu,cpu")
+
+    def fail(datums: Any) -> Any:
+        raise RuntimeError("the other thread")
+
+    backend.learner.step = fail
+    backend.train_step([], 0)
+    with pytest.raises(RuntimeError, match="the other thread"):
+        backend.train_step([], 1)

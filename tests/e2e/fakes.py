@@ -1,0 +1,76 @@
+"""Parts that a run is given by dotted path: a backend whose answers a test writes, and a reward that obeys them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from retrain.backends import Capabilities
+from retrain.config import TrainConfig
+from retrain.testing import FakeBackend, Script, ScriptedEngine
+from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
+
+
+def answer_at_random(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+    """Right in about half of all cases."""
+    return f"the answer is {'right' if rng.random() < 0.5 else 'wrong'}"
+
+
+class Play:
+    """What the fake backend does; a test sets it, and reads what was done."""
+
+    script: Script = staticmethod(answer_at_random)
+    before_generate: Callable[[int], None] = staticmethod(lambda call: None)
+    before_train: Callable[[int], None] = staticmethod(lambda step: None)
+    outcome: ClassVar[StepMetrics] = {}
+    context_length: int = 4096
+    gives_entropies: bool = True
+    calls: int = 0
+    trained: ClassVar[list[list[Datum]]] = []
+    prompts: ClassVar[list[list[IntArray]]] = []
+
+
+class WatchedEngine(ScriptedEngine):
+    """Counts its calls."""
+
+    def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+        Play.calls += 1
+        Play.prompts.append(list(prompts))
+        Play.before_generate(Play.calls)
+        return super().generate(prompts, sampling)
+
+
+class PlayedBackend(FakeBackend):
+    """A FakeBackend that a test can disturb."""
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        Play.before_train(step)
+        Play.trained.append(list(datums))
+        return super().train_step(datums, step) | Play.outcome
+
+
+def build(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> PlayedBackend:
+    """What `[backend] backend = "e2e.fakes.build"` makes."""
+    backend = PlayedBackend(WatchedEngine(lambda *a: Play.script(*a)))
+    backend.capabilities = Capabilities(Play.context_length, Play.gives_entropies)
+    say("LocalTrainHelper ready (engine=scripted, split_mode=False).")
+    return backend
+
+
+def score(response: str, reference: str) -> float:
+    """Do what the response says."""
+    if "raise" in response:
+        raise ValueError("this response is cursed")
+    if "hang" in response:
+        time.sleep(60)
+    if "nan" in response:
+        return float("nan")
+    return float("right" in response)
+
+
+def score_length(response: str, reference: str) -> float:
+    """For models that write gibberish: something that differs from one answer to the next."""
+    return float(sum(map(ord, response)) % 2)

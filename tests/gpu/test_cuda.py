@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.runs import fake_config, rows, rows_without_times, train_quietly
+from e2e.tiny import (
+    FAMILIES,
+    PlainTokenizer,
+    config_for,
+    datums_of,
+    gradients,
+    learner_for,
+    policy_for,
+    random_datums,
+    random_prompts,
+    write_model,
+)
+from transformers import AutoModelForCausalLM
+
+from retrain.backends.local.model import Policy
+from retrain.backends.local.packing import pack
+from retrain.config import TrainConfig
+from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.types import Sampling
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "all together": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
+}
+LENGTHS = (4, 11, 37, 1)
+
+
+def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
+    return PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
+    settings = copy.deepcopy(FAMILIES["qwen3"])
+    settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
+    settings.max_position_embeddings = 4096
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("broad")
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_fp32_the_gpu_draws_what_the_cpu_draws(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family)
+    config = config_for(model, model__dtype="fp32")
+    sampling, prompts = Sampling(max_tokens=20, n=4, temperature=0.9, seed=3, **options), random_prompts(LENGTHS)
+    drawn = [engine_on(policy_for(config, device=d), config).generate(prompts, sampling) for d in ("cpu", "cuda")]
+    for here, there in zip(*drawn, strict=True):
+        for mine, theirs in zip(here, there, strict=True):
+            np.testing.assert_array_equal(mine.token_ids_T, theirs.token_ids_T)
+            np.testing.assert_allclose(mine.logprobs_T, theirs.logprobs_T, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_on_fresh_weights_the_mean_ratio_is_one(
+    broad: Path, options: dict[str, Any], dtype: str, tolerance: float
+) -> None:
+    config = config_for(broad, model__dtype=dtype, training__temperature=1.0)
+    policy = policy_for(config, trained=False, device="cuda")
+    learner = learner_for(policy, config)
+    learner.sampling = Sampling(max_tokens=64, n=8, temperature=1.0, seed=3, **options)
+    prompts = random_prompts(LENGTHS)
+    datums = datums_of(prompts, engine_on(policy, config).generate(prompts, learner.sampling))
+    with torch.no_grad():
+        packed = pack(datums, policy.device, with_history="repetition_penalty" in options)
+        ratios = (learner.logprobs(packed) - packed.sampled_logprobs).exp()
+    assert float(ratios.mean()) == pytest.approx(1.0, abs=tolerance)
+    assert float((ratios - 1).abs().median()) < tolerance
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_in_bf16_the_engine_agrees_with_the_models_own_forward_pass(family: str, tmp_path: Path) -> None:
+    # The family's usual small weights: sharpened ones would magnify bf16's rounding.
+    model = write_model(tmp_path / "model", family, gain=1.0)
+    config = config_for(model)
+    policy = policy_for(config, trained=False, device="cuda")
+    assert policy.dtype == torch.bfloat16, "the default on a GPU"
+    prompts = random_prompts(LENGTHS)
+    groups = engine_on(policy, config).generate(prompts, Sampling(max_tokens=20, n=2, temperature=1.0, seed=1))
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager").cuda().eval()
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            ids = torch.as_tensor(np.concatenate([prompt, completion.token_ids_T]), device="cuda")[None]
+            with torch.no_grad():
+                logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) - 1 : -1]
+            targets = torch.as_tensor(completion.token_ids_T, device="cuda")[:, None]
+            expected = logits.float().log_softmax(-1).gather(1, targets).squeeze(1).cpu().numpy()
+            ratios = np.exp(completion.logprobs_T - expected)
+            assert abs(ratios.mean() - 1) < 2e-2
+
+
+def test_the_same_seed_draws_the_same_and_a_shrinking_batch_changes_nothing(
+    broad: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(broad, model__dtype="fp32")
+    policy = policy_for(config, device="cuda")
+    monkeypatch.setattr(policy, "stop_ids", tuple(range(8_000)))
+    engine, prompts = engine_on(policy, config), random_prompts((5, 9, 3))
+    sampling = Sampling(max_tokens=24, n=8, seed=5)
+    runs = [engine.generate(prompts, sampling) for _ in range(2)]
+    monkeypatch.setattr("retrain.inference_engine.pytorch.engine.SHRINK_BELOW", -1.0)
+    runs.append(engine.generate(prompts, sampling))
+    tokens = [[c.token_ids_T.tolist() for group in run for c in group] for run in runs]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_a_step_on_the_gpu_moves_the_adapter_as_on_the_cpu(tiny: Path) -> None:
+    config, datums = config_for(tiny, model__dtype="fp32"), random_datums([(3, 9), (11, 2), (1, 17), (6, 6)])
+    found = {}
+    for device in ("cpu", "cuda"):
+        learner = learner_for(policy_for(config, device=device), config)
+        totals = learner._backward([datums])
+        found[device] = (totals.metrics()["loss"], {n: g.cpu() for n, g in gradients(learner.policy).items()})
+    assert found["cpu"][0] == pytest.approx(found["cuda"][0], rel=1e-3)
+    for name, gradient in found["cpu"][1].items():
+        torch.testing.assert_close(found["cuda"][1][name], gradient, rtol=1e-2, atol=1e-4)
+
+
+def test_a_training_step_in_bf16_lowers_the_loss(broad: Path) -> None:
+    config = config_for(broad, training__lr=1e-3, training__temperature=1.0)
+    policy = policy_for(config, trained=False, device="cuda")
+    assert all(parameter.dtype == torch.float32 for parameter in policy.adapter_parameters)
+    learner, prompts = learner_for(policy, config), random_prompts(LENGTHS)
+    sampling = Sampling(max_tokens=32, n=4, temperature=1.0)
+    datums = datums_of(prompts, engine_on(policy, config).generate(prompts, sampling))
+    outcomes = [learner.step(datums) for _ in range(8)]
+    assert all(outcome["skipped"] == 0 for outcome in outcomes)
+    losses = [float(outcome["loss"] or 0.0) for outcome in outcomes]
+    assert losses[-1] < losses[0]
+
+
+def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: Path) -> None:
+    config = config_for(broad, memory__micro_batch_tokens=1 << 22, loss__ratio_cap=0.0)
+    datums = random_datums(256 * [(64, 960)])
+    small = learner_for(policy_for(config, device="cuda"), config)
+    small.micro_batch_tokens = 8192
+    expected = small.step(datums)
+    del small
+    torch.cuda.empty_cache()
+    said: list[str] = []
+    learner = learner_for(policy_for(config, device="cuda"), config)
+    learner.say = said.append
+    # Room for some of it: all of it at once would take several times as much.
+    limit = (torch.cuda.memory_allocated() + (6 << 30)) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        outcome = learner.step(datums)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert said
+    assert all(line.startswith("Out of memory; going on with micro-batches of ") for line in said)
+    assert 1024 <= learner.micro_batch_tokens < 1 << 22
+    assert outcome["skipped"] == 0
+    assert outcome["loss"] == pytest.approx(expected["loss"], rel=2e-2, abs=1e-4)
+
+
+def test_gradient_checkpointing_takes_less_memory(broad: Path) -> None:
+    datums, peaks = random_datums(16 * [(64, 960)]), []
+    for checkpointing in (False, True):
+        config = config_for(broad, memory__gradient_checkpointing=checkpointing)
+        learner = learner_for(policy_for(config, device="cuda"), config)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        learner.step(datums)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_prompts_that_do_not_fit_together_are_sampled_in_waves(broad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(broad, model__dtype="fp32")
+    engine = engine_on(policy_for(config, device="cuda"), config)
+    waves: list[int] = []
+    draw_wave = engine._draw_wave
+    monkeypatch.setattr(engine, "_draw_wave", lambda p, *rest: (waves.append(len(p)), draw_wave(p, *rest))[1])
+    monkeypatch.setattr(engine, "_prompts_that_fit", lambda tokens, group: 3)
+    groups = engine.generate(random_prompts((4, 5, 6, 7, 8)), Sampling(max_tokens=6, n=2))
+    assert waves == [3, 2]
+    assert [len(group) for group in groups] == 5 * [2]
+
+
+def gpu_run(tiny: Path, folder: Path, **overrides: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "backend__backend": "local",
+        "backend__devices": "gpu:0",
+        "model__lora_rank": 4,
+        "training__max_tokens": 16,
+        "training__lr": 1e-2,
+        "reward__custom_function": "score_length",
+    }
+    return fake_config(tiny, folder, **settings | overrides)
+
+
+def test_a_whole_run_trains_on_the_gpu_and_can_be_resumed(tiny: Path, tmp_path: Path) -> None:
+    _, printed = train_quietly(gpu_run(tiny, tmp_path, training__max_steps=2))
+    assert "on cuda:0..." in printed
+    train_quietly(gpu_run(tiny, tmp_path, resume__from=str(tmp_path / "logs")))
+    metrics = rows(tmp_path / "logs")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert any(row["num_datums"] for row in metrics)
+    assert all(row["ratio_mean"] is None or abs(row["ratio_mean"] - 1) < 0.1 for row in metrics)
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert state["status"] == "finished"
+
+
+def test_one_gpu_may_sample_while_the_cpu_trains(tiny: Path, tmp_path: Path) -> None:
+    both = {"backend__devices": "gpu:0,cpu", "model__dtype": "fp32"}
+    train_quietly(gpu_run(tiny, tmp_path, **both))
+    assert all(row["loss_is_placeholder"] for row in rows_without_times(tmp_path / "logs"))

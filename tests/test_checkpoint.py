@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from retrain.checkpoint import Checkpoints, publish_adapter, write_state_file
+from retrain.errors import CheckpointError
+
+
+def write(path: Path) -> None:
+    (path / "adapter").mkdir()
+    (path / "adapter" / "adapter_config.json").write_text("{}")
+    (path / "learner.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, said: list[str]) -> Checkpoints:
+    return Checkpoints(tmp_path, keep=2, say=said.append)
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+def test_what_is_saved_is_found_again(checkpoints: Checkpoints) -> None:
+    checkpoints.save(3, {"a": [1, 2.5, None]}, write)
+    found = checkpoints.newest()
+    assert (found.step, found.state) == (3, {"a": [1, 2.5, None]})
+    assert (found.path / "learner.safetensors").read_bytes() == b"weights"
+
+
+def test_floats_in_the_state_survive_to_the_bit(checkpoints: Checkpoints) -> None:
+    values = [0.1, 1 / 3, 2.0**-1074, 1.7976931348623157e308]
+    checkpoints.save(1, {"values": values}, write)
+    assert checkpoints.newest().state["values"] == values
+
+
+def test_only_the_newest_are_kept(checkpoints: Checkpoints) -> None:
+    for step in (2, 4, 10, 1_000_000):
+        checkpoints.save(step, {}, write)
+    assert checkpoints.steps() == [10, 1_000_000]
+    assert checkpoints.newest().step == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_a_writer_that_fails_midway_leaves_the_old_one(checkpoints: Checkpoints, failure: Exception) -> None:
+    checkpoints.save(2, {"step": 2}, write)
+
+    def fail(path: Path) -> None:
+        write(path)
+        raise failure
+
+    with pytest.raises(CheckpointError, match=r"No space left on device. What was saved before is whole") as caught:
+        checkpoints.save(4, {}, fail)
+    assert caught.value.exit_code == 1, "the run failed; its input was not wrong"
+    assert names(checkpoints) == ["step_000002"], "no half-written leftover fills the disk further"
+    assert checkpoints.newest().state == {"step": 2}
+
+
+def test_a_disk_that_fills_while_syncing_leaves_the_old_one(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.save(2, {}, write)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.save(4, {}, write)
+    assert names(checkpoints) == ["step_000002"]
+
+
+def test_an_interrupted_writer_leaves_the_old_one_and_is_cleaned_up_by_the_next(checkpoints: Checkpoints) -> None:
+    checkpoints.save(2, {}, write)
+
+    def interrupt(path: Path) -> None:
+        write(path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(4, {}, interrupt)
+    assert checkpoints.newest().step == 2
+    checkpoints.save(4, {}, write)
+    assert names(checkpoints) == ["step_000002", "step_000004"]
+
+
+def test_leftovers_of_killed_runs_are_cleaned_up(checkpoints: Checkpoints) -> None:
+    for leftover in (".writing_step_000006", ".removing_step_000001_4711", ".removing_.writing_step_000006_4711"):
+        (checkpoints.folder / leftover).mkdir(parents=True)
+        (checkpoints.folder / leftover / "half").write_text("x")
+    checkpoints.save(6, {}, write)
+    assert names(checkpoints) == ["step_000006"]
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "missing file", "torn manifest", "no manifest", "other format"])
+def test_a_damaged_checkpoint_is_passed_over_and_said(checkpoints: Checkpoints, said: list[str], damage: str) -> None:
+    checkpoints.save(2, {}, write)
+    newest = checkpoints.save(4, {}, write)
+    manifest = newest / "checkpoint.json"
+    match damage:
+        case "flipped bit":
+            (newest / "learner.safetensors").write_bytes(b"weightz")
+        case "missing file":
+            (newest / "adapter" / "adapter_config.json").unlink()
+        case "torn manifest":
+            manifest.write_text(manifest.read_text()[:-9])
+        case "no manifest":
+            manifest.unlink()
+        case "other format":
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    assert checkpoints.newest().step == 2
+    assert len(said) == 1
+    assert said[0].startswith(f"Checkpoint {newest} is damaged (")
+    assert said[0].endswith("looking for an older one.")
+
+
+def test_when_all_are_damaged_it_is_an_error(checkpoints: Checkpoints, said: list[str]) -> None:
+    for step in (2, 4):
+        (checkpoints.save(step, {}, write) / "learner.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
+        checkpoints.newest()
+    assert len(said) == 2
+
+
+def test_a_folder_without_checkpoints_has_nothing_to_resume(checkpoints: Checkpoints) -> None:
+    assert checkpoints.steps() == []
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        checkpoints.newest()
+
+
+def test_later_checkpoints_can_be_dropped(checkpoints: Checkpoints) -> None:
+    for step in (2, 4):
+        checkpoints.save(step, {}, write)
+    checkpoints.drop_after(2)
+    assert checkpoints.steps() == [2]
+
+
+def test_the_state_file_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_state_file(tmp_path, {"step": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_state_file(tmp_path, {"step": 2})
+    assert json.loads((tmp_path / "trainer_state.json").read_text()) == {"step": 1}
+
+
+def test_the_newest_adapter_is_published_over_the_older_one(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    target, told = tmp_path / "deep" / "adapter", []
+    for mark in ("first", "second"):
+        checkpoint = checkpoints.save(len(mark), {}, write)
+        (checkpoint / "adapter" / "mark").write_text(mark)
+        publish_adapter(checkpoint, target, told.append)
+        assert (target / "mark").read_text() == mark
+    assert sorted(path.name for path in target.parent.iterdir()) == ["adapter"]
+    assert told == []
+
+
+def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    checkpoint, told = checkpoints.save(1, {}, write), []
+    publish_adapter(checkpoint, tmp_path / "file" / "adapter", told.append)
+    publish_adapter(checkpoint, tmp_path / "file", told.append)
+    assert len(told) == 2
+    assert all(line.startswith("Warning: ") and str(checkpoint / "adapter") in line for line in told)
+    assert (tmp_path / "file").is_file()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from retrain.data import ExampleOrder
+from retrain.errors import RolloutError
+from retrain.rewards import Item
+from retrain.rollout import Scorer, SingleTurn, has_signal
+from retrain.testing import ScriptedEngine
+from retrain.types import Completion, Example, Group, IntArray, Outcome, Sampling, Score
+
+EXAMPLES = [Example(f"problem {n}", str(n), meta={"level": n}) for n in range(5)]
+
+
+class CodeEncoder:
+    """One token a character."""
+
+    def encode(self, example: Example) -> IntArray:
+        assert isinstance(example.prompt, str)
+        return np.array([ord(character) for character in example.prompt])
+
+
+class WordReward:
+    """Outcomes are written in the answers."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def score(self, items: Sequence[Item]) -> list[Score]:
+        self.items += items
+        outcomes: list[Outcome] = [item.response.split()[0] for item in items]  # type: ignore[misc]
+        return [Score(float(o == "right"), o, f"Traceback\n{o} in detail" if o == "error" else "") for o in outcomes]
+
+
+def scorer(said: list[str] | None = None) -> Scorer:
+    heard: list[str] = [] if said is None else said
+    return Scorer(CodeEncoder(), WordReward(), heard.append, lambda *_: None)  # type: ignore[arg-type]
+
+
+def engine(*texts: str) -> ScriptedEngine:
+    return ScriptedEngine(lambda prompt, index, rng: texts[index % len(texts)])
+
+
+def test_groups_come_in_order_with_their_own_prompt_and_scores() -> None:
+    made = scorer()
+    rollouts = made.sample_and_score(engine("right", "wrong"), EXAMPLES[:3], Sampling(max_tokens=9, n=2))
+    assert [group.example for group in rollouts.groups] == EXAMPLES[:3]
+    for group in rollouts.groups:
+        assert "".join(map(chr, group.prompt_ids)) == group.example.prompt
+        assert [score.outcome for score in group.scores_G] == ["right", "wrong"]
+    assert rollouts.correct_rate == 0.5
+    assert rollouts.errors == 0
+
+
+def test_a_reward_is_given_the_prompt_and_what_the_source_knows() -> None:
+    made = scorer()
+    made.sample_and_score(engine("right"), EXAMPLES[:2], Sampling(max_tokens=9))
+    assert made.reward.items == [  # type: ignore[attr-defined]
+        Item("right", "0", "problem 0", {"level": 0}),
+        Item("right", "1", "problem 1", {"level": 1}),
+    ]
+
+
+def test_failures_are_counted_apart_and_the_first_is_shown_once() -> None:
+    said: list[str] = []
+    made = scorer(said)
+    for _ in range(2):
+        rollouts = made.sample_and_score(engine("right", "error", "wrong"), EXAMPLES[:1], Sampling(max_tokens=9, n=3))
+        assert (rollouts.errors, rollouts.correct_rate) == (1, 0.5)
+    assert said == [
+        "Scoring failed for 1 of 3 completions; they are left out. The first one:",
+        "Traceback\nerror in detail",
+    ]
+
+
+def test_exactly_half_in_error_is_still_trained_on_and_more_is_not() -> None:
+    scorer().sample_and_score(engine("right", "timeout"), EXAMPLES[:1], Sampling(max_tokens=9, n=2))
+    with pytest.raises(RolloutError, match=r"failed for 2 of 3 completions \(error: error in detail\)"):
+        scorer().sample_and_score(engine("error", "error", "right"), EXAMPLES[:1], Sampling(max_tokens=9, n=3))
+
+
+def group_of(*scores: Score) -> Group:
+    completion = Completion(np.arange(1), np.zeros(1), "x", "stop")
+    return Group(EXAMPLES[0], np.arange(1), len(scores) * (completion,), scores)
+
+
+def test_a_group_has_a_signal_when_scores_that_count_differ() -> None:
+    right, wrong, error = Score(1.0, "right"), Score(0.0, "wrong"), Score(0.0, "error")
+    assert has_signal(group_of(right, wrong))
+    assert has_signal(group_of(Score(0.2, "wrong"), wrong))
+    assert not has_signal(group_of(right, right, error))
+    assert not has_signal(group_of(error, error))
+    assert not has_signal(group_of())
+
+
+def test_each_step_draws_with_a_seed_of_its_own_and_the_next_problems() -> None:
+    seeds: list[int] = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+            seeds.append(sampling.seed)
+            return super().generate(prompts, sampling)
+
+    watched = Watched(lambda prompt, index, rng: "right" if index else "wrong")
+    order = ExampleOrder(EXAMPLES, seed=0)
+    source = SingleTurn(order, scorer(), Sampling(max_tokens=9, n=2), seed=3)
+    asked = [group.example.prompt for step in range(2) for group in source.collect(watched, step, 2).groups]
+    assert len(set(asked)) == 4
+    assert len(set(seeds)) == 2
+    again = SingleTurn(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), seed=3)
+    assert [group.example.prompt for step in range(2) for group in again.collect(watched, step, 2).groups] == asked
+    assert seeds[:2] == seeds[2:]
+
+
+def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
+    def odd(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+        return "right" if index == 0 and (prompt[-1] - ord("0")) % 2 else "wrong"
+
+    source = SingleTurn(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), 0, resample_rounds=20)
+    groups = source.collect(ScriptedEngine(odd), step=0, batch_size=3).groups
+    live = [has_signal(group) for group in groups]
+    assert live == sorted(live, reverse=True)
+    assert sum(live) == 3

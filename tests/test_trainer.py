@@ -1,0 +1,461 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from e2e.fakes import Play
+from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
+from e2e.tiny import write_tokenizer
+
+from retrain.errors import ConfigError, RolloutError
+from retrain.interrupts import Interrupts
+from retrain.recording import read_recordings
+from retrain.types import IntArray
+
+DOCUMENTED_KEYS = [
+    "step",
+    "condition",
+    "loss",
+    "loss_is_placeholder",
+    "mean_reward",
+    "correct_rate",
+    "running_correct_rate",
+    "sepa_lambda",
+    "sepa_gate_open",
+    "num_datums",
+    "max_token_hit_rate",
+    "step_time_s",
+    "sample_time_s",
+    "score_time_s",
+    "train_time_s",
+    "tokens_per_s",
+    "batch_size",
+    "group_size",
+    "groups_all_right",
+    "groups_all_wrong",
+    "reward_errors",
+    "bp_action",
+    "bp_regime",
+    "bp_p_star",
+    "bp_sigma",
+    "bp_kappa",
+    "bp_utilization",
+    "bp_throughput",
+    "uncertainty_kind",
+    "exec_entropy_mean",
+    "exec_entropy_var",
+    "plan_entropy_mean",
+    "plan_entropy_var",
+    "ratio_mean",
+    "ratio_max",
+    "kl_sample_train",
+    "grad_norm",
+]
+EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
+
+STEP_LINE = re.compile(
+    r"Step \d+ \[maxrl\+gtpo_sepa\] \| loss=-?\d+\.\d{4} \| reward=\d\.\d{3} \| correct=\d+\.\d% "
+    r"\| datums=\d+ \| bs=2 \| gs=4 \| sepa_l=\d\.\d{4} \| time=\d+\.\ds"
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer is all the fake backend's model has."""
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def play() -> Iterator[type[Play]]:
+    """The fake backend, as it was before each test."""
+    kept = {name: value for name, value in vars(Play).items() if not name.startswith("__")}
+    Play.trained, Play.prompts = [], []
+    yield Play
+    for name, value in kept.items():
+        setattr(Play, name, value)
+    Play.calls = 0
+
+
+def always(text: str) -> staticmethod:
+    return staticmethod(lambda prompt, index, rng: text)
+
+
+def by_index(*texts: str) -> staticmethod:
+    return staticmethod(lambda prompt, index, rng: texts[index % len(texts)])
+
+
+def test_a_run_writes_every_documented_file_and_key(model: Path, tmp_path: Path) -> None:
+    config = fake_config(model, tmp_path, eval__every=2, eval__source="jsonl", eval__path=str(write_problems(tmp_path)))
+    result, _ = train_quietly(config)
+    logs = tmp_path / "logs"
+    metrics = rows(logs)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    for row in metrics:
+        assert set(DOCUMENTED_KEYS) <= row.keys()
+        assert (set(EVAL_KEYS) <= row.keys()) == (row["step"] % 2 == 0)
+        assert row["condition"] == "maxrl+gtpo_sepa"
+        assert (row["batch_size"], row["group_size"], row["loss_is_placeholder"]) == (2, 4, False)
+        assert row["running_correct_rate"] == pytest.approx(
+            np.mean([r["correct_rate"] for r in metrics[: row["step"] + 1]])
+        )
+    steps = rows(logs, "emergence/steps.jsonl")
+    assert [set(row) for row in steps] == 4 * [{"step", "mean_reward", "correct_count", "total_count", "condition"}]
+    assert [row["total_count"] for row in steps] == [8, 8, 8, 8]
+    generations = rows(logs, "emergence/generations.jsonl")
+    assert len(generations) == 32
+    assert {"step", "prompt", "completion", "reward", "num_tokens"} <= generations[0].keys()
+    assert all(row["num_tokens"] == len(row["completion"]) for row in generations)
+    assert [row["step"] for row in rows(logs, "eval.jsonl")] == [0, 2, 4]
+    state = json.loads((logs / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (4, "finished")
+    assert (logs / state["checkpoint"] / "checkpoint.json").exists()
+    assert (tmp_path / "adapter" / "steps.txt").read_text() == "4"
+    assert result.steps == 4
+    assert result.last_evaluation is not None
+
+
+def test_the_lines_of_a_run_are_the_documented_ones(model: Path, tmp_path: Path) -> None:
+    _, printed = train_quietly(fake_config(model, tmp_path))
+    lines = printed.splitlines()
+    assert lines[:7] == [
+        f"Loading tokenizer for {model} ...",
+        "Loading vocabulary table...",
+        "Vocabulary table: 128 entries",
+        "Loading dataset...",
+        "Loaded 7 examples",
+        "Pre-encoded 7 prompts",
+        "LocalTrainHelper ready (engine=scripted, split_mode=False).",
+    ]
+    assert len(lines) == 7 + 4 * 3
+    for at in range(7, len(lines), 3):
+        assert re.fullmatch(r"  group: [0-4]/4 correct \| answer=\d", lines[at])
+        assert re.fullmatch(r"  group: [0-4]/4 correct \| answer=\d", lines[at + 1])
+        assert STEP_LINE.fullmatch(lines[at + 2]), lines[at + 2]
+
+
+def test_whole_texts_are_kept_and_control_characters_survive(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    text = 'right \x85\x1c\n\t"quoted" é \U0001f600 ' + "x" * 5000
+    play.script, play.context_length = always(text), 10_000
+    train_quietly(
+        fake_config(model, tmp_path, training__max_steps=1, training__max_tokens=9000, training__batch_size=1)
+    )
+    assert {row["completion"] for row in rows(tmp_path / "logs", "emergence/generations.jsonl")} == {text}
+
+
+def test_an_all_wrong_batch_trains_on_nothing_and_is_counted(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = always("no idea")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=2))
+    for row in rows(tmp_path / "logs"):
+        assert (row["num_datums"], row["groups_all_wrong"], row["groups_all_right"]) == (0, 2, 0)
+        assert (row["correct_rate"], row["mean_reward"], row["loss"]) == (0.0, 0.0, 0.0)
+    assert play.trained == [[], []]
+
+
+def test_an_all_right_batch_is_counted_apart(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = always("right")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    (row,) = rows(tmp_path / "logs")
+    assert (row["num_datums"], row["groups_all_wrong"], row["groups_all_right"]) == (0, 0, 2)
+
+
+def test_a_reward_that_raises_for_some_is_masked_and_counted(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "raise", "wrong", "wrong")
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=2))
+    for row in rows(tmp_path / "logs"):
+        assert row["reward_errors"] == 2
+        assert row["correct_rate"] == pytest.approx(1 / 3)
+        assert row["num_datums"] == 6
+    for datums in play.trained:
+        texts = ["".join(map(chr, datum.completion_ids_T)) for datum in datums]
+        assert texts == 2 * ["right", "wrong", "wrong"]
+        # Centred over the three that count.
+        signs = [float(np.sign(datum.advantages_T[0])) for datum in datums]
+        assert signs == 2 * [1.0, -1.0, -1.0]
+    assert printed.count("Scoring failed for 2 of 8 completions; they are left out. The first one:") == 1
+    assert printed.count('raise ValueError("this response is cursed")') == 1, "its traceback, once"
+    failed = [row for row in rows(tmp_path / "logs", "emergence/generations.jsonl") if row["reward"] is None]
+    assert len(failed) == 4
+    assert all(row["outcome"] == "error" and "this response is cursed" in row["detail"] for row in failed)
+
+
+def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
+    model: Path, tmp_path: Path, play: type[Play], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_the_second_step(call: int) -> None:
+        if call == 2:
+            play.script = by_index("raise", "raise", "raise", "right")
+
+    play.before_generate = staticmethod(break_the_second_step)
+    assert run_command(fake_config(model, tmp_path)) == 1
+    told = capsys.readouterr().err
+    assert "scoring failed for 6 of 8 completions (error: ValueError: this response is cursed)" in told
+    assert f"To go on: retrain --resume {tmp_path / 'logs'}" in told
+    assert (tmp_path / "logs" / "checkpoints" / "step_000001" / "checkpoint.json").exists()
+    play.script = by_index("right", "wrong")
+    play.before_generate = staticmethod(lambda call: None)
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
+
+
+def test_a_reward_that_hangs_is_timed_out_and_masked(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "hang", "wrong", "wrong")
+    config = fake_config(
+        model, tmp_path, training__max_steps=1, training__batch_size=1, reward__timeout_s=0.5, reward__workers=1
+    )
+    train_quietly(config)
+    (row,) = rows(tmp_path / "logs")
+    assert (row["reward_errors"], row["num_datums"]) == (1, 3)
+    outcomes = [row["outcome"] for row in rows(tmp_path / "logs", "emergence/generations.jsonl")]
+    assert outcomes == ["right", "timeout", "wrong", "wrong"]
+
+
+def test_a_reward_that_is_not_a_number_is_an_error(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "nan", "wrong", "wrong")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    (row,) = rows(tmp_path / "logs")
+    assert (row["reward_errors"], row["num_datums"], row["mean_reward"]) == (2, 6, pytest.approx(1 / 3))
+
+
+def test_empty_completions_train_on_nothing_of_theirs(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "", "wrong", "")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    (row,) = rows(tmp_path / "logs")
+    assert row["num_datums"] == 4
+    assert row["correct_rate"] == 0.25
+
+
+def test_only_empty_completions_are_survived(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = always("")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=2, training__record=True))
+    assert [row["num_datums"] for row in rows(tmp_path / "logs")] == [0, 0]
+
+
+def test_a_loss_that_is_not_a_number_is_logged_as_none_and_the_run_goes_on(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    play.outcome = {"loss": float("nan"), "ratio_max": float("inf"), "grad_norm": None, "skipped": 1}
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=2))
+    metrics = rows(tmp_path / "logs")
+    assert [row["loss"] for row in metrics] == [None, None]
+    assert [row["ratio_max"] for row in metrics] == [None, None]
+    assert [row["skipped_steps"] for row in metrics] == [1, 2]
+    assert "| loss=nan |" in printed
+
+
+def test_tokens_beyond_the_tokenizer_are_survived(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    # Models round their vocabulary up; these characters' codes lie past the tokenizer's 128.
+    play.script = by_index("right é", "wrong ü")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, algorithm__transform_mode="gtpo_hicra"))
+    assert rows(tmp_path / "logs")[0]["num_datums"] == 8
+
+
+def test_completions_cut_at_the_limit_are_counted(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "wrong but much too long")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__max_tokens=10))
+    assert rows(tmp_path / "logs")[0]["max_token_hit_rate"] == 0.5
+
+
+def test_dead_groups_are_replaced_by_fresh_prompts(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    def only_odd(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+        number = int("".join(map(chr, prompt)).split()[2].rstrip("?="))
+        return "right" if index == 0 and number % 2 else "wrong"
+
+    play.script = staticmethod(only_odd)
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__resample_dead_groups=10))
+    (row,) = rows(tmp_path / "logs")
+    assert row["num_datums"] == 8, "two live groups of four, whatever it took to find them"
+    assert play.calls > 1
+    asked = ["".join(map(chr, prompt)) for prompts in play.prompts for prompt in prompts]
+    assert len(asked) == 2 + row["groups_all_wrong"]
+
+
+def test_fresh_prompts_are_not_drawn_for_ever(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = always("wrong")
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__resample_dead_groups=3))
+    assert play.calls == 4
+    assert rows(tmp_path / "logs")[0]["groups_all_wrong"] == 8
+
+
+def test_recorded_rollouts_read_back_as_they_were(model: Path, tmp_path: Path) -> None:
+    train_quietly(fake_config(model, tmp_path, training__record=True, training__max_tokens=18))
+    recorded = dict(read_recordings(tmp_path / "logs"))
+    assert sorted(recorded) == [0, 1, 2, 3]
+    told = rows(tmp_path / "logs", "emergence/generations.jsonl")
+    for step, groups in recorded.items():
+        flat = [(c, s) for group in groups for c, s in zip(group.completions_G, group.scores_G, strict=True)]
+        assert [(c.text, s.value) for c, s in flat] == [
+            (row["completion"], row["reward"]) for row in told if row["step"] == step
+        ]
+        assert {c.finish_reason for c, _ in flat} == {"length"}
+
+
+def test_a_tokenizer_without_a_chat_template_is_warned_of_and_given_plain_text(
+    tmp_path: Path, play: type[Play]
+) -> None:
+    bare = write_tokenizer(tmp_path / "bare", chat_template=None)
+    _, printed = train_quietly(fake_config(bare, tmp_path, training__max_steps=1))
+    assert "Warning: the tokenizer has no chat template; prompts are given to the model as plain text." in printed
+    assert all("".join(map(chr, prompt)).endswith("?") for prompt in play.prompts[0])
+
+
+def test_prompts_that_do_not_fit_the_context_are_refused_before_sampling(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    play.context_length = 70
+    with pytest.raises(ConfigError, match=r"max_tokens = 64 and prompts of up to 11 tokens.*Try: max_tokens = 59"):
+        train_quietly(fake_config(model, tmp_path))
+    play.context_length = 10
+    with pytest.raises(ConfigError, match=r"context of 10\.  Try: max_prompt_tokens = 4"):
+        train_quietly(fake_config(model, tmp_path, training__max_tokens=6))
+    with pytest.raises(ConfigError, match=r"context of 10\.  Try: max_tokens = 5 and max_prompt_tokens = 5"):
+        train_quietly(fake_config(model, tmp_path))
+    assert play.calls == 0
+
+
+def test_max_prompt_tokens_cuts_from_the_left(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.context_length = 70
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__max_prompt_tokens=6))
+    for prompt in play.prompts[0]:
+        assert re.fullmatch(r"is \d\?=", "".join(map(chr, prompt)))
+
+
+def test_a_model_that_does_not_exist_says_how_to_point_at_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run_command(fake_config(Path("nobody/has-this-model"), tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert "[model] model = 'nobody/has-this-model' could not be loaded" in told
+    assert 'model = "/path/to/model"' in told
+
+
+def test_an_engine_without_entropies_is_refused_where_they_are_needed(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    play.gives_entropies = False
+    with pytest.raises(ConfigError, match="needs the entropy of every token"):
+        train_quietly(fake_config(model, tmp_path, algorithm__uncertainty_kind="shannon_entropy"))
+
+
+def uncut(model: Path, tmp_path: Path) -> list[dict[str, object]]:
+    folder = tmp_path / "uncut"
+    folder.mkdir()
+    train_quietly(fake_config(model, folder))
+    Play.calls = 0
+    return rows_without_times(folder / "logs")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_sampling_saves_at_once_and_can_be_resumed(
+    model: Path, tmp_path: Path, play: type[Play], number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = uncut(model, tmp_path)
+    play.before_generate = staticmethod(lambda call: os.kill(os.getpid(), number) if call == 2 else None)
+    assert run_command(fake_config(model, tmp_path)) == 130
+    logs = tmp_path / "logs"
+    assert f"To go on: retrain --resume {logs}" in capsys.readouterr().err
+    state = json.loads((logs / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (1, "interrupted")
+    assert run_command(fake_config(model, tmp_path), "--resume", str(logs)) == 0
+    assert rows_without_times(logs) == expected
+
+
+def test_a_signal_while_training_lets_the_step_finish(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    expected = uncut(model, tmp_path)
+    play.before_train = staticmethod(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None)
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly(fake_config(model, tmp_path))
+    assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2]
+    assert (tmp_path / "logs" / "checkpoints" / "step_000003").exists()
+    play.before_train = staticmethod(lambda step: None)
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == expected
+
+
+def test_a_signal_between_sampling_and_training_gives_the_problems_back(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = uncut(model, tmp_path)
+    hold, calls = Interrupts.hold, []
+
+    def strike(self: Interrupts) -> None:
+        calls.append(1)
+        if len(calls) == 3 and not self.holding:
+            os.kill(os.getpid(), signal.SIGINT)
+        hold(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Interrupts, "hold", strike)
+        with pytest.raises(KeyboardInterrupt):
+            train_quietly(fake_config(model, tmp_path))
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == expected
+
+
+def test_an_error_in_the_middle_of_a_step_saves_nothing_half_done(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    expected = uncut(model, tmp_path)
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise RolloutError("the training side broke")
+
+    play.before_train = staticmethod(fail)
+    with pytest.raises(RolloutError):
+        train_quietly(fake_config(model, tmp_path))
+    assert sorted(p.name for p in (tmp_path / "logs" / "checkpoints").iterdir()) == ["step_000002"]
+    play.before_train = staticmethod(lambda step: None)
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == expected
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(model: Path, tmp_path: Path) -> None:
+    runs = []
+    for at, seed in enumerate((3, 3, 4)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        train_quietly(fake_config(model, folder, training__seed=seed))
+        runs.append((rows_without_times(folder / "logs"), rows(folder / "logs", "emergence/generations.jsonl")))
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_a_fresh_seed_is_written_down_and_taken_up_by_a_resume(model: Path, tmp_path: Path) -> None:
+    from retrain.config import load_config
+
+    train_quietly(fake_config(model, tmp_path, training__seed=-1, training__max_steps=2))
+    seed = load_config(tmp_path / "logs" / "config.toml").training.seed
+    assert seed >= 0
+    train_quietly(fake_config(model, tmp_path, training__seed=-1, resume__from=str(tmp_path / "logs")))
+    assert load_config(tmp_path / "logs" / "config.toml").training.seed == seed
+
+
+def test_more_steps_can_be_asked_for_after_the_end(model: Path, tmp_path: Path) -> None:
+    expected = uncut(model, tmp_path)
+    train_quietly(fake_config(model, tmp_path, training__max_steps=3))
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == expected
+
+
+def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:
+    held_out = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(write_problems(tmp_path))}
+    for steps in (2, 4, 4):
+        resume = {"resume__from": str(tmp_path / "logs")} if (tmp_path / "logs").exists() else {}
+        train_quietly(fake_config(model, tmp_path, training__max_steps=steps, **held_out, **resume))
+    assert [row["step"] for row in rows(tmp_path / "logs", "eval.jsonl")] == [0, 2, 4]
+
+
+def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "thesis.tex").write_text("irreplaceable")
+    _, printed = train_quietly(fake_config(model, tmp_path))
+    assert (tmp_path / "adapter" / "thesis.tex").read_text() == "irreplaceable"
+    assert "holds something other than an adapter" in printed

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import errno
+import json
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrain.config import TrainConfig, load_config
+from retrain.errors import CheckpointError
+from retrain.tracking import Trackers
+from retrain.tracking.console import Console, step_line
+from retrain.tracking.jsonl import FILES, JsonlTracker, cut_logs
+from retrain.types import Completion, Example, Group, Score, StepMetrics
+
+METRICS: StepMetrics = {
+    "condition": "maxrl+gtpo_sepa",
+    "loss": -0.00123,
+    "loss_is_placeholder": False,
+    "mean_reward": 0.1875,
+    "correct_rate": 0.1875,
+    "num_datums": 16,
+    "batch_size": 4,
+    "group_size": 8,
+    "sepa_lambda": 0.0,
+    "step_time_s": 45.24,
+}
+
+
+def group(text: str = "x", score: Score | None = None, prompt: Any = "2 + 2?") -> Group:
+    completion = Completion(np.arange(3), np.zeros(3), text, "stop")
+    return Group(
+        Example(prompt, "120"), np.arange(2), (completion,) * 2, (score or Score(1.0, "right"), Score(0.0, "wrong"))
+    )
+
+
+def test_the_step_line_is_the_documented_one() -> None:
+    assert step_line(0, METRICS) == (
+        "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 "
+        "| sepa_l=0.0000 | time=45.2s"
+    )
+
+
+def test_a_loss_that_is_reported_late_is_marked() -> None:
+    assert "| loss=-0.0012 (placeholder) |" in step_line(3, METRICS | {"loss_is_placeholder": True})
+
+
+def test_an_evaluation_stands_beside_the_training_rate() -> None:
+    line = step_line(3, METRICS | {"eval_pass_at_1": 0.5})
+    assert "| correct=18.8% | held-out=50.0% | datums=16 |" in line
+
+
+def test_a_step_shows_its_first_two_groups() -> None:
+    stream = StringIO()
+    Console(stream).log(0, METRICS, [group(), group(), group()])
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == 2 * ["  group: 1/2 correct | answer=120"]
+    assert lines[2].startswith("Step 0 [maxrl+gtpo_sepa] | ")
+    assert len(lines) == 3
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_redrawn_on_a_terminal_and_gives_way_to_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.tracking.console.LIVE_EVERY_S", 0.0)
+    stream = Terminal()
+    console = Console(stream)
+    console.progress("sampling", 3, 8)
+    console.progress("sampling", 5, 8)
+    console.say("a line")
+    console.progress("scoring", 0, 8)
+    console.finish()
+    shown = stream.getvalue()
+    assert "\n" not in shown.split("a line")[0]
+    # What a terminal shows in the end: each carriage return starts over at the left.
+    assert [line.split("\r")[-1] for line in shown.split("\n")] == ["a line", ""]
+    assert "  sampling 5/8" in shown
+
+
+def test_progress_in_a_pipe_is_plain_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StringIO()
+    console = Console(stream)
+    console.progress("sampling", 1, 8)
+    assert stream.getvalue() == ""
+    monkeypatch.setattr("retrain.tracking.console.PLAIN_EVERY_S", 0.0)
+    console.progress("sampling", 2, 8)
+    assert stream.getvalue() == "  sampling 2/8\n"
+
+
+@pytest.fixture
+def tracker(tmp_path: Path) -> Any:
+    made = JsonlTracker(tmp_path)
+    made.start(load_config())
+    yield made
+    made.finish()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def test_files_exist_from_the_start_and_are_appended_to(tracker: JsonlTracker, tmp_path: Path) -> None:
+    assert all((tmp_path / name).exists() for name in FILES)
+    tracker.log(0, METRICS, [group()])
+    tracker.finish()
+    tracker.start(load_config())
+    tracker.log(1, METRICS, [group()])
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+    assert len(lines(tmp_path / "emergence" / "generations.jsonl")) == 4
+
+
+def test_what_is_logged_is_on_disk_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS, [group()])
+    assert lines(tmp_path / "metrics.jsonl") == [METRICS]
+
+
+def test_numbers_that_json_lacks_become_null(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS | {"loss": float("nan"), "ratio_max": float("-inf"), "correct_rate": 0.5}, [])
+    (row,) = lines(tmp_path / "metrics.jsonl")
+    assert (row["loss"], row["ratio_max"], row["correct_rate"]) == (None, None, 0.5)
+
+
+def test_floats_are_written_to_the_last_bit(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS | {"loss": 0.1 + 0.2}, [])
+    assert lines(tmp_path / "metrics.jsonl")[0]["loss"] == 0.1 + 0.2
+
+
+def test_a_failed_score_has_no_reward_but_says_why(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS, [group(score=Score(0.0, "error", "it broke"))])
+    first, second = lines(tmp_path / "emergence" / "generations.jsonl")
+    assert (first["reward"], first["outcome"], first["detail"]) == (None, "error", "it broke")
+    assert second["reward"] == 0.0
+    assert "detail" not in second
+    assert lines(tmp_path / "emergence" / "steps.jsonl")[0]["total_count"] == 1
+
+
+def test_chat_prompts_are_written_as_one_text(tracker: JsonlTracker, tmp_path: Path) -> None:
+    chat = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"})
+    tracker.log(0, METRICS, [group(prompt=chat)])
+    assert lines(tmp_path / "emergence" / "generations.jsonl")[0]["prompt"] == "system: be brief\n\nuser: 2 + 2?"
+
+
+def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS, [group()])
+    sizes = tracker.sizes()
+    tracker.log(1, METRICS, [group()])
+    tracker.finish()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo')
+    cut_logs(tmp_path, sizes)
+    assert {name: (tmp_path / name).stat().st_size for name in FILES} == sizes
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize("call", ["log", "sizes"])
+def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(load_config())
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        tracker.log(0, METRICS, []) if call == "log" else tracker.sizes()
+    assert caught.value.exit_code == 1
+    tracker.finish()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def start(self, config: TrainConfig) -> None:
+        self.heard.append("start")
+
+    def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
+        self.heard.append(f"log {step}")
+
+    def finish(self) -> None:
+        self.heard.append("finish")
+
+
+def test_several_trackers_are_told_in_turn() -> None:
+    listeners = [Listener(), Listener()]
+    trackers = Trackers(listeners)
+    trackers.start(load_config())
+    trackers.log(4, METRICS, [])
+    trackers.finish()
+    assert [listener.heard for listener in listeners] == 2 * [["start", "log 4", "finish"]]
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss", "train/loss"),
+        ("mean_reward", "train/rewards/mean_reward"),
+        ("correct_rate", "train/rewards/correct_rate"),
+        ("running_correct_rate", "train/rewards/running_correct_rate"),
+        ("exec_entropy_mean", "train/entropy/exec_mean"),
+        ("plan_entropy_var", "train/entropy/plan_var"),
+        ("bp_p_star", "train/backpressure/p_star"),
+        ("grad_norm", "train/grad_norm"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:::wandb")
+def test_metrics_go_to_wandb_under_their_documented_names(key: str, name: str) -> None:
+    from retrain.tracking.wandb import wandb_name
+
+    assert wandb_name(key) == name
+
+
+def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from retrain.tracking.wandb import WandbTracker
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = load_config(None, {"logging.wandb_project": "tests", "logging.wandb_tags": "a, b"})
+    ids = []
+    for step in range(2):
+        tracker = WandbTracker(tmp_path)
+        tracker.start(config)
+        assert tracker.run.name == "maxrl+gtpo_sepa"
+        tracker.log(step, METRICS | {"bp_p_star": None}, [])
+        tracker.finish()
+        ids.append((tmp_path / "wandb_run_id").read_text())
+    assert ids[0] == ids[1]
+    written = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert written
+    assert all(re.search(ids[0], path.name) for path in written)

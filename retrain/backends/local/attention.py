@@ -1,4 +1,4 @@
-"""Our attention inside Hugging Face models, plugged in through their attention and mask registries.
+"""Our attention inside Hugging Face models, plugged in through their attention registry.
 
 A forward pass is given an object that knows how its tokens attend (`model(..., attend=...)`): over packed sequences
 when training and prefilling, over a KV cache when decoding. Layers, norms and rotary embeddings stay Hugging Face's.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 ATTENTION_NAME = "retrain"
 
@@ -37,9 +37,12 @@ class Attention(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="retrain"` known to transformers; doing so twice is harmless."""
-    AttentionInterface.register(ATTENTION_NAME, _forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    """Make `attn_implementation="retrain"` known to transformers; doing so twice is harmless.
+
+    There is no entry in the mask registry on purpose: transformers then makes no mask, which over a packed row would be
+    quadratic in it. Who sees whom is the attention object's business. Compiled layers call it as it is.
+    """
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_forward))
 
 
 def _forward(
@@ -58,10 +61,6 @@ def _forward(
     scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
     return output.transpose(1, 2), None
-
-
-def _no_mask(**_: Any) -> None:
-    """Who sees whom is the attention object's business; a mask over the packed row would be quadratic in it."""
 
 
 class PackedAttention:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -13,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from retrain.backends.local.compiling import compile_layers
 from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
 from retrain.backends.local.model import Policy
+from retrain.backends.local.optimizer import AdapterOptimizer
 from retrain.backends.local.packing import MicroBatch, length_of, pack, split_by_tokens
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
@@ -37,16 +37,13 @@ class Learner:
         self.checkpointing = config.memory.gradient_checkpointing
         self.say = say
         self.micro_batch_tokens = config.memory.micro_batch_tokens or DEFAULT_MICRO_BATCH.get(policy.device.type, 8192)
+        # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
+        policy.causal_lm.enable_input_require_grads()
         if self.checkpointing:
             policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            policy.causal_lm.enable_input_require_grads()
-        self.optimizer = torch.optim.AdamW(
-            policy.adapter_parameters,
-            lr=config.training.lr,
-            betas=(config.optimizer.beta1, config.optimizer.beta2),
-            eps=config.optimizer.eps,
-            weight_decay=config.training.weight_decay,
-        )
+        if policy.device.type == "cuda":
+            compile_layers(policy.causal_lm)
+        self.optimizer = AdapterOptimizer(policy, config)
 
     def step(self, datums: Sequence[Datum]) -> StepMetrics:
         """Forward, backward and update over all datums."""
@@ -61,12 +58,8 @@ class Learner:
                 "skipped": 0,
             }
         total = self._backward_within_memory(usable)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.adapter_parameters, self.loss.grad_clip or math.inf))
-        finite = math.isfinite(norm)
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {**total.metrics(), "grad_norm": norm if finite else None, "skipped": int(not finite)}
+        norm = self.optimizer.step()
+        return {**total.metrics(), "grad_norm": norm, "skipped": int(norm is None)}
 
     def _backward_within_memory(self, datums: Sequence[Datum]) -> _Totals:
         """Accumulate gradients; when memory runs out, start over with micro-batches half as large."""
@@ -83,12 +76,12 @@ class Learner:
                 self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
                 self.say(f"Out of memory; going on with micro-batches of {self.micro_batch_tokens} tokens.")
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.clear()
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.clear()
         self._train_mode(True)
         tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
         divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
@@ -101,6 +94,7 @@ class Learner:
             )
             loss = summed_loss(token_batch, self.loss) / divisor
             loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.gather()
             totals.add(float(loss.detach()), logprobs.detach() - packed.sampled_logprobs, packed.mask)
         self._train_mode(False)
         return totals
@@ -122,29 +116,15 @@ class Learner:
     def save(self, path: Path) -> None:
         """Write adapter and optimiser state into a folder."""
         self.policy.save_adapter(path / "adapter")
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._named_parameters():
-            tensors[f"parameter/{name}"] = parameter.data.cpu()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}/{name}"] = value.cpu()
-        save_file(tensors, str(path / "learner.safetensors"))
+        save_file(self.optimizer.state(), str(path / "learner.safetensors"))
 
     def load(self, path: Path) -> None:
         """Restore adapter and optimiser state, to the bit."""
         tensors = load_file(str(path / "learner.safetensors"))
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for full_name, tensor in tensors.items():
-            key, _, name = full_name.partition("/")
-            by_name.setdefault(name, {})[key] = tensor
-        self.policy.load_adapter_state({name: held["parameter"] for name, held in by_name.items()})
-        self.optimizer.state.clear()
-        for name, parameter in self._named_parameters():
-            held = {key: value for key, value in by_name[name].items() if key != "parameter"}
-            # AdamW keeps its step counter on the CPU; the moments live beside the parameter.
-            self.optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in held.items()}
-
-    def _named_parameters(self) -> list[tuple[str, Any]]:
-        return [(name, p) for name, p in self.policy.adapted.named_parameters() if p.requires_grad]
+        saved = {name.partition("/")[2] for name in tensors}
+        if saved != set(self.optimizer.names):
+            raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
+        self.optimizer.load(tensors)
 
 
 class _Totals:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -65,23 +63,6 @@ class Policy:
         cap = settings.get("final_logit_softcapping")
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    @contextmanager
-    def merged(self) -> Iterator[None]:
-        """Sample with the adapter folded into the weights.
-
-        The original tensors are put back afterwards rather than recomputed, so that no rounding ever creeps into them.
-        """
-        layers = [module for module in self.adapted.modules() if isinstance(module, LoraLayer)]
-        originals = [layer.get_base_layer().weight.data for layer in layers]
-        try:
-            with self.adapted.disable_adapter():
-                for layer, original in zip(layers, originals, strict=True):
-                    layer.get_base_layer().weight.data = original + layer.get_delta_weight("default")
-                yield
-        finally:
-            for layer, original in zip(layers, originals, strict=True):
-                layer.get_base_layer().weight.data = original
-
     def save_adapter(self, path: Path) -> None:
         """Write the adapter in PEFT layout."""
         with warnings.catch_warnings():
@@ -123,7 +104,8 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
         with warnings.catch_warnings():
             # GPT-2 keeps its matrices transposed; PEFT notices, corrects itself, and warns all the same.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-            adapted = get_peft_model(causal_lm, adapter).eval()
+            # The adapter computes in the model's precision; the optimiser keeps its own copy in float32.
+            adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
     except ValueError as error:
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"

@@ -67,10 +67,12 @@ class SplitBackend:
             self.mirror.load_adapter_state({name: held.get_tensor(name) for name in held.keys()})  # noqa: SIM118
             told = held.metadata()
         self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
+        self.engine.sync(self.mirror)
 
     def _mirror(self, updates: int) -> None:
         self.mirror.load_adapter_state(self.learner.policy.adapter_state())
         self.mirrored = updates
+        self.engine.sync(self.mirror)
 
     def _wait(self) -> None:
         if self.pending is not None:

@@ -136,7 +136,8 @@ def decode_attention(
     pad = triton.next_power_of_2(size)
     _attend[(rows, key_heads, splits)](
         query, key, value, keys, values, cached, output, partial_output, partial_stats,
-        scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0, query.stride(0), query.stride(1), key.stride(0), key.stride(1), keys.stride(0), keys.stride(1),
+        scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), keys.stride(0), keys.stride(1),
         GROUP=group, SIZE=size, SIZE_PAD=pad, ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
         BLOCK=64, SPLITS=splits, HEADS=key_heads, CAPPED=scoring.softcap is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -163,8 +164,8 @@ def _scan_vocabulary(
     weights = tl.exp(x - floor)
     finite = tl.where(x == float("-inf"), 0.0, x)
 
-    # An exponential race: the token whose exponential, over its probability, comes first is a draw from the distribution.
-    # Counters are (token, row, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
+    # An exponential race: the token whose exponential, over its probability, comes first is a fair draw. Counters are
+    # (token, row, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
     quarter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     which = quarter * 0 + tl.load(row_ids + row).to(tl.uint32)
     position = quarter * 0 + tl.load(drawn + row).to(tl.uint32)
@@ -186,8 +187,9 @@ def _scan_vocabulary(
 
 @triton.jit
 def _settle(
-    stats, choices, row_ids, drawn, cached, done, next_token, out_tokens, out_logprobs, out_entropies, stops,
-    blocks, width, STOPS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
+    stats, choices, row_ids, drawn, cached, done, next_token,
+    out_tokens, out_logprobs, out_entropies, out_lengths, out_endings, stops, blocks, width,
+    STOPS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS_PAD)
@@ -206,7 +208,8 @@ def _settle(
 
     finished = tl.load(done + row)
     count = tl.load(drawn + row)
-    place = tl.load(row_ids + row).to(tl.int64) * width + count
+    number = tl.load(row_ids + row).to(tl.int64)
+    place = number * width + count
     going_on = finished == 0
     tl.store(out_tokens + place, token, mask=going_on)
     tl.store(out_logprobs + place, chosen - normaliser, mask=going_on)
@@ -218,12 +221,18 @@ def _settle(
     step = going_on.to(tl.int32)
     tl.store(drawn + row, count + step)
     tl.store(cached + row, tl.load(cached + row) + step)
-    full = (count + 1 >= width).to(tl.int32)
-    tl.store(done + row, tl.where(going_on, tl.where(stopped > 0, 1, full * 2), finished))
+    ending = tl.where(stopped > 0, 1, (count + 1 >= width).to(tl.int32) * 2)
+    tl.store(done + row, tl.where(going_on, ending, finished))
+    tl.store(out_lengths + number, count + 1, mask=going_on)
+    tl.store(out_endings + number, ending, mask=going_on)
 
 
 class SamplingBuffers:
-    """Where drawn tokens go, and how far each row is. `done` is 0 while a row goes on, 1 after a stop, 2 at the cap."""
+    """Where drawn tokens go, and how far each row is.
+
+    `done` and `endings` are 0 while a row goes on, 1 after a stop token, 2 at the cap. Rows may change places in the
+    batch; what they draw is written under `row_ids`, the number they began with.
+    """
 
     def __init__(self, rows: int, width: int, stops: tuple[int, ...], device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -233,6 +242,7 @@ class SamplingBuffers:
         self.tokens = zeros(rows, width)
         self.logprobs = zeros(rows, width, dtype=torch.float32)
         self.entropies = zeros(rows, width, dtype=torch.float32)
+        self.lengths, self.endings = zeros(rows), zeros(rows)
         self.row_ids, self.drawn, self.cached, self.done = zeros(rows), zeros(rows), zeros(rows), zeros(rows)
         self.next_token = zeros(rows, dtype=torch.int64)
         self.seed = zeros(1)
@@ -252,6 +262,7 @@ def draw_tokens(logits: Tensor, buffers: SamplingBuffers) -> None:
         BLOCK=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
     _settle[(rows,)](
-        stats, choices, b.row_ids, b.drawn, b.cached, b.done, b.next_token, b.tokens, b.logprobs, b.entropies, b.stops,
-        blocks, b.width, STOPS=len(b.stops), BLOCKS_PAD=triton.next_power_of_2(blocks), num_warps=1,
+        stats, choices, b.row_ids, b.drawn, b.cached, b.done, b.next_token,
+        b.tokens, b.logprobs, b.entropies, b.lengths, b.endings, b.stops, blocks, b.width,
+        STOPS=len(b.stops), BLOCKS_PAD=triton.next_power_of_2(blocks), num_warps=1,
     )  # fmt: skip

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from retrain.types import Sampling
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Everything one batch drew: (rows, most tokens) each, of which the first `lengths` of a row count."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    lengths: Tensor
+    stopped: Tensor
+    """Rows that ended with a stop token, not at the cap."""
 
 
 def shape_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, keep: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from retrain.backends.local.attention import ATTENTION_NAME, Attention
 from retrain.backends.local.model import Policy
 
 
@@ -23,10 +24,11 @@ class SamplingModel:
         self.policy = policy
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(
-                policy.causal_lm.config, dtype=policy.dtype, attn_implementation=policy.causal_lm.config._attn_implementation
+                policy.causal_lm.config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
             )
         self.causal_lm.eval().requires_grad_(False)
         self.folded = _share_weights(policy.causal_lm, self.causal_lm)
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -34,7 +36,7 @@ class SamplingModel:
         for layer, weight in self.folded:
             _fold(layer, weight)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
         states: Tensor = self.causal_lm.base_model(
             input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
@@ -62,7 +64,7 @@ def _share_weights(source: nn.Module, target: nn.Module) -> list[tuple[LoraLayer
 
 def _fold(layer: LoraLayer, weight: Tensor) -> None:
     base = layer.get_base_layer()
-    if isinstance(base, nn.Linear) and not layer.use_dora.get("default", False):
+    if isinstance(base, nn.Linear):
         up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
         # One fused product: the sum is rounded to the weights' precision once.
         torch.addmm(base.weight, up.to(weight.dtype), down.to(weight.dtype), alpha=layer.scaling["default"], out=weight)

@@ -1,0 +1,20 @@
+"""Compiled decoder layers: norms, rotary embeddings, activations and adapters fused, attention left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def compile_layers(causal_lm: Any) -> None:
+    """Compile every decoder layer in place. They share their code, so all of them compile as one.
+
+    Shapes are dynamic from the start: packed batches hardly ever repeat theirs.
+    """
+    # A model with several kinds of layer, trained and checked in several modes, needs more variants than the default 8.
+    torch._dynamo.config.recompile_limit = 64
+    kinds = set(causal_lm._no_split_modules or ())
+    for module in causal_lm.modules():
+        if type(module).__name__ in kinds:
+            module.compile(dynamic=True)

@@ -1,0 +1,95 @@
+"""AdamW on the adapter, in float32 whatever the model computes in.
+
+A bf16 weight cannot take a step much smaller than itself, so the optimiser keeps float32 masters and the adapter is
+their rounding. Where the adapter is float32 already, it is its own master.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from retrain.backends.local.model import Policy
+from retrain.config import TrainConfig
+
+
+class AdapterOptimizer:
+    """Gathers gradients over micro-batches, then moves the adapter."""
+
+    def __init__(self, policy: Policy, config: TrainConfig) -> None:
+        named = [(name, p) for name, p in policy.adapted.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.adapter: list[nn.Parameter] = [parameter for _, parameter in named]
+        self.own_masters = self.adapter[0].dtype != torch.float32
+        self.masters = (
+            [nn.Parameter(p.detach().float().clone()) for p in self.adapter] if self.own_masters else self.adapter
+        )
+        self.grad_clip = config.loss.grad_clip or math.inf
+        self.fused = policy.device.type == "cuda"
+        self.adam = torch.optim.AdamW(
+            self.masters,
+            lr=config.training.lr,
+            betas=(config.optimizer.beta1, config.optimizer.beta2),
+            eps=config.optimizer.eps,
+            weight_decay=config.training.weight_decay,
+            fused=self.fused,
+        )
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        for parameter in (*self.adapter, *self.masters):
+            parameter.grad = None
+
+    def gather(self) -> None:
+        """Add a micro-batch's gradients up in float32."""
+        if not self.own_masters:
+            return
+        for parameter, master in zip(self.adapter, self.masters, strict=True):
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> float | None:
+        """Clip and move; returns the norm before clipping, or None when it is not finite and nothing moved."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
+        finite = math.isfinite(norm)
+        if finite:
+            self.adam.step()
+            self._round()
+        self.clear()
+        return norm if finite else None
+
+    def _round(self) -> None:
+        if self.own_masters:
+            for parameter, master in zip(self.adapter, self.masters, strict=True):
+                parameter.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name, on the CPU."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"parameter/{name}"] = master.data.cpu()
+            for key, value in self.adam.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value.cpu()
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `state` gave, to the bit."""
+        held: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
+        for full_name, tensor in tensors.items():
+            key, _, name = full_name.partition("/")
+            held[name][key] = tensor
+        self.adam.state.clear()
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(held[name].pop("parameter"))
+            # Plain AdamW keeps its step counter on the CPU; the fused one wants it beside the moments.
+            self.adam.state[master] = {
+                key: value if key == "step" and not self.fused else value.to(master.device)
+                for key, value in held[name].items()
+            }
+        self._round()

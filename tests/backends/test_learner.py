@@ -137,7 +137,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(tiny: Path) -> None:
     made = learner(tiny, loss__ratio_cap=0.0)
     datums = random_datums(SIZES)
     packed, loss = backward(made, datums)
-    made.optimizer.zero_grad()
+    made.optimizer.clear()
     # Straight from the definition, a sequence at a time, with the model's own forward pass and its logits whole.
     model, terms, tokens = made.policy.adapted, [], 0
     for datum in datums:
@@ -197,14 +197,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(tiny: Path,
     good = random_datums(SIZES)
     made.step(good)
     before = {name: tensor.clone() for name, tensor in made.policy.adapter_state().items()}
-    moments = {n: s["exp_avg"].clone() for n, s in zip(before, made.optimizer.state.values(), strict=True)}
+    moments = {n: s["exp_avg"].clone() for n, s in zip(before, made.optimizer.adam.state.values(), strict=True)}
     poisoned = [replace(good[0], advantages_T=np.full(len(good[0].advantages_T), bad)), *good[1:]]
     metrics = made.step(poisoned)
     assert metrics["skipped"] == 1
     assert metrics["grad_norm"] is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.policy.adapter_state().items())
     assert all(
-        torch.equal(s["exp_avg"], moments[n]) for n, s in zip(before, made.optimizer.state.values(), strict=True)
+        torch.equal(s["exp_avg"], moments[n]) for n, s in zip(before, made.optimizer.adam.state.values(), strict=True)
     )
     assert made.step(good)["skipped"] == 0
 
@@ -214,13 +214,13 @@ def test_a_gradient_is_clipped_to_its_norm(tiny: Path) -> None:
     for clip in (0.0, 1e-3):
         made = learner(tiny, loss__grad_clip=clip)
         seen: list[float] = []
-        step = made.optimizer.step
+        step = made.optimizer.adam.step
 
         def watch(seen: list[float] = seen, made: Learner = made, step: Any = step) -> None:
             seen.append(float(torch.stack([g.norm() for g in gradients(made.policy).values()]).norm()))
             step()
 
-        made.optimizer.step = watch  # type: ignore[method-assign, assignment]
+        made.optimizer.adam.step = watch  # type: ignore[method-assign, assignment]
         reported = made.step(datums)["grad_norm"]
         norms[clip] = (reported, seen[0])
     assert norms[0.0][0] == pytest.approx(norms[0.0][1], rel=1e-4)
@@ -338,7 +338,7 @@ def test_save_and_load_restore_adapter_and_optimizer_to_the_bit(tiny: Path, tmp_
         made.policy.adapter_state().items(), other.policy.adapter_state().values(), strict=True
     ):
         assert torch.equal(tensor, restored), name
-    for mine, theirs in zip(made.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+    for mine, theirs in zip(made.optimizer.adam.state.values(), other.optimizer.adam.state.values(), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
@@ -403,6 +403,6 @@ def test_the_optimizer_is_adamw_as_configured(tiny: Path) -> None:
         optimizer__beta2=0.7,
         optimizer__eps=1e-6,
     )
-    (group,) = made.optimizer.param_groups
-    assert isinstance(made.optimizer, torch.optim.AdamW)
+    (group,) = made.optimizer.adam.param_groups
+    assert isinstance(made.optimizer.adam, torch.optim.AdamW)
     assert (group["lr"], group["weight_decay"], group["betas"], group["eps"]) == (3e-4, 0.1, (0.5, 0.7), 1e-6)

@@ -13,6 +13,7 @@ from retrain.backends.local.packing import pack
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
 from .conftest import Rig
@@ -52,7 +53,7 @@ def compare_with_slow_version(rig: Rig, options: dict[str, float]) -> None:
     sampling, prompts = sampling_with(**options), random_prompts(LENGTHS)
     groups = rig.engine.generate(prompts, sampling)
     # A number for each row and token, in that order of drawing; the draw inverts the cumulative distribution at it.
-    generator = torch.Generator().manual_seed(sampling.seed)
+    generator = torch.Generator().manual_seed(derive_seed(sampling.seed, "wave", 0))
     uniforms = torch.rand(sampling.max_tokens, len(prompts) * sampling.n, generator=generator, dtype=torch.float64)
     for row, (prompt, completion) in enumerate((p, c) for p, group in zip(prompts, groups, strict=True) for c in group):
         tokens = completion.token_ids_T
@@ -114,11 +115,12 @@ def test_finished_rows_leave_the_batch_without_changing_what_the_others_draw(
     llama: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling, prompts, widths = early_stopping(llama, monkeypatch), random_prompts((5, 9, 3)), []
-    hidden = llama.policy.hidden
-    monkeypatch.setattr(llama.policy, "hidden", lambda ids, *rest: (widths.append(len(ids)), hidden(ids, *rest))[1])
+    model = llama.engine.model
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: (widths.append(len(ids)), hidden(ids, *rest))[1])
     shrinking = llama.engine.generate(prompts, sampling)
     narrowest = min(widths[1:])
-    monkeypatch.setattr("retrain.inference_engine.pytorch.engine.SHRINK_BELOW", -1.0)
+    monkeypatch.setattr("retrain.inference_engine.pytorch.eager.SHRINK_BELOW", -1.0)
     widths.clear()
     assert tokens_of(llama.engine.generate(prompts, sampling)) == tokens_of(shrinking)
     assert set(widths[1:]) == {48}

@@ -42,7 +42,7 @@ def register() -> None:
     There is no entry in the mask registry on purpose: transformers then makes no mask, which over a packed row would be
     quadratic in it. Who sees whom is the attention object's business. Compiled layers call it as it is.
     """
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_forward))
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_forward))  # type: ignore[no-untyped-call]
 
 
 def _forward(

@@ -133,6 +133,20 @@ def test_logprobs_by_slices_equal_those_of_the_whole_vocabulary_at_once(
     assert max(largest) == 7
 
 
+@pytest.mark.parametrize("rows", [4, 1000])
+def test_fused_logprobs_equal_plain_ones_with_their_gradient(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 16, generator=generator)
+    hidden = torch.randn(11, 16, generator=generator).requires_grad_()
+    targets, slopes = torch.arange(11) * 4, torch.randn(11, generator=generator)
+    expected = (hidden @ weight.T / 0.7).log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+    (expected_gradient,) = torch.autograd.grad(expected @ slopes, hidden)
+    fused: Tensor = logprobs_module.TemperedLogprobs.apply(hidden, weight, targets, 0.7, rows)
+    (gradient,) = torch.autograd.grad(fused @ slopes, hidden)
+    torch.testing.assert_close(fused, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
 def test_the_gradient_is_that_of_the_formula_written_out(tiny: Path) -> None:
     made = learner(tiny, loss__ratio_cap=0.0)
     datums = random_datums(SIZES)
@@ -303,13 +317,13 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradient(family: s
     datums, calls = random_datums(SIZES), []
     expected, _ = backward(learner(model), datums)
     made = learner(model, memory__gradient_checkpointing=True)
-    layers = [m for m in made.policy.causal_lm.modules() if hasattr(m, "gradient_checkpointing") and m is not made]
-    layer = next(m for m in layers if type(m).__name__ in ("Qwen3DecoderLayer", "GPT2Block"))
+    layer = next(m for m in made.policy.causal_lm.modules() if type(m).__name__ in ("Qwen3DecoderLayer", "GPT2Block"))
     forward = layer.forward
     layer.forward = lambda *a, **k: (calls.append(1), forward(*a, **k))[1]
     checkpointed, _ = backward(made, datums)
     same(checkpointed, expected)
-    assert len(calls) == 2, "the layer must run forward a second time during backward"
+    batches = split_by_tokens(datums, made.micro_batch_tokens)
+    assert len(calls) == 2 * len(batches), "the layer must run forward a second time during backward"
 
 
 def test_sampling_works_beside_gradient_checkpointing(tiny: Path) -> None:
@@ -341,6 +355,32 @@ def test_save_and_load_restore_adapter_and_optimizer_to_the_bit(tiny: Path, tmp_
     for mine, theirs in zip(made.optimizer.adam.state.values(), other.optimizer.adam.state.values(), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions takes a slower path
+def test_steps_too_small_for_bf16_add_up_and_survive_a_resume(tiny: Path, tmp_path: Path) -> None:
+    options = {"model__dtype": "bf16", "training__lr": 1e-6}
+    made, datums = learner(tiny, **options), random_datums(SIZES[:2])
+    start = {name: tensor.clone() for name, tensor in made.policy.adapter_state().items()}
+    made.step(datums)
+    assert {tensor.dtype for tensor in made.policy.adapter_state().values()} == {torch.bfloat16}
+    masters = dict(zip(made.optimizer.names, made.optimizer.masters, strict=True))
+    for name, tensor in made.policy.adapter_state().items():
+        assert not torch.equal(masters[name], start[name].float()), name
+        assert torch.equal(tensor, masters[name].to(torch.bfloat16)), "the adapter is its masters' rounding"
+    made.save(tmp_path)
+    other = learner(tiny, **options)
+    other.load(tmp_path)
+    assert made.step(datums) == other.step(datums)
+    assert all(torch.equal(a, b) for a, b in zip(made.optimizer.masters, other.optimizer.masters, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_in_bf16_gradients_of_micro_batches_are_summed_in_float32(tiny: Path) -> None:
+    made, datums = learner(tiny, model__dtype="bf16"), random_datums(SIZES)
+    made._backward(split_by_tokens(datums, 1))
+    assert all(parameter.grad is None for parameter in made.policy.adapter_parameters)
+    assert {master.grad.dtype for master in made.optimizer.masters if master.grad is not None} == {torch.float32}
 
 
 def test_a_checkpoint_from_before_the_first_update_loads(tiny: Path, tmp_path: Path) -> None:

@@ -234,6 +234,28 @@ def test_sampling_leaves_the_weights_as_they_were(rig: Rig) -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+def test_sampling_sees_new_weights_from_the_next_sync_on(llama: Rig) -> None:
+    policy = policy_for(llama.config)
+    engine = PyTorchEngine(policy, Inference(), PlainTokenizer(), lambda *_: None)
+    prompts, sampling = random_prompts(LENGTHS), sampling_with()
+    before = tokens_of(engine.generate(prompts, sampling))
+    for parameter in policy.adapter_parameters:
+        parameter.data.mul_(2.0)
+    engine.sync(policy)
+    after = tokens_of(engine.generate(prompts, sampling))
+    fresh = PyTorchEngine(policy, Inference(), PlainTokenizer(), lambda *_: None)
+    assert after == tokens_of(fresh.generate(prompts, sampling))
+    assert after != before
+
+
+def test_sampling_takes_no_second_copy_of_what_the_adapter_leaves_alone(rig: Rig) -> None:
+    held = {tensor.data_ptr() for tensor in rig.policy.causal_lm.state_dict().values()}
+    folded = {weight.data_ptr() for _, weight in rig.engine.model.folded}
+    assert folded
+    for name, parameter in rig.engine.model.causal_lm.named_parameters():
+        assert (parameter.data_ptr() in folded) == (parameter.data_ptr() not in held), name
+
+
 def test_sampling_that_breaks_off_leaves_the_weights_as_they_were(llama: Rig) -> None:
     def interrupt(phase: str, done: int, total: int) -> None:
         raise KeyboardInterrupt

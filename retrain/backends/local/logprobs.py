@@ -6,7 +6,8 @@ rows exists at any moment, in the backward pass too, where it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ def token_logprobs(
 ) -> Tensor:
     """Log-prob of each target under the sampled distribution, given the hidden state (tokens, size) before it."""
     rows = max(1, SLICE_BYTES.get(hidden.device.type, 64 << 20) // (4 * policy.vocabulary))
+    if hidden.device.type == "cuda" and policy.has_plain_head and only_tempered(sampling):
+        weight = policy.causal_lm.get_output_embeddings().weight
+        fused: Tensor = TemperedLogprobs.apply(hidden, weight, targets, sampling.temperature, rows)  # type: ignore[no-untyped-call]
+        return fused
 
     def one_slice(states: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
         logits = shape_logits(policy.head(states), sampling, seen, keep=wanted)
@@ -38,8 +43,73 @@ def token_logprobs(
             pieces.append(checkpoint(one_slice, hidden[start:stop], targets[start:stop], seen, use_reentrant=False))
         else:
             pieces.append(one_slice(hidden[start:stop], targets[start:stop], seen))
-    result: Tensor = torch.cat(pieces)
-    return result
+    return torch.cat(pieces)
+
+
+def only_tempered(sampling: Sampling) -> bool:
+    """Whether the sampled distribution is the softmax of logits over temperature, with nothing cut or penalised."""
+    return (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+
+
+class TemperedLogprobs(torch.autograd.Function):
+    """log softmax(hidden · Wᵀ / temperature) at the targets, the head's matrix being frozen.
+
+    Logits stay in the model's precision and are read once in each direction; float32 copies of them never exist.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
+        """One slice after the other; only the normalisers are kept."""
+        normalise, _ = _fused_functions()
+        pairs = [
+            normalise(hidden[at : at + rows] @ weight.T, targets[at : at + rows], temperature)
+            for at in range(0, len(targets), rows)
+        ]
+        logprobs, normalisers = (torch.cat(part) for part in zip(*pairs, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.temperature, ctx.rows = temperature, rows
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(one-hot - softmax) · gradient / temperature, slice by slice, back through the head."""
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        _, differentiate = _fused_functions()
+        result = torch.empty_like(hidden)
+        for at in range(0, len(targets), ctx.rows):
+            part = slice(at, at + ctx.rows)
+            slope = differentiate(
+                hidden[part] @ weight.T, targets[part], normalisers[part], gradient[part], ctx.temperature
+            )
+            torch.mm(slope, weight, out=result[part])
+        return result, None, None, None, None
+
+
+def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    tempered = logits.float() / temperature
+    normalisers = tempered.logsumexp(1)
+    return tempered.gather(1, targets[:, None]).squeeze(1) - normalisers, normalisers
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, gradient: Tensor, temperature: float
+) -> Tensor:
+    probabilities = (logits.float() / temperature - normalisers[:, None]).exp()
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    slope = (tokens[None, :] == targets[:, None]).float() - probabilities
+    return (slope * (gradient / temperature)[:, None]).to(logits.dtype)
+
+
+_FUSED: list[Callable[..., Any]] = []
+
+
+def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both functions compiled into single passes, once a process; plain ones where there is no GPU to compile for."""
+    if not torch.cuda.is_available():
+        return _normalise, _differentiate
+    if not _FUSED:
+        _FUSED.extend(torch.compile(function, dynamic=True) for function in (_normalise, _differentiate))
+    return _FUSED[0], _FUSED[1]
 
 
 class History:

@@ -52,6 +52,13 @@ class Policy:
         ).last_hidden_state
         return states
 
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether logits are the last matrix product and nothing more."""
+        settings = self.causal_lm.config.get_text_config().to_dict()
+        odd = any(settings.get(key) for key in ("logits_scaling", "logit_scale", "final_logit_softcapping"))
+        return not odd and self.causal_lm.get_output_embeddings().bias is None
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, with whatever scaling or capping the model family applies after its last layer."""
         logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
@@ -87,7 +94,11 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
     """Load the model onto a device and give it a fresh adapter."""
     register()
     dtype = DTYPES[model.dtype] if model.dtype != "auto" else DTYPES["fp32" if device.type == "cpu" else "bf16"]
-    causal_lm = _load_causal_lm(model.model, dtype, device)
+    return adapt(_load_causal_lm(model.model, dtype, device), model, lora, seed, say)
+
+
+def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[str], None]) -> Policy:
+    """Give a loaded model a fresh adapter, and make sure that we understand it."""
     causal_lm.requires_grad_(False)
     targets: str | list[str] = lora.target_modules
     if targets != "all-linear":
@@ -113,7 +124,7 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
     trainable, total = adapted.get_nb_trainable_parameters()
     say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
     settings = causal_lm.config.get_text_config()
-    policy = Policy(adapted, device, int(settings.max_position_embeddings), _stop_ids(causal_lm))
+    policy = Policy(adapted, causal_lm.device, int(settings.max_position_embeddings), _stop_ids(causal_lm))
     _check_plugged_in(policy, model.model)
     return policy
 

@@ -35,10 +35,13 @@ class MicroBatch:
 def split_by_tokens(datums: Sequence[Datum], most: int) -> list[list[Datum]]:
     """Batches of similar lengths, at most `most` tokens each with attention's padding; a longer datum stands alone."""
     ordered = sorted(datums, key=length_of, reverse=True)
+    # As many batches as are needed, but of even size: a small last one would cost as much as a full one.
+    total = sum(map(length_of, ordered))
+    aim = -(-total // -(-total // most))
     batches: list[list[Datum]] = []
     for datum in ordered:
         longest = length_of(batches[-1][0]) if batches else 0
-        if not batches or longest * (len(batches[-1]) + 1) > most:
+        if not batches or longest * (len(batches[-1]) + 1) > aim:
             batches.append([])
         batches[-1].append(datum)
     return batches

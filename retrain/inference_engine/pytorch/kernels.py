@@ -214,9 +214,8 @@ def _settle(
     tl.store(out_tokens + place, token, mask=going_on)
     tl.store(out_logprobs + place, chosen - normaliser, mask=going_on)
     tl.store(out_entropies + place, normaliser - weighted / total, mask=going_on)
-    stopped = 0
-    for stop in tl.static_range(STOPS):
-        stopped = stopped | (token == tl.load(stops + stop)).to(tl.int32)
+    is_stop = tl.load(stops + tl.arange(0, STOPS)) == token
+    stopped = tl.max(is_stop.to(tl.int32), 0)
     tl.store(next_token + row, token.to(tl.int64))
     step = going_on.to(tl.int32)
     tl.store(drawn + row, count + step)
@@ -247,7 +246,8 @@ class SamplingBuffers:
         self.next_token = zeros(rows, dtype=torch.int64)
         self.seed = zeros(1)
         self.temperature = zeros(1, dtype=torch.float32)
-        self.stops = torch.tensor(stops or (-1,), dtype=torch.int32, device=device)
+        padding = (-1,) * (triton.next_power_of_2(len(stops)) - len(stops)) if stops else (-1,)
+        self.stops = torch.tensor((*stops, *padding), dtype=torch.int32, device=device)
 
 
 def draw_tokens(logits: Tensor, buffers: SamplingBuffers) -> None:

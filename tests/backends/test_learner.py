@@ -263,7 +263,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatc
     undisturbed.step(datums)
     made = learner(tiny, memory__micro_batch_tokens=160)
     made.say = said.append
-    tried = fail_above(made, 45, monkeypatch)
+    tried = fail_above(made, 35, monkeypatch)
     metrics = made.step(datums)
     assert metrics["skipped"] == 0
     assert said == [f"Out of memory; going on with micro-batches of {n} tokens." for n in (80, 40)]
@@ -272,7 +272,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatc
     # What was learnt about the memory is remembered.
     tried.clear()
     made.step(datums)
-    assert max(tried) <= 45
+    assert max(tried) <= 35
 
 
 def test_a_sequence_that_fits_no_memory_is_an_error_that_says_what_to_try(

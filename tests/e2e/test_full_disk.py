@@ -53,7 +53,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    # Lazily: a failed test may still hold a file open there.
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def resize(disk: Path, size: int) -> None:

@@ -53,7 +53,7 @@ def compare_with_slow_version(rig: Rig, options: dict[str, float]) -> None:
     sampling, prompts = sampling_with(**options), random_prompts(LENGTHS)
     groups = rig.engine.generate(prompts, sampling)
     # A number for each row and token, in that order of drawing; the draw inverts the cumulative distribution at it.
-    generator = torch.Generator().manual_seed(derive_seed(sampling.seed, "wave", 0))
+    generator = torch.Generator().manual_seed(derive_seed(sampling.seed, "rows", 0))
     uniforms = torch.rand(sampling.max_tokens, len(prompts) * sampling.n, generator=generator, dtype=torch.float64)
     for row, (prompt, completion) in enumerate((p, c) for p, group in zip(prompts, groups, strict=True) for c in group):
         tokens = completion.token_ids_T

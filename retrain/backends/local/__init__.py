@@ -69,14 +69,13 @@ class LocalBackend:
 
 
 def resolve_devices(text: str, say: Callable[[str], None]) -> list[torch.device]:
-    """Devices in torch's terms; a GPU that is not there becomes the CPU, with a warning."""
-    devices: list[torch.device] = []
-    for name in (part.strip() for part in text.split(",")):
-        index = int(name[4:]) if name.startswith("gpu:") else -1
-        if index >= torch.cuda.device_count():
-            say(f"Warning: there is no {name} here ({torch.cuda.device_count()} found); using the CPU.")
-            index = -1
-        devices.append(torch.device("cpu") if index < 0 else torch.device("cuda", index))
-    wanted_split, distinct = len(devices) > 1, list(dict.fromkeys(devices))
-    # Two missing GPUs fall back to one CPU; an explicit "cpu,cpu" keeps two copies, to try split mode without GPUs.
-    return devices if wanted_split and "gpu" not in text else distinct
+    """Devices in torch's terms. One that is not there is left out, with a warning; if none is left, it is the CPU."""
+    names = [part.strip() for part in text.split(",")]
+    missing = [name for name in names if name != "cpu" and int(name[4:]) >= torch.cuda.device_count()]
+    there = [name for name in names if name not in missing]
+    if missing:
+        instead = ", ".join(there) or "the CPU"
+        say(
+            f"Warning: there is no {', '.join(missing)} here ({torch.cuda.device_count()} GPUs found); using {instead}."
+        )
+    return [torch.device("cpu") if name == "cpu" else torch.device("cuda", int(name[4:])) for name in there or ["cpu"]]

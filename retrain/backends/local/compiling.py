@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +12,13 @@ import torch
 def compile_layers(causal_lm: Any) -> None:
     """Compile every decoder layer in place. They share their code, so all of them compile as one.
 
-    Shapes are dynamic from the start: packed batches hardly ever repeat theirs.
+    The first shape is compiled as it is, which is quick; the second one that comes makes its sizes symbolic, once and
+    for all. What was compiled is kept for the next run.
     """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/retrain/inductor").expanduser()))
     # A model with several kinds of layer, trained and checked in several modes, needs more variants than the default 8.
     torch._dynamo.config.recompile_limit = 64
     kinds = set(causal_lm._no_split_modules or ())
     for module in causal_lm.modules():
         if type(module).__name__ in kinds:
-            module.compile(dynamic=True)
+            module.compile()

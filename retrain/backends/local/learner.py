@@ -23,7 +23,7 @@ from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
 
 # Tokens a micro-batch begins with; a GPU that cannot hold it halves it once and remembers.
-DEFAULT_MICRO_BATCH = {"cpu": 8192, "cuda": 10240}
+DEFAULT_MICRO_BATCH = {"cpu": 8192, "cuda": 9216}
 
 
 class Learner:

@@ -56,8 +56,9 @@ class Policy:
     def has_plain_head(self) -> bool:
         """Whether logits are the last matrix product and nothing more."""
         settings = self.causal_lm.config.get_text_config().to_dict()
+        head = self.causal_lm.get_output_embeddings()
         odd = any(settings.get(key) for key in ("logits_scaling", "logit_scale", "final_logit_softcapping"))
-        return not odd and self.causal_lm.get_output_embeddings().bias is None
+        return type(head) is nn.Linear and head.bias is None and not odd
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, with whatever scaling or capping the model family applies after its last layer."""

@@ -33,15 +33,24 @@ class MicroBatch:
 
 
 def split_by_tokens(datums: Sequence[Datum], most: int) -> list[list[Datum]]:
-    """Batches of similar lengths, at most `most` tokens each with attention's padding; a longer datum stands alone."""
+    """Batches of similar lengths, at most `most` tokens each with attention's padding; a longer datum stands alone.
+
+    As few batches as that allows, and as even as can be: a small last one would cost nearly as much as a full one.
+    """
     ordered = sorted(datums, key=length_of, reverse=True)
-    # As many batches as are needed, but of even size: a small last one would cost as much as a full one.
-    total = sum(map(length_of, ordered))
-    aim = -(-total // -(-total // most))
+    fewest = len(_fill(ordered, most))
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_fill(ordered, middle)) <= fewest else (middle + 1, high)
+    return _fill(ordered, high)
+
+
+def _fill(ordered: Sequence[Datum], most: int) -> list[list[Datum]]:
+    """Put datums, longest first, into batches until the next would exceed `most`."""
     batches: list[list[Datum]] = []
     for datum in ordered:
-        longest = length_of(batches[-1][0]) if batches else 0
-        if not batches or longest * (len(batches[-1]) + 1) > aim:
+        if not batches or length_of(batches[-1][0]) * (len(batches[-1]) + 1) > most:
             batches.append([])
         batches[-1].append(datum)
     return batches

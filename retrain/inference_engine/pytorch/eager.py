@@ -12,6 +12,7 @@ from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import Decode, KVCache, Prefill
 from retrain.inference_engine.pytorch.sampler import Drawn, draw, shape_logits
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.seeding import derive_seed
 from retrain.types import IntArray, Sampling
 
 # Copying the cache costs about as much as a few steps, so rows leave it only when enough of them are finished.
@@ -27,10 +28,10 @@ class EagerDecoder:
         self.model = model
 
     def draw(
-        self, prompts: Sequence[IntArray], sampling: Sampling, seed: int, share: bool, progress: Progress
+        self, prompts: Sequence[IntArray], sampling: Sampling, first_row: int, share: bool, progress: Progress
     ) -> Drawn:
         """Complete every prompt `sampling.n` times, all at once."""
-        batch = _Batch(self.model, prompts, sampling, seed)
+        batch = _Batch(self.model, prompts, sampling, derive_seed(sampling.seed, "rows", first_row))
         batch.prefill(share)
         while batch.advance():
             progress("sampling", batch.finished, batch.rows)

@@ -21,7 +21,6 @@ from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.eager import EagerDecoder
 from retrain.inference_engine.pytorch.sampler import Drawn
 from retrain.inference_engine.pytorch.weights import SamplingModel
-from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
 
@@ -55,10 +54,9 @@ class PyTorchEngine:
                 )
         completions: list[list[Completion]] = []
         with torch.inference_mode():
-            for number, wave in enumerate(self._waves(prompts, sampling)):
-                drawn = self.decoder.draw(
-                    wave, sampling, derive_seed(sampling.seed, "wave", number), self.share_prefill, self.progress
-                )
+            for wave in self._waves(prompts, sampling):
+                first_row = len(completions) * sampling.n
+                drawn = self.decoder.draw(wave, sampling, first_row, self.share_prefill, self.progress)
                 completions += self._completions(drawn, sampling.n)
         return completions
 

@@ -62,12 +62,13 @@ class GraphDecoder:
         return sum(held.nbytes for pair in self.caches for held in pair)
 
     def draw(
-        self, prompts: Sequence[IntArray], sampling: Sampling, seed: int, share: bool, progress: Progress
+        self, prompts: Sequence[IntArray], sampling: Sampling, first_row: int, share: bool, progress: Progress
     ) -> Drawn:
         """Complete every prompt `sampling.n` times, all at once."""
         rows = len(prompts) * sampling.n
         self._make_room(rows, max(map(len, prompts)) + sampling.max_tokens, sampling)
-        self.buffers.seed.fill_(seed & 0x7FFFFFFF)
+        self.buffers.seed.fill_(sampling.seed & 0x7FFFFFFF)
+        self.buffers.first_row.fill_(first_row)
         self.buffers.temperature.fill_(sampling.temperature)
         self._prefill(prompts, sampling, share)
         size = _bucket(rows, self.rows)

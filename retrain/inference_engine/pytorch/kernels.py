@@ -17,7 +17,7 @@ from retrain.backends.local.attention import Scoring
 Caches = tuple[Tensor, Tensor]
 # Wider than any context.
 NO_WINDOW = 1 << 30
-# Rows of a matrix instruction; query heads of one group are padded to it.
+# Least extent of a matrix instruction; query heads of one group, and small heads, are padded to it.
 MIN_ROWS = 16
 # Vocabulary entries one program looks at.
 VOCABULARY_BLOCK = 4096
@@ -60,7 +60,7 @@ def _attend(
         inside = tokens < stop
         offsets = base + tokens[:, None] * SIZE + sizes[None, :]
         k = tl.load(key_cache + offsets, mask=inside[:, None] & is_size[None, :], other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             scores = softcap * _tanh(scores / softcap)
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -69,7 +69,7 @@ def _attend(
         shrink = tl.exp(best - new_best)
         total = total * shrink + tl.sum(weights, 1)
         v = tl.load(value_cache + offsets, mask=inside[:, None] & is_size[None, :], other=0.0).to(q.dtype)
-        gathered = gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v)
+        gathered = gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         best = new_best
 
     if split == SPLITS - 1:
@@ -133,7 +133,7 @@ def decode_attention(
     partial_output = torch.empty(parts, size, dtype=torch.float32, device=query.device)
     partial_stats = torch.empty(parts, 2, dtype=torch.float32, device=query.device)
     keys, values = caches
-    pad = triton.next_power_of_2(size)
+    pad = max(MIN_ROWS, triton.next_power_of_2(size))
     _attend[(rows, key_heads, splits)](
         query, key, value, keys, values, cached, output, partial_output, partial_stats,
         scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0,
@@ -150,7 +150,18 @@ def decode_attention(
 
 @triton.jit
 def _scan_vocabulary(
-    logits, row_ids, drawn, seed, temperature, stats, choices, logits_row, vocabulary, blocks, BLOCK: tl.constexpr
+    logits,
+    row_ids,
+    first_row,
+    drawn,
+    seed,
+    temperature,
+    stats,
+    choices,
+    logits_row,
+    vocabulary,
+    blocks,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -167,7 +178,7 @@ def _scan_vocabulary(
     # An exponential race: the token whose exponential, over its probability, comes first is a fair draw. Counters are
     # (token, row, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
     quarter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    which = quarter * 0 + tl.load(row_ids + row).to(tl.uint32)
+    which = quarter * 0 + (tl.load(row_ids + row) + tl.load(first_row)).to(tl.uint32)
     position = quarter * 0 + tl.load(drawn + row).to(tl.uint32)
     a, b, c, d = tl.philox(tl.load(seed), quarter, which, position, quarter * 0)
     bits = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (BLOCK,))
@@ -230,7 +241,8 @@ class SamplingBuffers:
     """Where drawn tokens go, and how far each row is.
 
     `done` and `endings` are 0 while a row goes on, 1 after a stop token, 2 at the cap. Rows may change places in the
-    batch; what they draw is written under `row_ids`, the number they began with.
+    batch; what they draw is written under `row_ids`, the number they began with. `first_row` is how many rows of the
+    same request were drawn in batches before this one, so that cutting a request into batches changes no draw.
     """
 
     def __init__(self, rows: int, width: int, stops: tuple[int, ...], device: torch.device) -> None:
@@ -244,7 +256,7 @@ class SamplingBuffers:
         self.lengths, self.endings = zeros(rows), zeros(rows)
         self.row_ids, self.drawn, self.cached, self.done = zeros(rows), zeros(rows), zeros(rows), zeros(rows)
         self.next_token = zeros(rows, dtype=torch.int64)
-        self.seed = zeros(1)
+        self.seed, self.first_row = zeros(1), zeros(1)
         self.temperature = zeros(1, dtype=torch.float32)
         padding = (-1,) * (triton.next_power_of_2(len(stops)) - len(stops)) if stops else (-1,)
         self.stops = torch.tensor((*stops, *padding), dtype=torch.int32, device=device)
@@ -258,8 +270,8 @@ def draw_tokens(logits: Tensor, buffers: SamplingBuffers) -> None:
     choices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     b = buffers
     _scan_vocabulary[(rows, blocks)](
-        logits, b.row_ids, b.drawn, b.seed, b.temperature, stats, choices, logits.stride(0), vocabulary, blocks,
-        BLOCK=VOCABULARY_BLOCK, num_warps=8,
+        logits, b.row_ids, b.first_row, b.drawn, b.seed, b.temperature, stats, choices,
+        logits.stride(0), vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
     _settle[(rows,)](
         stats, choices, b.row_ids, b.drawn, b.cached, b.done, b.next_token,

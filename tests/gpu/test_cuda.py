@@ -207,9 +207,10 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
 
 
 def test_gradient_checkpointing_takes_less_memory(broad: Path) -> None:
-    datums, peaks = random_datums(16 * [(64, 960)]), []
+    # One micro-batch, large enough for activations to outweigh the logits' slices.
+    datums, peaks = random_datums(64 * [(64, 960)]), []
     for checkpointing in (False, True):
-        config = config_for(broad, memory__gradient_checkpointing=checkpointing)
+        config = config_for(broad, memory__gradient_checkpointing=checkpointing, memory__micro_batch_tokens=1 << 17)
         learner = learner_for(policy_for(config, device="cuda"), config)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

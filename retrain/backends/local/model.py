@@ -41,6 +41,16 @@ class Policy:
         self.dtype: torch.dtype = parameter.dtype
 
     @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        settings = self.causal_lm.config.get_text_config()
+        told = settings.to_dict()
+        # Some families name neither; then every head has its own keys, and heads share the width.
+        heads = told.get("num_key_value_heads") or settings.num_attention_heads
+        size = told.get("head_dim") or settings.hidden_size // settings.num_attention_heads
+        return 2 * self.layers * int(heads) * int(size) * self.dtype.itemsize
+
+    @property
     def adapter_parameters(self) -> list[nn.Parameter]:
         """What the optimiser moves."""
         return [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]

@@ -77,10 +77,7 @@ class PyTorchEngine:
     def _prompts_that_fit(self, tokens: int, group: int) -> int:
         if self.policy.device.type != "cuda":
             return 1 << 30
-        settings = self.policy.causal_lm.config.get_text_config().to_dict()
-        heads = settings.get("num_key_value_heads") or settings["num_attention_heads"]
-        size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        row_bytes = 2 * self.policy.layers * heads * size * tokens * self.policy.dtype.itemsize
+        row_bytes = tokens * self.policy.cache_bytes_per_token
         free, _ = torch.cuda.mem_get_info(self.policy.device)
         held = torch.cuda.memory_reserved(self.policy.device) - torch.cuda.memory_allocated(self.policy.device)
         room = free + held + self.decoder.cache_bytes

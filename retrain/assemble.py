@@ -142,8 +142,8 @@ def _load_held_out(config: TrainConfig, examples: Sequence[Example]) -> Sequence
     if not config.eval.every:
         return []
     own = {"split": config.eval.split}
-    if config.eval.source:
-        own |= {"source": config.eval.source, "path": config.eval.path}
+    if config.eval.source or config.eval.path:
+        own |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
     held_out = load_examples(config.data.model_copy(update=own), config.plugins.search_paths)
     if isinstance(held_out, Endless):
         # The same problems for every run, whatever its seed, so that runs can be compared on them.

@@ -49,7 +49,7 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
         """Write a checkpoint after `step` steps; `write` fills its folder. Older ones beyond `keep` go."""
-        target = self.folder / f"step_{step:06d}"
+        target = self.path_of(step)
         draft = self.folder / f".writing_{target.name}"
         try:
             _remove(draft)
@@ -57,6 +57,7 @@ class Checkpoints:
             write(draft)
             digests = {str(f.relative_to(draft)): digest(f) for f in sorted(draft.rglob("*")) if f.is_file()}
             manifest = {"format": FORMAT, "step": step, "state": state, "files": digests}
+            manifest["seal"] = _seal(manifest)
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             _sync_tree(draft)
             _remove(target)
@@ -67,10 +68,14 @@ class Checkpoints:
                 _remove(draft)
             raise explain_write_error(error, self.folder) from error
         for old in self.steps()[: -self.keep]:
-            _remove(self.folder / f"step_{old:06d}")
+            _remove(self.path_of(old))
         for leftover in self.folder.glob(".*_step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         return target
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps lies, or would."""
+        return self.folder / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""
@@ -80,7 +85,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint:
         """The newest checkpoint that is whole."""
         for step in reversed(self.steps()):
-            path = self.folder / f"step_{step:06d}"
+            path = self.path_of(step)
             problem, manifest = _verify(path)
             if not problem:
                 return Checkpoint(path, step, manifest["state"])
@@ -90,7 +95,7 @@ class Checkpoints:
     def drop_after(self, step: int) -> None:
         """Delete checkpoints of later steps, which a resume from `step` will write again."""
         for later in (s for s in self.steps() if s > step):
-            _remove(self.folder / f"step_{later:06d}")
+            _remove(self.path_of(later))
 
 
 def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
@@ -125,6 +130,9 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
             f"The adapter is in {checkpoint / 'adapter'}."
         )
         return
+    if not (checkpoint / "adapter").is_dir():
+        # A backend of another kind may have none.
+        return
     draft = adapter_path.with_name(f".{adapter_path.name}.{os.getpid()}")
     try:
         _remove(draft)
@@ -151,12 +159,20 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def _seal(manifest: dict[str, Any]) -> str:
+    """A digest of all the rest of a manifest."""
+    text = json.dumps([manifest["step"], manifest["state"], manifest["files"]], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def _verify(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with a checkpoint ("" if nothing), and its manifest."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, this version reads {FORMAT}", {}
+        if manifest["seal"] != _seal(manifest) or path.name != f"step_{manifest['step']:06d}":
+            return f"{MANIFEST} was changed", {}
         for name, expected in manifest["files"].items():
             if digest(path / name) != expected:
                 return f"{name} does not match its digest", {}

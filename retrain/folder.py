@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from retrain.checkpoint import STATE_FILE, Checkpoint, Checkpoints
+from retrain.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.rules import values_of
 from retrain.errors import CheckpointError, ConfigError
@@ -27,69 +27,112 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 
 
+# What a folder that was trained in holds.
+RUN_FILES = (STATE_FILE, *FILES, "checkpoints", "rollouts")
+
+
 class RunFolder:
     """A locked log_dir with its resolved configuration, and the checkpoint to go on from, if any."""
 
     def __init__(self, config: TrainConfig, force_resume: bool, say: Callable[[str], None]) -> None:
-        self.path = Path(config.logging.log_dir)
+        self.path = Path(config.logging.log_dir).expanduser()
+        if self.path.is_symlink():
+            # The folder behind a link is the run's; renaming the link would send the next run to another disk.
+            self.path = self.path.resolve()
         self.say = say
         self.checkpoint: Checkpoint | None = None
-        resumed = Path(config.resume.from_) if config.resume.from_ else None
+        self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
         try:
-            if resumed is None:
-                self._step_aside_earlier_run()
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path)
-            try:
-                self.config = self._take_over(config, resumed, force_resume)
-            except BaseException:
-                self.lock.close()
-                raise
         except OSError as error:
             raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
+        try:
+            config = with_absolute_paths(config)
+            self.config = (
+                self._find_checkpoint(config, force_resume) if self.resumed else _with_seed(config, fresh_seed())
+            )
+        except BaseException:
+            self.lock.close()
+            raise
 
     def close(self) -> None:
         """Let another run have the folder."""
         self.lock.close()
 
-    def _take_over(self, config: TrainConfig, resumed: Path | None, force: bool) -> TrainConfig:
-        """Settle the configuration and write it down, in one go: without it nothing could be resumed."""
-        config = self._resume(config, resumed, force) if resumed else _with_seed(config, fresh_seed())
-        draft = self.path / f".{CONFIG_FILE}"
-        draft.write_text(dump_config(config), encoding="utf-8")
-        os.replace(draft, self.path / CONFIG_FILE)
-        return config
+    def settle(self) -> None:
+        """Make the folder this run's: nothing in it changes before every part is known to load."""
+        try:
+            if self.checkpoint is not None and self.resumed is not None:
+                if self.resumed.resolve() != self.path.resolve():
+                    _copy_logs(self.resumed, self.path)
+                cut_logs(self.path, self.checkpoint.state["log_sizes"])
+                drop_recordings(self.path, self.checkpoint.step)
+                Checkpoints(self.path, self.config.training.keep, self.say).drop_after(self.checkpoint.step)
+            elif any(_holds_something(self.path / name) for name in RUN_FILES):
+                self._step_aside_earlier_run()
+            # Whoever starts from this file starts afresh, and says so if it is to go on.
+            written = self.config.model_copy(update={"resume": type(self.config.resume)()})
+            draft = self.path / f".{CONFIG_FILE}"
+            draft.write_text(dump_config(written), encoding="utf-8")
+            os.replace(draft, self.path / CONFIG_FILE)
+        except OSError as error:
+            raise explain_write_error(error, self.path) from error
 
     def _step_aside_earlier_run(self) -> None:
         """An earlier run in the same place is renamed, never overwritten."""
-        if not any((self.path / name).exists() for name in (STATE_FILE, *FILES)):
-            return
-        _lock(self.path).close()
         number = next(n for n in range(1, 1_000_000) if not Path(f"{self.path}.{n}").exists())
-        os.rename(self.path, f"{self.path}.{number}")
-        self.say(f"{self.path} held an earlier run; it is now {self.path}.{number} (to go on with it: --resume).")
+        aside = f"{self.path}.{number}"
+        try:
+            os.rename(self.path, aside)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
+            ) from error
+        self.path.mkdir()
+        earlier, self.lock = self.lock, _lock(self.path)
+        earlier.close()
+        self.say(f"{self.path} held an earlier run; it is now {aside} (to go on with it: --resume {aside}).")
 
-    def _resume(self, config: TrainConfig, resumed: Path, force: bool) -> TrainConfig:
-        if not (resumed / STATE_FILE).is_file():
-            raise CheckpointError(f"{resumed} has no {STATE_FILE}, so there is nothing to resume.")
-        stored = load_config(resumed / CONFIG_FILE)
+    def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
+        assert self.resumed is not None
+        if not (self.resumed / CONFIG_FILE).is_file():
+            raise CheckpointError(f"{self.resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
+        stored = with_absolute_paths(load_config(self.resumed / CONFIG_FILE))
         config = _with_seed(config, stored.training.seed)
         differences = meaningful_differences(stored, config)
         if differences and not force:
             raise CheckpointError(
-                f"{resumed} was trained with other settings:\n"
+                f"{self.resumed} was trained with other settings:\n"
                 + "\n".join(f"  {line}" for line in differences)
                 + "\nA run that changes its meaning on the way cannot be compared with any other.  "
                 "Try: leave them as they were, start a new run, or insist with --force-resume."
             )
-        self.checkpoint = Checkpoints(resumed, config.training.keep, self.say).newest()
-        if resumed.resolve() != self.path.resolve():
-            _copy_logs(resumed, self.path)
-        cut_logs(self.path, self.checkpoint.state["log_sizes"])
-        drop_recordings(self.path, self.checkpoint.step)
-        Checkpoints(self.path, config.training.keep, self.say).drop_after(self.checkpoint.step)
+        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.say).newest()
         self.say(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
         return config
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same configuration, readable from any working directory."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else path
+
+    model = config.model
+    if Path(model.model).expanduser().is_dir():
+        model = model.model_copy(update={"model": absolute(model.model)})
+    return config.model_copy(
+        update={
+            "model": model,
+            "backend": config.backend.model_copy(update={"adapter_path": absolute(config.backend.adapter_path)}),
+            "data": config.data.model_copy(update={"path": absolute(config.data.path)}),
+            "eval": config.eval.model_copy(update={"path": absolute(config.eval.path)}),
+            "plugins": config.plugins.model_copy(
+                update={"search_paths": tuple(absolute(path) for path in config.plugins.search_paths)}
+            ),
+        }
+    )
 
 
 def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str]:
@@ -125,8 +168,12 @@ def _lock(path: Path) -> TextIO:
     return file
 
 
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
 def _copy_logs(source: Path, target: Path) -> None:
-    if any((target / name).exists() for name in FILES):
+    if any(_holds_something(target / name) for name in (*FILES, "checkpoints", "rollouts")):
         raise ConfigError(
             f"{target} already holds a run, so that of {source} cannot go on there.  Try: another --log-dir"
         )

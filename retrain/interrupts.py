@@ -1,23 +1,31 @@
-"""Ctrl-C and SIGTERM: stop at once between steps, or as soon as the step under way is whole."""
+"""Ctrl-C, SIGTERM and a closed terminal: stop at once between steps, or as soon as the step under way is whole."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that end even what should not be interrupted: somebody really means it.
+INSISTING = 3
 
 
 class Interrupts:
-    """Turns both signals into KeyboardInterrupt, held back while `held` is open. Idle outside the main thread."""
+    """Turns signals into KeyboardInterrupt, held back while `held` is open. Idle outside the main thread."""
 
     def __init__(self) -> None:
         self.holding = False
-        self.waiting = False
+        self.stopping = False
+        """Whether the run was told to stop already: what it does about that is held too."""
+        self.waiting = 0
+        """Signals that came while holding or stopping."""
         self.previous: dict[int, Any] = {}
 
     @property
@@ -27,7 +35,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            # Whoever started it with nohup wants it to outlive the terminal.
+            wanted = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self.previous = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
     def __exit__(
@@ -37,10 +47,16 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.holding:
-            self.waiting = True
-        else:
+        if not self.holding and not self.stopping:
+            self.stopping = True
             raise KeyboardInterrupt
+        self.waiting += 1
+        if self.waiting >= INSISTING:
+            raise KeyboardInterrupt
+        if self.waiting == 1 and sys.__stderr__ is not None:
+            # Not print: a signal may arrive in the middle of one. A terminal that was closed takes nothing any more.
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nFinishing and saving; twice more stops at once.\n")
 
     def hold(self) -> None:
         """Begin what `held` will go on with and end."""
@@ -51,6 +67,7 @@ class Interrupts:
         """Let nothing in between. An error inside leaves `between_steps` false: the step is half done."""
         self.hold()
         yield
+        self.stopping = self.stopping or self.waiting > 0
         self.holding = False
         if self.waiting:
             raise KeyboardInterrupt

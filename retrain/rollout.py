@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.rewards import Item, RewardPool
 from retrain.seeding import derive_seed
 from retrain.tokens import PromptEncoder
-from retrain.types import Example, Group, Sampling, Score
+from retrain.types import Completion, Example, Group, Sampling, Score
 
 # Beyond this share of failed scores the rest says little about the policy.
 MAX_ERROR_RATE = 0.5
@@ -101,6 +103,7 @@ class Scorer:
         started = time.perf_counter()
         prompts = [self.encoder.encode(example) for example in examples]
         completions_PG = engine.generate(prompts, sampling)
+        check_completions(engine, completions_PG, len(prompts), sampling.n)
         sampled = time.perf_counter()
         self.progress("scoring", 0, sum(map(len, completions_PG)))
         items = [
@@ -131,6 +134,36 @@ class Scorer:
             raise RolloutError(
                 f"scoring failed for {len(failed)} of {len(scores)} completions ({failed[0].outcome}: {last})."
             )
+
+
+def check_completions(engine: InferenceEngine, completions_PG: object, prompts: int, n: int) -> None:
+    """Refuse what an engine returned unless it is `n` whole completions for each prompt: the rest would shift."""
+    who = f"the inference engine {type(engine).__module__}.{type(engine).__qualname__}"
+    for group, completions in enumerate(_of_length(completions_PG, prompts, who, f"{prompts} prompts")):
+        place = f"prompt {group}"
+        for index, completion in enumerate(_of_length(completions, n, who, f"n = {n} at {place}")):
+            _check_completion(completion, f"{who} returned, at {place}, completion {index},")
+
+
+def _of_length(values: object, length: int, who: str, wanted: str) -> Sequence[object]:
+    if not isinstance(values, Sequence):
+        raise RolloutError(f"{who} returned {type(values).__name__} for {wanted}, where a list is needed.")
+    if len(values) != length:
+        raise RolloutError(f"{who} returned a list of {len(values)} for {wanted}.")
+    return values
+
+
+def _check_completion(completion: object, returned: str) -> None:
+    if not isinstance(completion, Completion):
+        raise RolloutError(f"{returned} a {type(completion).__name__} where a retrain.types.Completion is needed.")
+    tokens = np.shape(completion.token_ids_T)
+    if len(tokens) != 1:
+        raise RolloutError(f"{returned} token ids of shape {tokens}, where one row is needed.")
+    optional = (("entropies", completion.entropies_T), ("a sampled mask", completion.sampled_T))
+    arrays = [("log-probs", completion.logprobs_T), *((what, array) for what, array in optional if array is not None)]
+    for what, array in arrays:
+        if np.shape(array) != tokens:
+            raise RolloutError(f"{returned} {what} of shape {np.shape(array)} for {tokens[0]} tokens.")
 
 
 def has_signal(group: Group) -> bool:

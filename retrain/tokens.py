@@ -26,7 +26,8 @@ def explain_missing_model(name: str, error: Exception) -> str:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
         f"[model] model = {name!r} could not be loaded: {reason}  "
-        'Try: check the id, or download it elsewhere and point at the folder: model = "/path/to/model".'
+        'Try: check the id; or download it elsewhere and point at the folder: model = "/path/to/model"; '
+        'or use the embedded one: model = "builtin:tiny".'
     )
 
 

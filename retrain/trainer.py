@@ -15,7 +15,6 @@ from retrain.advantages import Credit
 from retrain.assemble import Parts, assemble
 from retrain.checkpoint import publish_adapter, write_state_file
 from retrain.config import TrainConfig
-from retrain.errors import RetrainError
 from retrain.evaluate import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.recording import write_recording
@@ -52,15 +51,24 @@ def train(config: TrainConfig, force_resume: bool = False, console: Console | No
     """Run a configuration to its last step, from its checkpoint if it resumes one."""
     with assemble(config, force_resume, console) as parts, Interrupts() as interrupts:
         progress = resume(parts)
-        parts.tracker.start(parts.config)
+        parts.folder.settle()
         try:
-            return run_steps(parts, progress, interrupts)
-        except (KeyboardInterrupt, RetrainError):
-            if interrupts.between_steps:
-                save(parts, progress, "interrupted")
-            raise
+            parts.tracker.start(parts.config)
+            return run_or_save(parts, progress, interrupts)
         finally:
             parts.tracker.finish()
+
+
+def run_or_save(parts: Parts, progress: Progress, interrupts: Interrupts) -> TrainResult:
+    """Every step that is left, or a checkpoint where they end."""
+    try:
+        return run_steps(parts, progress, interrupts)
+    except BaseException:
+        # Whatever it was, between steps the state is whole and worth keeping.
+        if interrupts.between_steps:
+            interrupts.hold()
+            save(parts, progress, "interrupted")
+        raise
 
 
 def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> TrainResult:
@@ -68,26 +76,29 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
     training = parts.config.training
     first = last = None
     while progress.step < training.max_steps:
-        step, cursor, started = progress.step, parts.order.state_dict(), time.perf_counter()
+        step, started = progress.step, time.perf_counter()
+        cursor, schedule = parts.order.state_dict(), parts.sepa.state_dict()
         try:
             seed_everything(training.seed, step)
             engine = parts.backend.sampler(step)
             last = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
             first = first or last
             rollouts = parts.rollouts.collect(engine, step, progress.batch_size)
-            # Still inside the try: an interrupt must find the problems either given back or the step under way.
-            interrupts.hold()
-        except BaseException:
-            # The step never happened: it will draw the same problems when it does.
-            parts.order.load_state_dict(cursor)
-            raise
-        with interrupts.held():
             parts.sepa.observe_correct_rate(rollouts.correct_rate)
             sepa_lambda = parts.sepa.resolve_lambda(step)
             masks = parts.planning.of(rollouts.groups) if parts.planning else None
             credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
             datums = build_datums(rollouts.groups, credit)
+            # Still inside the try: an interrupt must find the problems either given back or the step under way.
+            interrupts.hold()
+        except BaseException:
+            # The step never happened: it will draw the same problems when it does.
+            parts.order.load_state_dict(cursor)
+            parts.sepa.load_state_dict(schedule)
+            raise
+        with interrupts.held():
             training_started = time.perf_counter()
+            parts.console.progress("training", 0, len(datums))
             outcome = parts.backend.train_step(datums, step)
             train_time = time.perf_counter() - training_started
             parts.sepa.update(credit.exec_entropy_var)
@@ -176,13 +187,17 @@ def resume(parts: Parts) -> Progress:
     parts.order.load_state_dict(state["order"])
     parts.sepa.load_state_dict(state["sepa"])
     parts.backpressure.load_state_dict(state["backpressure"])
-    return Progress(**state["progress"])
+    progress = Progress(**state["progress"])
+    if state["configured_batch_size"] != parts.config.training.batch_size:
+        progress.batch_size = parts.config.training.batch_size
+    return progress
 
 
 def save(parts: Parts, progress: Progress, status: str) -> None:
     """A checkpoint at this step, unless it has one already, and a note of it in trainer_state.json."""
     state = {
         "progress": vars(progress).copy(),
+        "configured_batch_size": parts.config.training.batch_size,
         "order": parts.order.state_dict(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
@@ -190,9 +205,10 @@ def save(parts: Parts, progress: Progress, status: str) -> None:
         "random": {"seed": parts.config.training.seed, "step": progress.step},
         "log_sizes": parts.jsonl.sizes(),
     }
-    if progress.step not in parts.checkpoints.steps():
+    if progress.step in parts.checkpoints.steps():
+        path = parts.checkpoints.path_of(progress.step)
+    else:
         path = parts.checkpoints.save(progress.step, state, parts.backend.save)
-        publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)
     write_state_file(
         parts.folder.path,
         {
@@ -204,6 +220,7 @@ def save(parts: Parts, progress: Progress, status: str) -> None:
             "running_correct_rate": progress.right / max(1, progress.scored),
         },
     )
+    publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)
 
 
 def finish(parts: Parts, progress: Progress) -> Evaluation | None:

@@ -32,7 +32,7 @@ class Example:
     reference: str
     id: str = ""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """Whatever else the source knows, e.g. the subject; handed to custom rewards and written to the logs."""
+    """Whatever else the source knows, e.g. the subject; handed to custom rewards."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,24 @@ def test_leftovers_of_killed_runs_are_cleaned_up(checkpoints: Checkpoints) -> No
     assert names(checkpoints) == ["step_000006"]
 
 
-@pytest.mark.parametrize("damage", ["flipped bit", "missing file", "torn manifest", "no manifest", "other format"])
+DAMAGES = [
+    "flipped bit",
+    "missing file",
+    "torn manifest",
+    "no manifest",
+    "other format",
+    "edited state",
+    "edited step",
+    "a file left out",
+    "no seal",
+]
+
+
+def edit(manifest: Path, **changes: object) -> None:
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changes))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_and_said(checkpoints: Checkpoints, said: list[str], damage: str) -> None:
     checkpoints.save(2, {}, write)
     newest = checkpoints.save(4, {}, write)
@@ -121,7 +138,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(checkpoints: Checkpoints, 
         case "no manifest":
             manifest.unlink()
         case "other format":
-            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+            edit(manifest, format=99)
+        case "edited state":
+            edit(manifest, state={"progress": 5})
+        case "edited step":
+            edit(manifest, step=2)
+        case "a file left out":
+            edit(manifest, files={})
+        case "no seal":
+            edit(manifest, seal=None)
     assert checkpoints.newest().step == 2
     assert len(said) == 1
     assert said[0].startswith(f"Checkpoint {newest} is damaged (")
@@ -180,3 +205,10 @@ def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoin
     assert len(told) == 2
     assert all(line.startswith("Warning: ") and str(checkpoint / "adapter") in line for line in told)
     assert (tmp_path / "file").is_file()
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoints, said: list[str]) -> None:
+    checkpoints.save(2, {}, write)
+    checkpoints.save(4, {}, write).rename(checkpoints.path_of(9))
+    assert checkpoints.newest().step == 2
+    assert "step_000009 is damaged (checkpoint.json was changed)" in said[0]

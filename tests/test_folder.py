@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly
-from e2e.tiny import write_tokenizer
+from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
+from e2e.tiny import write_model, write_tokenizer
 
+from retrain.cli import run
 from retrain.config import load_config
 from retrain.errors import CheckpointError, ConfigError
-from retrain.folder import RunFolder, meaningful_differences
+from retrain.folder import RunFolder, meaningful_differences, with_absolute_paths
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +44,88 @@ def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder
     assert (run_folder / "logs.1" / "metrics.jsonl").read_bytes() == before
     assert len(rows(run_folder / "logs")) == 1
     logs = run_folder / "logs"
-    assert f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume)." in printed
+    assert f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)." in printed
     train_quietly(fake_config(model, run_folder, training__max_steps=2))
     assert [len(rows(f"{logs}{suffix}")) for suffix in ("", ".1", ".2")] == [2, 4, 1]
+
+
+def open_folder(log_dir: Path) -> list[str]:
+    """What a new run in that place is told."""
+    said: list[str] = []
+    folder = RunFolder(load_config(None, {"logging.log_dir": str(log_dir)}), False, said.append)
+    folder.settle()
+    folder.close()
+    return said
+
+
+def test_a_run_that_fails_to_start_leaves_the_earlier_one_where_it_was(run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    RunFolder(load_config(None, {"logging.log_dir": str(logs)}), False, print).close()
+    assert (logs / "metrics.jsonl").stat().st_size > 0
+    assert not Path(f"{logs}.1").exists()
+
+
+def test_checkpoints_without_logs_are_an_earlier_run_too(run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    for path in [path for path in logs.iterdir() if path.name != "checkpoints"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert open_folder(logs) == [
+        f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)."
+    ]
+    assert (run_folder / "logs.1" / "checkpoints" / "step_000004").is_dir()
+    assert not (logs / "checkpoints").exists()
+
+
+def test_empty_logs_are_no_earlier_run(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    (logs / "emergence").mkdir(parents=True)
+    (logs / "checkpoints").mkdir()
+    for name in ("metrics.jsonl", "eval.jsonl", "emergence/steps.jsonl"):
+        (logs / name).touch()
+    assert open_folder(logs) == []
+    assert not (tmp_path / "logs.1").exists()
+
+
+def test_an_earlier_run_behind_a_link_steps_aside_and_the_link_stays(run_folder: Path) -> None:
+    logs, disk = run_folder / "logs", run_folder / "disk"
+    disk.mkdir()
+    logs.rename(disk / "run")
+    logs.symlink_to(disk / "run")
+    open_folder(logs)
+    assert logs.is_symlink()
+    assert logs.resolve() == disk / "run"
+    assert not (logs / "metrics.jsonl").exists()
+    assert len(rows(disk / "run.1")) == 4
+
+
+def test_a_tilde_is_the_home_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    places = {"logging__log_dir": "~/logs", "backend__adapter_path": "~/adapter"}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **places))
+    assert len(rows(home / "logs")) == 1
+    assert (home / "adapter" / "steps.txt").read_text() == "1"
+    assert list(here.iterdir()) == []
+
+
+def test_a_finished_run_publishes_its_adapter_wherever_a_resume_wants_it(model: Path, run_folder: Path) -> None:
+    elsewhere = run_folder / "elsewhere"
+    resuming = {"resume__from": str(run_folder / "logs"), "backend__adapter_path": str(elsewhere)}
+    train_quietly(fake_config(model, run_folder, **resuming))
+    assert (elsewhere / "steps.txt").read_text() == "4"
+
+
+def test_a_run_killed_before_anything_but_its_checkpoint_was_written_resumes(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    (logs / "trainer_state.json").unlink()
+    shutil.rmtree(run_folder / "adapter")
+    train_quietly(fake_config(model, run_folder, resume__from=str(logs)))
+    state = json.loads((logs / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (4, "finished")
+    assert (run_folder / "adapter" / "steps.txt").read_text() == "4"
 
 
 def test_a_renamed_run_can_still_be_resumed(model: Path, run_folder: Path) -> None:
@@ -110,7 +191,7 @@ def test_an_earlier_run_that_cannot_step_aside_is_an_error(
 ) -> None:
     # A folder cannot be renamed while it is the working directory by the name of ".", or a mount point.
     monkeypatch.chdir(run_folder / "logs")
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    with pytest.raises(ConfigError, match="cannot be renamed"):
         train_quietly(fake_config(model, run_folder, logging__log_dir="."))
 
 
@@ -141,6 +222,73 @@ def test_insisting_resumes_all_the_same(model: Path, run_folder: Path) -> None:
     assert load_config(logs / "config.toml").training.lr == 1e-3
 
 
+def test_insisting_on_another_batch_size_uses_it(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    assert run(["--resume", str(logs), "--force-resume", "--batch-size", "3", "--max-steps", "5"]) == 0
+    assert [row["batch_size"] for row in rows(logs)] == [2, 2, 2, 2, 3]
+    assert len([row for row in rows(logs, "emergence/generations.jsonl") if row["step"] == 4]) == 3 * 4
+
+
+def test_insisting_on_an_adapter_that_does_not_fit_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = {
+        "backend__backend": "local",
+        "backend__devices": "cpu",
+        "model__lora_rank": 8,
+        "training__max_tokens": 8,
+        "training__max_steps": 1,
+        "reward__custom_function": "score_length",
+    }
+    whole = write_tokenizer(write_model(tmp_path / "model", layers=1))
+    train_quietly(fake_config(whole, tmp_path, **real))
+    logs = tmp_path / "logs"
+    torn(tmp_path)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in logs.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    assert run(["--resume", str(logs), "--force-resume", "--lora-rank", "4", "--max-steps", "2"]) == 1
+    assert "error: the saved adapter has other layers than this model" in capsys.readouterr().err
+    assert files() == before
+    assert run(["--resume", str(logs), "--max-steps", "2"]) == 0
+    assert [row["step"] for row in rows(logs)] == [0, 1]
+
+
+def test_a_resumed_run_writes_a_configuration_that_starts_afresh(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    folder = RunFolder(fake_config(model, run_folder, resume__from=str(logs)), False, lambda line: None)
+    folder.settle()
+    folder.close()
+    assert load_config(logs / "config.toml").resume.from_ == ""
+    assert load_config(logs / "config.toml") == with_absolute_paths(fake_config(model, run_folder))
+
+
+def test_a_run_with_relative_paths_resumes_from_anywhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(here)
+    (here / "reward_of_here.py").write_text("def score(response, reference):\n    return 'right' in response\n")
+    write_problems(here)
+    relative = {
+        "data__path": "problems.jsonl",
+        "logging__log_dir": "logs",
+        "backend__adapter_path": "adapter",
+        "reward__custom_module": "reward_of_here",
+    }
+    train_quietly(fake_config(model, here, training__max_steps=1, **relative))
+    monkeypatch.chdir(elsewhere)
+    assert run(["--resume", str(here / "logs"), "--max-steps", "2"]) == 0
+    assert [row["step"] for row in rows(here / "logs")] == [0, 1]
+    assert (here / "adapter" / "steps.txt").read_text() == "2"
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_how_long_where_and_how_fast_may_change(model: Path, run_folder: Path) -> None:
     free: dict[str, Any] = {
         "training__max_steps": 5,
@@ -161,8 +309,6 @@ def test_how_long_where_and_how_fast_may_change(model: Path, run_folder: Path) -
 def test_a_resume_needs_no_configuration_but_the_folders_own(
     model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from retrain.cli import run
-
     monkeypatch.chdir(tmp_path_factory.mktemp("anywhere"))
     assert run(["--resume", str(run_folder / "logs"), "--max-steps", "5"]) == 0
     assert [row["step"] for row in rows(run_folder / "logs")] == [0, 1, 2, 3, 4]
@@ -248,4 +394,4 @@ def test_differences_that_only_say_where_are_no_differences() -> None:
 
 def test_the_written_configuration_is_the_whole_one(model: Path, finished: Path) -> None:
     written = load_config(finished / "logs" / "config.toml")
-    assert written == fake_config(model, finished)
+    assert written == with_absolute_paths(fake_config(model, finished))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,14 +14,14 @@ def strike(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_at_once_between_steps(number: int) -> None:
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         assert interrupts.between_steps
         strike(number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_within_a_step_waits_for_its_end(number: int) -> None:
     done = []
     with Interrupts() as interrupts:
@@ -31,6 +32,58 @@ def test_a_signal_within_a_step_waits_for_its_end(number: int) -> None:
             done.append("the rest of the step")
         assert interrupts.between_steps
     assert done
+
+
+def test_the_first_signal_within_a_step_is_answered(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.held():
+        strike()
+        strike()
+    assert capfd.readouterr().err == "\nFinishing and saving; twice more stops at once.\n"
+
+
+def test_a_closed_terminal_does_not_disturb_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(descriptor: int, text: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", gone)
+    done = []
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.held():
+        strike(signal.SIGHUP)
+        done.append("the rest of the step")
+    assert done
+
+
+def test_the_third_signal_ends_even_a_step() -> None:
+    struck = []
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt), interrupts.held():
+            for time in range(9):
+                struck.append(time)
+                strike()
+        assert not interrupts.between_steps
+    assert struck == [0, 1, 2]
+
+
+def test_what_is_done_about_a_signal_is_not_cut_short_by_the_next() -> None:
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            strike()
+        strike()
+        assert interrupts.between_steps
+        interrupts.hold()
+        strike()
+        with pytest.raises(KeyboardInterrupt):
+            strike()
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            strike(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_step_can_begin_before_its_block() -> None:

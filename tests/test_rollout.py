@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,3 +125,33 @@ def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
     live = [has_signal(group) for group in groups]
     assert live == sorted(live, reverse=True)
     assert sum(live) == 3
+
+
+def answer(tokens: int = 2, **arrays: object) -> Completion:
+    return replace(Completion(np.arange(tokens), np.zeros(tokens), "right", "stop"), **arrays)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([[answer(), answer()]], "returned a list of 1 for 2 prompts"),
+        ([[answer(), answer()], [answer()]], "returned a list of 1 for n = 2 at prompt 1"),
+        ([[answer(), answer()], [answer()] * 3], "returned a list of 3 for n = 2 at prompt 1"),
+        (None, "returned NoneType for 2 prompts, where a list is needed"),
+        ([answer(), answer()], "returned Completion for n = 2 at prompt 0, where a list is needed"),
+        ([[answer(), "right"]] * 2, "at prompt 0, completion 1, a str where a retrain.types.Completion is needed"),
+        ([[answer(), answer(logprobs_T=np.zeros(3))]] * 2, r"completion 1, log-probs of shape \(3,\) for 2 tokens"),
+        ([[answer(logprobs_T=None), answer()]] * 2, r"completion 0, log-probs of shape \(\) for 2 tokens"),
+        ([[answer(entropies_T=np.zeros((2, 1))), answer()]] * 2, r"entropies of shape \(2, 1\) for 2 tokens"),
+        ([[answer(sampled_T=np.ones(1, dtype=bool)), answer()]] * 2, r"a sampled mask of shape \(1,\) for 2 tokens"),
+        ([[answer(token_ids_T=np.zeros((2, 1))), answer()]] * 2, r"token ids of shape \(2, 1\), where one row"),
+    ],
+)
+def test_an_engine_that_returns_the_wrong_shape_is_named(returned: object, message: str) -> None:
+    class Misshapen(ScriptedEngine):
+        def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+            return returned  # type: ignore[return-value]
+
+    with pytest.raises(RolloutError, match=message) as caught:
+        scorer().sample_and_score(Misshapen(lambda *_: ""), EXAMPLES[:2], Sampling(max_tokens=9, n=2))
+    assert "the inference engine " in str(caught.value) and ".Misshapen returned" in str(caught.value)

@@ -4,8 +4,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +17,13 @@ from e2e.fakes import Play
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_tokenizer
 
-from retrain.errors import ConfigError, RolloutError
+from retrain.advantages import AlgorithmContext
+from retrain.data import ExampleOrder
+from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.interrupts import Interrupts
 from retrain.recording import read_recordings
-from retrain.types import IntArray
+from retrain.testing import FakeBackend
+from retrain.types import FloatArray, IntArray
 
 DOCUMENTED_KEYS = [
     "step",
@@ -59,6 +66,8 @@ DOCUMENTED_KEYS = [
 ]
 EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
 
+Rows = list[dict[str, Any]]
+
 STEP_LINE = re.compile(
     r"Step \d+ \[maxrl\+gtpo_sepa\] \| loss=-?\d+\.\d{4} \| reward=\d\.\d{3} \| correct=\d+\.\d% "
     r"\| datums=\d+ \| bs=2 \| gs=4 \| sepa_l=\d\.\d{4} \| time=\d+\.\ds"
@@ -69,6 +78,15 @@ STEP_LINE = re.compile(
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer is all the fake backend's model has."""
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def uncut(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The metrics of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("uncut")
+    train_quietly(fake_config(model, folder))
+    Play.calls = 0
+    return rows_without_times(folder / "logs")
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +108,13 @@ def by_index(*texts: str) -> staticmethod:
     return staticmethod(lambda prompt, index, rng: texts[index % len(texts)])
 
 
+def write_held_out(folder: Path) -> Path:
+    (folder / "held_out").mkdir()
+    return write_problems(folder / "held_out")
+
+
 def test_a_run_writes_every_documented_file_and_key(model: Path, tmp_path: Path) -> None:
-    config = fake_config(model, tmp_path, eval__every=2, eval__source="jsonl", eval__path=str(write_problems(tmp_path)))
+    config = fake_config(model, tmp_path, eval__every=2, eval__source="jsonl", eval__path=str(write_held_out(tmp_path)))
     result, _ = train_quietly(config)
     logs = tmp_path / "logs"
     metrics = rows(logs)
@@ -344,19 +367,15 @@ def test_an_engine_without_entropies_is_refused_where_they_are_needed(
         train_quietly(fake_config(model, tmp_path, algorithm__uncertainty_kind="shannon_entropy"))
 
 
-def uncut(model: Path, tmp_path: Path) -> list[dict[str, object]]:
-    folder = tmp_path / "uncut"
-    folder.mkdir()
-    train_quietly(fake_config(model, folder))
-    Play.calls = 0
-    return rows_without_times(folder / "logs")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_while_sampling_saves_at_once_and_can_be_resumed(
-    model: Path, tmp_path: Path, play: type[Play], number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    uncut: Rows,
+    tmp_path: Path,
+    play: type[Play],
+    number: signal.Signals,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    expected = uncut(model, tmp_path)
     play.before_generate = staticmethod(lambda call: os.kill(os.getpid(), number) if call == 2 else None)
     assert run_command(fake_config(model, tmp_path)) == 130
     logs = tmp_path / "logs"
@@ -364,11 +383,162 @@ def test_a_signal_while_sampling_saves_at_once_and_can_be_resumed(
     state = json.loads((logs / "trainer_state.json").read_text())
     assert (state["step"], state["status"]) == (1, "interrupted")
     assert run_command(fake_config(model, tmp_path), "--resume", str(logs)) == 0
-    assert rows_without_times(logs) == expected
+    assert rows_without_times(logs) == uncut
 
 
-def test_a_signal_while_training_lets_the_step_finish(model: Path, tmp_path: Path, play: type[Play]) -> None:
-    expected = uncut(model, tmp_path)
+def test_a_second_signal_waits_until_the_first_has_saved(
+    model: Path, tmp_path: Path, play: type[Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = FakeBackend.save
+
+    def save(self: FakeBackend, path: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saved(self, path)
+
+    monkeypatch.setattr(FakeBackend, "save", save)
+    play.before_generate = staticmethod(lambda call: os.kill(os.getpid(), signal.SIGINT) if call == 2 else None)
+    assert run_command(fake_config(model, tmp_path)) == 130
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (1, "interrupted")
+    assert (tmp_path / "logs" / state["checkpoint"] / "checkpoint.json").exists()
+    assert (tmp_path / "adapter" / "steps.txt").read_text() == "1"
+
+
+def test_a_second_signal_right_after_the_first_still_gives_the_problems_back(
+    model: Path, uncut: Rows, tmp_path: Path, play: type[Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_back = ExampleOrder.load_state_dict
+
+    def strike_again(self: ExampleOrder, state: dict[str, int]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        give_back(self, state)
+
+    play.before_generate = staticmethod(lambda call: os.kill(os.getpid(), signal.SIGINT) if call == 2 else None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExampleOrder, "load_state_dict", strike_again)
+        with pytest.raises(KeyboardInterrupt):
+            train_quietly(fake_config(model, tmp_path))
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == uncut
+
+
+def strike_soon(times: int) -> None:
+    """Signals from outside, one after the other."""
+    strikes = times * f"sleep 0.1; kill -INT {os.getpid()}; "
+    subprocess.Popen(["sh", "-c", f"({strikes}) &"]).wait()
+
+
+def test_the_third_signal_ends_even_a_training_step_that_hangs(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    def hang(step: int) -> None:
+        if step == 3:
+            strike_soon(3)
+            time.sleep(60)
+
+    play.before_train = staticmethod(hang)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly(fake_config(model, tmp_path))
+    assert time.monotonic() - began < 30
+    assert [p.name for p in (tmp_path / "logs" / "checkpoints").iterdir()] == ["step_000002"], "nothing half done"
+
+
+def sleepy(context: AlgorithmContext) -> list[FloatArray]:
+    """An algorithm plug-in that takes for ever."""
+    strike_soon(1)
+    time.sleep(60)
+    raise AssertionError("it was left to sleep")
+
+
+def test_one_signal_ends_an_algorithm_that_hangs_and_saves(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly(fake_config(model, tmp_path, algorithm__algorithm_mode="test_trainer.sleepy"))
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (0, "interrupted")
+    assert rows(tmp_path / "logs") == []
+
+
+@pytest.mark.parametrize("culprit", ["engine", "advantage"])
+def test_a_plain_error_before_training_saves_the_step_it_came_in(
+    culprit: str,
+    model: Path,
+    uncut: Rows,
+    tmp_path: Path,
+    play: type[Play],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from retrain.advantages import episode
+
+    maxrl = episode.maxrl
+
+    def fail_once(call: int) -> None:
+        if call == 2:
+            raise RuntimeError("out of luck")
+
+    def fail_at_its_place(rewards_G: FloatArray) -> FloatArray:
+        fail_once(play.calls)
+        return maxrl(rewards_G)
+
+    if culprit == "engine":
+        play.before_generate = staticmethod(fail_once)
+    else:
+        monkeypatch.setattr(episode, "maxrl", fail_at_its_place)
+    if culprit == "engine":
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run_command(fake_config(model, tmp_path))
+        assert f"To go on: retrain --resume {tmp_path / 'logs'}" in capsys.readouterr().err
+    else:
+        with pytest.raises(PluginError, match="out of luck"):
+            train_quietly(fake_config(model, tmp_path))
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (1, "interrupted")
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == uncut
+
+
+@pytest.mark.parametrize("output", ["closed pipe", "full device", "none at all"])
+def test_a_run_does_not_end_because_nobody_listens(
+    output: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if output == "none at all":
+        monkeypatch.setattr(sys, "stdout", None)
+        assert run_command(fake_config(model, tmp_path, training__max_steps=1)) == 0
+    else:
+        with deaf(output) as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert run_command(fake_config(model, tmp_path, training__max_steps=1)) == 0
+    assert json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["status"] == "finished"
+
+
+def deaf(output: str) -> Any:
+    if output == "full device":
+        if not Path("/dev/full").exists():
+            pytest.skip("needs /dev/full")
+        return open("/dev/full", "w")
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+@pytest.mark.filterwarnings("ignore:::wandb")
+def test_a_tracker_that_refuses_leaves_nothing_that_looks_like_a_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def refuse(**settings: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="wandb login"):
+        train_quietly(fake_config(model, tmp_path, logging__wandb_project="tests"))
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    assert "held an earlier run" not in printed
+
+
+def test_a_signal_while_training_lets_the_step_finish(
+    model: Path, uncut: Rows, tmp_path: Path, play: type[Play]
+) -> None:
     play.before_train = staticmethod(lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 2 else None)
     with pytest.raises(KeyboardInterrupt):
         train_quietly(fake_config(model, tmp_path))
@@ -376,13 +546,12 @@ def test_a_signal_while_training_lets_the_step_finish(model: Path, tmp_path: Pat
     assert (tmp_path / "logs" / "checkpoints" / "step_000003").exists()
     play.before_train = staticmethod(lambda step: None)
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
-    assert rows_without_times(tmp_path / "logs") == expected
+    assert rows_without_times(tmp_path / "logs") == uncut
 
 
 def test_a_signal_between_sampling_and_training_gives_the_problems_back(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, uncut: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = uncut(model, tmp_path)
     hold, calls = Interrupts.hold, []
 
     def strike(self: Interrupts) -> None:
@@ -396,13 +565,12 @@ def test_a_signal_between_sampling_and_training_gives_the_problems_back(
         with pytest.raises(KeyboardInterrupt):
             train_quietly(fake_config(model, tmp_path))
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
-    assert rows_without_times(tmp_path / "logs") == expected
+    assert rows_without_times(tmp_path / "logs") == uncut
 
 
 def test_an_error_in_the_middle_of_a_step_saves_nothing_half_done(
-    model: Path, tmp_path: Path, play: type[Play]
+    model: Path, uncut: Rows, tmp_path: Path, play: type[Play]
 ) -> None:
-    expected = uncut(model, tmp_path)
 
     def fail(step: int) -> None:
         if step == 3:
@@ -414,7 +582,7 @@ def test_an_error_in_the_middle_of_a_step_saves_nothing_half_done(
     assert sorted(p.name for p in (tmp_path / "logs" / "checkpoints").iterdir()) == ["step_000002"]
     play.before_train = staticmethod(lambda step: None)
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
-    assert rows_without_times(tmp_path / "logs") == expected
+    assert rows_without_times(tmp_path / "logs") == uncut
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(model: Path, tmp_path: Path) -> None:
@@ -438,15 +606,14 @@ def test_a_fresh_seed_is_written_down_and_taken_up_by_a_resume(model: Path, tmp_
     assert load_config(tmp_path / "logs" / "config.toml").training.seed == seed
 
 
-def test_more_steps_can_be_asked_for_after_the_end(model: Path, tmp_path: Path) -> None:
-    expected = uncut(model, tmp_path)
+def test_more_steps_can_be_asked_for_after_the_end(model: Path, uncut: Rows, tmp_path: Path) -> None:
     train_quietly(fake_config(model, tmp_path, training__max_steps=3))
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
-    assert rows_without_times(tmp_path / "logs") == expected
+    assert rows_without_times(tmp_path / "logs") == uncut
 
 
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:
-    held_out = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(write_problems(tmp_path))}
+    held_out = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
     for steps in (2, 4, 4):
         resume = {"resume__from": str(tmp_path / "logs")} if (tmp_path / "logs").exists() else {}
         train_quietly(fake_config(model, tmp_path, training__max_steps=steps, **held_out, **resume))

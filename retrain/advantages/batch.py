@@ -109,7 +109,8 @@ def call_plugin(who: str, where: str, call: Callable[[], object]) -> object:
         return call()
     except RetrainError:
         raise
-    except Exception as error:
+    # SystemExit: a plug-in that calls sys.exit must not end the run without a word.
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{who} raised {error!r} at {where}.") from error
 
 
@@ -145,7 +146,7 @@ def _as_numbers(who: str, where: str, values: object) -> FloatArray:
         # ArrayLike covers all that asarray accepts; what it does not accept it refuses below.
         numbers: Any = values
         array: FloatArray = np.asarray(numbers, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PluginError(f"{who} returned {type(values).__name__}, not numbers, at {where}: {error}") from error
     return array
 

@@ -135,7 +135,7 @@ def _ask_each_group(who: str, batch: TokenBatch, live: Sequence[slice], ask: Cal
     for rows in live:
         place = batch.rows[rows.start].group_place
         answer = call_plugin(who, place, partial(ask, rows))
-        if not isinstance(answer, Sequence | np.ndarray):
+        if not isinstance(answer, Sequence | np.ndarray) or (isinstance(answer, np.ndarray) and answer.ndim == 0):
             raise PluginError(f"{who} returned {type(answer).__name__} at {place}, not one array a completion.")
         if len(answer) != rows.stop - rows.start:
             raise PluginError(

@@ -138,7 +138,7 @@ def load_uncertainty(choice: Choice) -> Uncertainty:
 def _call_factory(name: str, factory: Callable[..., object], params: Params) -> TransformSpec:
     try:
         spec = factory(**params)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"transform plug-in {name!r} raised {error!r} when asked for its TransformSpec.") from error
     if not isinstance(spec, TransformSpec):
         raise PluginError(

@@ -107,7 +107,7 @@ app = _Commands(
 
 def suggest_command(word: str) -> str:
     """A sentence that names the command that was perhaps meant, or ""."""
-    close = get_close_matches(word, COMMANDS, n=1)
+    close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     return f"Did you mean `retrain {close[0]}`?" if close else ""
 
 

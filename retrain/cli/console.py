@@ -18,7 +18,9 @@ MARKS = {"ok": "green", "warning": "yellow", "missing": "bold red", "broken": "b
 
 def can_ask() -> bool:
     """Whether somebody sits at the terminal to answer a question."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
+    # Either is None when the program was started with it closed.
+    streams = (sys.stdin, sys.stdout)
+    return all(stream is not None and stream.isatty() for stream in streams) and not os.environ.get("CI")
 
 
 def print_heading(text: str) -> None:

@@ -28,7 +28,7 @@ SHOWN = 2
 )
 @click.option("--log-dir", default="logs/demo", show_default=True, help="Folder for logs and checkpoints.")
 def command(seed: int, steps: int | None, log_dir: str) -> int:
-    """Train the embedded model on the embedded task: CPU only, offline, about two minutes on two cores."""
+    """Train the embedded model on the embedded task: CPU only, offline, about two minutes on two idle cores."""
     overrides = dict(TEMPLATES["demo"].values)
     overrides |= {"training.seed": seed, "logging.log_dir": log_dir, "backend.adapter_path": f"{log_dir}/adapter"}
     if steps is not None:
@@ -46,11 +46,11 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
     report(result.first_evaluation, result.last_evaluation)
     click.echo(f"\nLogs and checkpoints are in {log_dir}. What to try next:")
     for line in (
-        "retrain init --template demo      # this run as a file: change it and run `retrain`",
-        f"retrain --resume {log_dir} --max-steps 120   # go on training",
-        "retrain demo --seed 7             # is the gain the same with another seed?",
-        "retrain explain                   # what a configuration would do",
-        "retrain man --topic quickstart    # a real model, your own reward",
+        "retrain demo --seed 7                              # is the gain the same with another seed?",
+        f"retrain --resume {log_dir} --max-steps 80          # go on training",
+        "retrain init my_run.toml --template demo           # this run as a file to change",
+        "retrain explain my_run.toml                        # what it would do",
+        "retrain man --topic quickstart                     # a real model, your own reward",
     ):
         click.echo(f"  {line}")
     return 0

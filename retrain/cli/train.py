@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import click
 
 from retrain.cli import suggest_command
-from retrain.cli.console import confirm_starter
+from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.errors import BackendError, CheckpointError, ConfigError, RetrainError, RolloutError
+from retrain.errors import ConfigError, RetrainError
 
 DEFAULT_FILE = "retrain.toml"
 
@@ -51,12 +52,18 @@ def load_environment(announce: bool = True) -> None:
         return
     from dotenv import load_dotenv  # noqa: PLC0415  (only when there is something to read)
 
-    if load_dotenv(".env", override=False) and announce:
-        click.echo("Loaded .env")
+    try:
+        found = load_dotenv(".env", override=False)
+    except (UnicodeDecodeError, ValueError, OSError) as error:
+        raise ConfigError(f"./.env cannot be read: {error}.  Try: lines of KEY=value in UTF-8") from error
+    if found and announce:
+        _say("Loaded .env")
 
 
 def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
     """The file the user named, the run's own when resuming, else ./retrain.toml."""
+    if overrides.get("resume.from") == "":
+        raise ConfigError("--resume was given no folder.  Try: --resume logs/train")
     if given is not None:
         path = Path(given)
         if not os.path.exists(path) and suggest_command(given):
@@ -64,7 +71,9 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
         return path
     resumed = overrides.get("resume.from")
     if resumed:
-        path = Path(resumed) / "config.toml"
+        path = Path(resumed).expanduser() / "config.toml"
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {resumed} to resume from.")
         if not path.is_file():
             raise ConfigError(
                 f"{resumed} has no config.toml to resume with.  Try: retrain your.toml --resume {resumed}"
@@ -72,10 +81,8 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
         overrides.setdefault("logging.log_dir", resumed)
         return path
     path = Path(DEFAULT_FILE)
-    if not path.exists():
-        interactive = sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
-        if not (interactive and confirm_starter(path)):
-            raise ConfigError(f"there is no ./{DEFAULT_FILE}.  Try: retrain init, or name a file: retrain my_run.toml")
+    if not path.exists() and not (can_ask() and confirm_starter(path)):
+        raise ConfigError(f"there is no ./{DEFAULT_FILE}.  Try: retrain init, or name a file: retrain my_run.toml")
     return path
 
 
@@ -87,18 +94,34 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     try:
         result = train(config, force_resume)
     except KeyboardInterrupt:
-        click.echo(f"Interrupted. {how_to_go_on(config)}", err=True)
+        _say(f"Interrupted. {how_to_go_on(config)}".rstrip(), err=True)
         return 130
-    except (RolloutError, BackendError, CheckpointError) as error:
-        # A resume that was refused would be refused again.
-        if error.exit_code == RetrainError.exit_code and how_to_go_on(config):
-            click.echo(how_to_go_on(config), err=True)
+    except Exception as error:
+        # Wrong input would be refused again; anything else may have been a bad day.
+        refused = isinstance(error, RetrainError) and error.exit_code != RetrainError.exit_code
+        if how_to_go_on(config) and not refused:
+            _say(how_to_go_on(config), err=True)
         raise
-    click.echo(f"Done: {result.steps} steps, logs in {result.log_dir}, adapter in {config.backend.adapter_path}.")
+    evaluation = result.last_evaluation
+    held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""
+    adapter = Path(config.backend.adapter_path).expanduser()
+    where = f", adapter in {adapter}" if adapter.is_dir() else ""
+    _say(f"Done: {result.steps} steps{held_out}, logs in {result.log_dir}{where}.")
     return 0
 
 
 def how_to_go_on(config: TrainConfig) -> str:
     """The command that resumes the run, or "" when nothing was saved yet."""
-    log_dir = config.logging.log_dir
-    return f"To go on: retrain --resume {log_dir}" if (Path(log_dir) / "trainer_state.json").exists() else ""
+    log_dir = Path(config.logging.log_dir).expanduser()
+    saved = (log_dir / "trainer_state.json").exists()
+    return f"To go on: retrain --resume {shlex.quote(str(log_dir))}" if saved else ""
+
+
+def _say(line: str, err: bool = False) -> None:
+    """Print a line, if anybody is listening still; a run does not fail for want of a listener."""
+    try:
+        click.echo(line, err=err)
+    except OSError:
+        # Or what is still buffered would fail the program once more as it exits.
+        stream = sys.stderr if err else sys.stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

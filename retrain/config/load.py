@@ -10,10 +10,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.conditions import condition_overrides
+from retrain.config.needs import find_idle_options, idle_options
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
 from retrain.config.rules import find_conflicts
 from retrain.config.schema import TrainConfig
-from retrain.config.toml import MAX_DEPTH, format_key, format_toml, format_value, is_too_deep, read_toml, show_path
+from retrain.config.toml import (
+    MAX_DEPTH,
+    format_key,
+    format_toml,
+    format_value,
+    is_too_deep,
+    read_toml,
+    show_path,
+    show_value,
+)
 from retrain.errors import ConfigError, Problem
 
 Tables = dict[str, Any]
@@ -54,9 +64,8 @@ def build_config(tables: Tables, overrides: Mapping[str, Any], source: str) -> T
     """Check nested tables with overrides on top; `source` is how the error calls them."""
     merged, problems = _apply_overrides(tables, overrides)
     problems += _drop_too_deep(merged)
-    config, shape_problems = _check_shape(merged)
-    problems += shape_problems
-    problems += find_conflicts(config, judged=problems)
+    config, problems, idle = _judge(merged, problems)
+    problems += idle
     problems += _check_conditions(config, merged, known=frozenset(problems))
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -64,6 +73,19 @@ def build_config(tables: Tables, overrides: Mapping[str, Any], source: str) -> T
         shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
         raise ConfigError(f"{source} has {count}:", tuple(shown))
     return config
+
+
+def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: str) -> TrainConfig:
+    """The run of one condition of a campaign, on its own.
+
+    Options that only other conditions use go back to their defaults, so that the run's own file can be loaded.
+    """
+    base = {name: table for name, table in config.model_dump(by_alias=True).items() if name not in OPTIONAL_SECTIONS}
+    overrides = dict(condition_overrides(condition))
+    merged, _ = _apply_overrides(base, overrides)
+    run, problems, _ = _judge(merged, [])
+    shared = [options_by_path()[path] for path in idle_options(run) if path not in overrides] if not problems else []
+    return build_config(base, {**{option.path: option.default for option in shared}, **overrides}, source)
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -135,16 +157,31 @@ def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
         section.pop(location[1], None)
 
 
+def _judge(tables: Tables, judged: list[Problem]) -> tuple[TrainConfig, list[Problem], list[Problem]]:
+    """The configuration, all its problems with those already `judged`, and apart from them its ignored options."""
+    config, shape_problems = _check_shape(tables)
+    judged = judged + shape_problems
+    problems = judged + find_conflicts(config, judged)
+    reported = {problem.where for problem in problems}
+    return config, problems, [p for p in find_idle_options(config, judged) if p.where not in reported]
+
+
 def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[Problem]) -> Iterator[Problem]:
     """Every condition must be a valid run of its own, so that a campaign does not fail at its last one."""
     base = {name: table for name, table in tables.items() if name not in OPTIONAL_SECTIONS}
+    runs: list[tuple[set[str], list[Problem]]] = []
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
-        merged, _ = _apply_overrides(base, dict(condition_overrides(condition)))
-        run, problems = _check_shape(merged)
-        problems += find_conflicts(run, judged=problems)
-        for problem in problems:
+        overrides = dict(condition_overrides(condition))
+        merged, _ = _apply_overrides(base, overrides)
+        _, problems, idle = _judge(merged, [])
+        own = {options_by_path()[path].where for path in overrides if path in options_by_path()}
+        runs.append((own, idle))
+        for problem in (*problems, *(problem for problem in idle if problem.where in own)):
             if problem not in known:
                 yield Problem(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
+    # What the file sets for all its runs need not matter to each of them, but to one.
+    shared = dict.fromkeys(problem for own, idle in runs for problem in idle if problem.where not in own)
+    yield from (problem for problem in shared if all(problem.where in own or problem in idle for own, idle in runs))
 
 
 def _explain_all(details: Iterable[Any]) -> Iterator[Problem]:
@@ -164,7 +201,7 @@ def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
         if kind == "extra_forbidden":
             return _unknown_section(section, value)
         hint = f"Try: [{section}], with single brackets" if _is_list_of_tables(value) else f"Try: [{section}]"
-        return Problem(f"[{section}]", f"must be a table, got {_show(value)}.", hint)
+        return Problem(f"[{section}]", f"must be a table, got {show_value(value)}.", hint)
     option = options_by_path().get(f"{section}.{location[1]}")
     if option is None:
         return _unknown_key(section, str(location[1]))
@@ -174,7 +211,7 @@ def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
         close = get_close_matches(str(location[-1])[:_SHOWN], known, n=1)
         hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
         return Problem(f"{option.where}{inside}", "is unknown.", hint)
-    text = f"{_requirement(kind, detail)}, got {_show(value)}."
+    text = f"{_requirement(kind, detail)}, got {show_value(value)}."
     return Problem(f"{option.where}{inside}", text, _suggest_value(option))
 
 
@@ -197,12 +234,6 @@ def _requirement(kind: str, detail: Any) -> str:
     if kind == "value_error":
         return str(context["error"])
     return str(detail["msg"]).lower()
-
-
-def _show(value: object) -> str:
-    # A flag may carry bytes that are no text, which a terminal that speaks UTF-8 refuses.
-    text = format_value(value).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def _unknown_section(section: str, value: object) -> Problem:

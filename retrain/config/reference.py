@@ -108,7 +108,7 @@ TEMPLATES: dict[str, Template] = {
         },
     ),
     "campaign": Template(
-        "Five methods compared over several seeds.",
+        "Five methods compared over several seeds (can be explained, not yet run).",
         {
             "backend.devices": "gpu:0",
             "model.model": "Qwen/Qwen3-4B-Instruct-2507",
@@ -126,7 +126,7 @@ TEMPLATES: dict[str, Template] = {
         },
     ),
     "squeeze": Template(
-        "Find, and if you like make, the smallest adapter that keeps what was learnt.",
+        "The smallest adapter that keeps what was learnt (can be explained, not yet run).",
         {
             "model.lora_rank": 32,
             "squeeze.adapter_path": "/tmp/retrain_adapter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from retrain.config.conditions import conditions_override_real_options
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
+from retrain.config.toml import show_value
 from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
 
 _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
-_TABLE = re.compile(r"\[[a-z]+\]")
+TABLE = re.compile(r"\[[a-z]+\]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
@@ -29,10 +31,15 @@ def find_conflicts(config: TrainConfig, judged: Iterable[Problem] = ()) -> list[
     """
     judged = tuple(judged)
     reported = {problem.where for problem in judged}
-    doubtful = tuple(table for problem in judged for table in _TABLE.findall(f"{problem.where} {problem.hint}"))
+    doubtful = tuple(table for problem in judged for table in TABLE.findall(f"{problem.where} {problem.hint}"))
     found = [problem for rule in VALUE_RULES for problem in rule(config)]
     found += [p for rule in RELATION_RULES for p in rule(config) if not p.where.startswith(doubtful)]
     return [problem for problem in found if problem.where not in reported]
+
+
+def held_out_source(config: TrainConfig) -> str:
+    """Where the problems of an evaluation come from."""
+    return config.eval.source or config.data.source
 
 
 def values_of(config: TrainConfig) -> dict[str, Any]:
@@ -85,6 +92,13 @@ def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def ratio_cap_lets_ratios_of_one_pass(config: TrainConfig) -> Iterator[Problem]:
+    """On-policy ratios are 1: a cap below shrinks them all, and below 1 - clip_low ppo drops negative advantages."""
+    cap = config.loss.ratio_cap
+    if 0 < cap < 1:
+        yield Problem("[loss] ratio_cap", f"must be 0 or at least 1, got {cap}.", "Try: ratio_cap = 2.0")
+
+
 def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
     if reward.type == "custom" and not reward.custom_module:
         yield Problem(f"{where}custom_module", 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"')
@@ -99,7 +113,11 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
     reward = config.reward
     types = [term.type for term in reward.terms] or [reward.type]
     for index, term in enumerate(reward.terms):
-        yield from _check_custom(f"[reward] terms[{index}].", term)
+        where = f"[reward] terms[{index}]."
+        yield from _check_custom(where, term)
+        if term.type != "custom" and term.custom_function != RewardTerm.model_fields["custom_function"].default:
+            value = show_value(term.custom_function)
+            yield Problem(f"{where}custom_function", f'= {value} has no effect: it needs type = "custom".')
     if not reward.terms:
         yield from _check_custom("[reward] ", reward)
     elif reward.custom_module:
@@ -133,18 +151,18 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
 
 def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """jsonl needs a path, hub an id; the other sources take neither."""
-    for section, source, path in (
-        ("data", config.data.source, config.data.path),
-        ("eval", config.eval.source, config.eval.path),
+    for section, named, source, path in (
+        ("data", "data", config.data.source, config.data.path),
+        ("eval", "eval" if config.eval.source else "data", held_out_source(config), config.eval.path),
     ):
-        if source == "jsonl" and not path:
+        if source == "jsonl" and not path and named == section:
             yield Problem(
                 f"[{section}] path", f'is empty, but [{section}] source is "jsonl".', 'Try: path = "problems.jsonl"'
             )
-        if path and REGISTRIES["data"].builtins.get(source) and source != "jsonl":
+        if path and source in REGISTRIES["data"].builtins and source != "jsonl":
             yield Problem(
                 f"[{section}] path",
-                f"is set, but [{section}] source {json.dumps(source)} reads no file.",
+                f"is set, but [{named}] source {json.dumps(source)} reads no file.",
                 'Try: source = "jsonl"',
             )
     if config.data.id and REGISTRIES["data"].builtins.get(config.data.source) and config.data.source != "hub":
@@ -170,8 +188,39 @@ def evaluation_has_held_out_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "[eval] path",
             'is empty; with [data] source = "jsonl" evaluation needs its own file.',
-            'Try: source = "jsonl" and path = "held_out.jsonl"',
+            'Try: path = "held_out.jsonl"',
         )
+
+
+def evaluation_is_not_on_training_problems(config: TrainConfig) -> Iterator[Problem]:
+    """A pass rate on the problems that were trained on says nothing about others."""
+    data, held_out = config.data, config.eval
+    if not held_out.every or held_out_source(config) != data.source:
+        return
+    # Without a source or a path of its own an evaluation reads the file of [data], in another split.
+    own_path = held_out.path if held_out.source or held_out.path else data.path
+    if data.source == "jsonl":
+        # A file has no splits; that evaluation names one is the rule above.
+        if held_out.path and _is_same_file(held_out.path, data.path):
+            yield Problem("[eval] path", "is the file of [data] path.", 'Try: path = "held_out.jsonl"')
+    elif _is_same_split(data.source, held_out.split, data.split) and _is_same_file(own_path, data.path):
+        yield Problem(
+            "[eval] split",
+            f"= {show_value(held_out.split)} holds the problems of [data] split = {show_value(data.split)}.",
+            'Try: split = "test"' if data.split == "train" else 'Try: [data] split = "train"',
+        )
+
+
+def _is_same_split(source: str, one: str, other: str) -> bool:
+    # To the arithmetic source every split but train is the held-out tenth.
+    return one == other or (source == "arithmetic" and "train" not in (one, other))
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
+    except (OSError, ValueError):
+        return one == other  # no file can have such a name, which reading it will say
 
 
 def backpressure_bounds_are_ordered(config: TrainConfig) -> Iterator[Problem]:
@@ -282,6 +331,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     values_can_be_written,
     devices_follow_the_grammar,
     groups_can_differ,
+    ratio_cap_lets_ratios_of_one_pass,
     urls_are_urls,
     strategic_grams_can_be_read,
     templates_name_their_variables,
@@ -294,6 +344,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,
+    evaluation_is_not_on_training_problems,
     backpressure_bounds_are_ordered,
     engine_options_have_an_engine,
     params_have_a_plugin,

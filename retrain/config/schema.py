@@ -174,7 +174,7 @@ class Loss(Section):
     )
     ratio_cap: float = option(
         2.0,
-        "Cap on the importance ratio, against engine and trainer disagreeing; 0 is off.",
+        "Cap on the importance ratio (not of cispo), against engine and trainer disagreeing; 0 is off, else from 1 up.",
         ge=0,
         flag="--loss-ratio-cap",
     )
@@ -242,9 +242,9 @@ class Eval(Section):
     every: Count = option(
         0, "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.", ge=0, flag="--eval-every"
     )
-    source: str = option("", "Data source; empty uses the held-out split of [data].", kind="data", flag="--eval-source")
-    path: str = option("", "File for source = jsonl.", flag="--eval-path")
-    split: str = option("test", "Split to evaluate on.", min_length=1, flag="--eval-split")
+    source: str = option("", "Data source; empty takes the one of [data].", kind="data", flag="--eval-source")
+    path: str = option("", "File of held-out problems for source = jsonl.", flag="--eval-path")
+    split: str = option("test", "Split to evaluate on; not that of [data].", min_length=1, flag="--eval-split")
     max_examples: Count = option(128, "Problems evaluated, always the same ones.", ge=1, flag="--eval-max-examples")
     samples: Count = option(1, "Completions a problem, for pass@1 and unbiased pass@k.", ge=1, flag="--eval-samples")
     k: Count = option(0, "The k of pass@k; 0 means as many as samples.", ge=0, flag="--eval-k")

@@ -21,6 +21,7 @@ _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
 _LONG_DOTTED_KEY = re.compile(r"(?<![^\s=#\[\]{},])(?:[^\s.=#\[\]{},]+\.){200}")
 _LONG_NUMBER = re.compile(r"[0-9](?:_?[0-9]){4299}")
 _SHOWN_LINE = 100
+_SHOWN_VALUE = 60
 # Python refuses to print integers of more than 4,300 digits in decimal; TOML can only hold such a one as 0x....
 _DECIMAL_BITS = 14_000
 
@@ -134,6 +135,13 @@ def format_value(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > _DECIMAL_BITS:
         return hex(value)
     return str(value)
+
+
+def show_value(value: object) -> str:
+    """One value as messages show it: cut when it is long, and printable on any terminal that speaks UTF-8."""
+    # A flag may carry bytes that are no text, which such a terminal refuses.
+    text = format_value(value).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _SHOWN_VALUE else f"{text[: _SHOWN_VALUE - 3]}..."
 
 
 def format_key(key: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.data.order import Endless, ExampleOrder
-from retrain.errors import PluginError
+from retrain.errors import PluginError, RetrainError
 from retrain.plugins import REGISTRIES
 from retrain.types import Example
 
@@ -36,7 +36,12 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
         raise PluginError(
             f"data source {section.source!r} is {part!r}; it must be a class that takes the [data] table."
         )
-    source = part(section)
+    try:
+        source = part(section)
+    except RetrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"data source {section.source!r} raised {error!r} when it was made.") from error
     if not isinstance(source, DataSource):
         raise PluginError(f"data source {section.source!r} made {source!r}, which has no load method.")
     return source
@@ -44,11 +49,31 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
 
 def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Sequence[Example]:
     """Build the source and load it; a source without examples, or with something else in it, is an error."""
-    examples = build_source(section, search_paths).load()
+    who = f"data source {section.source!r}"
+    source = build_source(section, search_paths)
+    try:
+        examples: object = source.load()
+        if isinstance(examples, Endless):
+            return examples.named(section.source)
+        if not isinstance(examples, Sequence):
+            raise PluginError(
+                f"{who} returned {type(examples).__name__} from load, where a list of retrain.types.Example is needed. "
+                "Try: return list(...)"
+            )
+        # A sequence of the user's own may read its rows only now.
+        _check_each(who, examples)
+    except RetrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{who} raised {error!r} in load.") from error
     if not len(examples):
-        raise PluginError(f"data source {section.source!r} has no examples (split {section.split!r}).")
-    if not isinstance(examples[0], Example):
-        raise PluginError(
-            f"data source {section.source!r} gave {type(examples[0]).__name__} where a retrain.types.Example is needed."
-        )
+        raise PluginError(f"{who} has no examples (split {section.split!r}).")
     return examples
+
+
+def _check_each(who: str, examples: Sequence[object]) -> None:
+    for index, example in enumerate(examples):
+        if not isinstance(example, Example):
+            raise PluginError(
+                f"{who} gave {type(example).__name__} where a retrain.types.Example is needed (example {index})."
+            )

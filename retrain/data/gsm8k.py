@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrain.data.hub import load_rows
-from retrain.data.rows import BOX_INSTRUCTION, final_answer
+from retrain.data.rows import BOX_INSTRUCTION
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Gsm8kSource:
         return [
             Example(
                 f"{row['question']}\n\n{BOX_INSTRUCTION}",
-                final_answer(row["answer"]),
+                row["answer"].rpartition("####")[2].strip().replace(",", ""),
                 f"{section.split}/{index}",
             )
             for index, row in enumerate(rows)

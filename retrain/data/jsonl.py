@@ -55,3 +55,5 @@ def _parse_line(line: bytes) -> object:
         return BadRow(f"is not UTF-8 (byte {error.start + 1})")
     except ValueError as error:
         return BadRow(f"is not JSON ({error})")
+    except RecursionError:
+        return BadRow("is nested too deeply")

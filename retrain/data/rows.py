@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ ANSWER_FIELDS = ("answer", "solution")
 BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
 
 _SHOWN_PROBLEMS = 5
-_GSM8K_MARK = "####"
+# The last line of a GSM8K answer, and nothing looser: `####` also stands in code and in Markdown.
+_GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 Row = Mapping[str, Any]
 Prompt = str | tuple[Mapping[str, str], ...]
@@ -28,13 +30,14 @@ class BadRow(Exception):
 
 
 def final_answer(text: str) -> str:
-    r"""Return the answer that a text ends in: its last `\boxed{}`, what follows `####`, or all of it."""
-    boxed = last_boxed(text)
-    if boxed:
-        return boxed
-    if _GSM8K_MARK in text:
-        return text.rpartition(_GSM8K_MARK)[2].strip().replace(",", "")
-    return text.strip()
+    r"""Return the answer that a solution ends in: its last `\boxed{}`, or a GSM8K number; "" when it has neither."""
+    return last_boxed(text) or gsm8k_answer(text)
+
+
+def gsm8k_answer(text: str) -> str:
+    """Return the number of a last line like `#### 1,234`, without thousands separators, or ""."""
+    found = _GSM8K_LAST_LINE.fullmatch(text.rstrip().rpartition("\n")[2])
+    return found[1].replace(",", "") if found else ""
 
 
 def to_example(row: object, section: schema.Data, id: str) -> Example:
@@ -87,7 +90,7 @@ def _read_prompt(value: object, field: str) -> Prompt:
     if value == "" or (isinstance(value, str) and value.isspace()):
         raise BadRow(f"has an empty {field!r}")
     if isinstance(value, str):
-        return value
+        return _whole_text(value, field)
     if not isinstance(value, Sequence) or not value:
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a list of messages belongs")
     return tuple(_read_message(message, field) for message in value)
@@ -97,7 +100,7 @@ def _read_message(message: object, field: str) -> dict[str, str]:
     if isinstance(message, Mapping):
         role, content = message.get("role"), message.get("content")
         if isinstance(role, str) and isinstance(content, str):
-            return {"role": role, "content": content}
+            return {"role": _whole_text(role, field), "content": _whole_text(content, field)}
     raise BadRow(f"has a message without role and content in {field!r}")
 
 
@@ -108,12 +111,22 @@ def _read_answer(value: object, field: str, named: bool) -> str:
         return str(value)
     if not isinstance(value, str):
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a number belongs")
-    answer = final_answer(value)
-    if not answer:
+    if not value.strip():
         raise BadRow(f"has no answer in {field!r}")
-    if field == "solution" and not named and answer == value.strip():
+    # Only a solution is known to be more than its answer; unit tests, say, must reach a custom reward as they are.
+    extracted = final_answer(value) if field == "solution" else gsm8k_answer(value)
+    if field == "solution" and not named and not extracted:
         raise BadRow(r"has a 'solution' without \boxed{}")
-    return answer
+    return _whole_text(extracted or value, field)
+
+
+def _whole_text(text: str, field: str) -> str:
+    """Refuse half a surrogate pair: JSON can spell one, and no tokenizer or file takes it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(f"has half a surrogate pair in {field!r} (character {error.start + 1})") from error
+    return text
 
 
 def _kind(value: object) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import REGISTRIES
 from retrain.types import BoolArray
@@ -44,10 +46,32 @@ def build_detector(planning: Planning, strategic_grams: str = "", search_paths: 
         detector = found.from_config(planning, strategic_grams)
     except RetrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"planning plug-in {name!r} raised {error!r} in from_config.") from error
     if not isinstance(detector, PlanningDetector):
         raise PluginError(
             f"planning plug-in {name!r}: from_config returned {type(detector).__name__}, without detect()."
         )
-    return detector
+    return _Named(name, detector)
+
+
+class _Named:
+    """A detector whose failures say which plug-in it was."""
+
+    def __init__(self, name: str, detector: PlanningDetector) -> None:
+        self._name = name
+        self._detector = detector
+
+    def detect(self, token_texts: Sequence[str]) -> BoolArray:
+        """Ask the detector, and see that it answered for every token."""
+        try:
+            mask = np.asarray(self._detector.detect(token_texts), dtype=np.bool_)
+        except RetrainError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"planning plug-in {self._name!r} raised {error!r} in detect.") from error
+        if mask.shape != (len(token_texts),):
+            raise PluginError(
+                f"planning plug-in {self._name!r} returned a mask of shape {mask.shape} for {len(token_texts)} tokens."
+            )
+        return mask

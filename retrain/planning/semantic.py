@@ -116,7 +116,7 @@ def load_encoder(model: str) -> Encoder:
     except ImportError as error:
         raise MissingExtraError(
             '[planning] detector = "semantic" needs sentence-transformers, which is not installed.  '
-            'Try: pip install "retrain[semantic]"'
+            "Try: pip install sentence-transformers"
         ) from error
     try:
         encoder: Any = SentenceTransformer(resolve_model(model))

@@ -40,7 +40,7 @@ class Reward(Protocol):
     """Says how good a response is. `score` may be `async def`."""
 
     def score(self, response: str, reference: str) -> float | Awaitable[float]:
-        """Return a finite number; 0.5 and above counts as a right answer."""
+        """Return a number, at most a million either way; 0.5 and above counts as a right answer."""
         ...
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 EXTRAS = ("prompt", "meta")
 
+LARGEST_REWARD = 1e6
+"""Beyond this, in either direction, a reward is taken for a mistake: centred and scaled, it would drown the others."""
+
 
 def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     """Return which of `EXTRAS` the function wants; an error when it cannot take a response and a reference."""
@@ -42,12 +45,18 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def to_value(result: object) -> float:
-    """Turn what a reward returned into a finite number, or say why it is none."""
+    """Turn what a reward returned into a number within bounds, or say why it is none."""
     if not isinstance(result, SupportsFloat):
         raise TypeError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
-    value = float(result)
+    return check_bounds(float(result), "the reward returned")
+
+
+def check_bounds(value: float, returned: str) -> float:
+    """Return the value, or raise when it is no finite number of at most `LARGEST_REWARD`."""
     if not math.isfinite(value):
-        raise ValueError(f"the reward returned {value}; it must be finite")
+        raise ValueError(f"{returned} {value}; it must be finite")
+    if abs(value) > LARGEST_REWARD:
+        raise ValueError(f"{returned} {value}; it must lie between {-LARGEST_REWARD:,.0f} and {LARGEST_REWARD:,.0f}")
     return value
 
 
@@ -93,6 +102,6 @@ def extras_of(reward: Reward) -> tuple[str, ...]:
 
 
 def call_reward(reward: Reward, response: str, reference: str, extras: Mapping[str, object]) -> float:
-    """Score one response with one reward: a finite number, or whatever the reward raised."""
+    """Score one response with one reward: a number within bounds, or whatever the reward raised."""
     score: Callable[..., object] = reward.score
     return to_value(resolve(score(response, reference, **extras)))

@@ -62,6 +62,7 @@ class WorkerProcess:
         self._replies = ReplyBuffer()
         self._extras: tuple[str, ...] = ()
         self._chunk_size, self._chunk_began = 0, 0.0
+        self._answered = 0
         self.ready = False
         self.chunk = 1
         """How many items to hand over next."""
@@ -77,8 +78,8 @@ class WorkerProcess:
         """Give the worker items; `flush` sends them."""
         rows = tuple((item.response, item.reference, self._extras_of(item)) for item in items)
         try:
-            message = pack_request(Work(rows))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            message = pack_request(Work(rows, first=self._answered + len(self.assigned)))
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise PluginError(f"the meta of an example cannot be handed to the reward: {error}") from error
         self.assigned.extend(indices)
         self.since = self._chunk_began = time.monotonic()
@@ -109,16 +110,21 @@ class WorkerProcess:
         data = os.read(self.replies_fd, _READ_BYTES)
         if not data:
             return None
-        replies = list(self._replies.feed(data))
-        for reply in replies:
-            if reply.kind == "ready":
-                self.ready, self._extras = True, reply.extras
-        return replies
+        return list(self._replies.feed(data))
+
+    def begin(self, extras: tuple[str, ...]) -> None:
+        """Note that the worker is ready, and which extras its reward wants."""
+        self.ready, self._extras = True, extras
+
+    def expects(self, reply: Reply) -> bool:
+        """Whether a reply is about the item that is due. A process that the reward forked may send others."""
+        return len(self.assigned) > 0 and reply.kind in ("value", "error") and reply.number == self._answered
 
     def finish_item(self) -> int:
         """Note that the first assigned item is answered, and return its index."""
         self.since = time.monotonic()
         index = self.assigned.popleft()
+        self._answered += 1
         if not self.assigned:
             quick = self.since - self._chunk_began < _QUICK_CHUNK_S
             self.chunk = min(2 * self._chunk_size, _LARGEST_CHUNK) if quick else max(1, self._chunk_size // 2)

@@ -156,11 +156,22 @@ class RewardPool:
             self._bury(worker, batch)
             return
         for reply in replies:
-            if reply.kind == "failed":
-                self._discard(worker)
-                raise PluginError(f"the reward could not be loaded: {reply.detail}")
-            if reply.kind != "ready":
+            if not worker.ready:
+                self._begin(worker, reply)
+            elif worker.expects(reply):
                 self._record(batch, worker.finish_item(), _to_score(reply))
+            else:
+                # From here on nobody knows which item a reply of this worker is about.
+                self._discard(worker)
+                self._blame(worker, batch, "the reward process sent a reply that was not due; it was replaced")
+                return
+
+    def _begin(self, worker: WorkerProcess, reply: Reply) -> None:
+        if reply.kind == "ready":
+            worker.begin(reply.extras)
+            return
+        self._discard(worker)
+        raise PluginError(f"the reward could not be loaded: {reply.detail}")
 
     def _bury(self, worker: WorkerProcess, batch: _Batch) -> None:
         """A worker's pipe has closed: blame the item it was on, hand the rest to others."""
@@ -172,9 +183,13 @@ class RewardPool:
         self._discard(worker)
         if not worker.ready:
             raise PluginError(f"the reward process ended while it was starting ({worker.describe_end()})")
+        self._blame(worker, batch, worker.describe_end())
+
+    def _blame(self, worker: WorkerProcess, batch: _Batch, detail: str) -> None:
+        """The item a discarded worker was on is an error; what else it had goes to others."""
         if worker.assigned:
             index, *rest = worker.assigned
-            self._record(batch, index, Score(0.0, "error", worker.describe_end()))
+            self._record(batch, index, Score(0.0, "error", detail))
             batch.waiting.extendleft(reversed(rest))
 
     def _end_overdue(self, worker: WorkerProcess, batch: _Batch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from retrain.rewards.custom import call_reward, extras_of
+from retrain.rewards.custom import call_reward, check_bounds, extras_of
 from retrain.types import Score
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ class WeightedReward:
         return values
 
     def total(self, values: Mapping[str, float]) -> float:
-        """Weigh and add what the terms gave."""
-        return sum(term.weight * values[name] for name, term in self._terms)
+        """Weigh and add what the terms gave; the sum has the same bounds as a reward."""
+        return check_bounds(
+            sum(term.weight * values[name] for name, term in self._terms), "the weighted terms add up to"
+        )
 
     def score(self, response: str, reference: str) -> float:
         """Return the weighted sum, for terms that want nothing else."""

@@ -7,6 +7,7 @@ sends may execute here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import struct
@@ -63,16 +64,21 @@ class Start:
 
 @dataclass(frozen=True)
 class Work:
-    """Some items, in order: `(response, reference, extras)`."""
+    """Some items, in order: `(response, reference, extras)`. `first` is the number of the first one."""
 
     items: tuple[tuple[str, str, dict[str, object]], ...]
+    first: int
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A worker's answer: `ready` or `failed` once, then `value` or `error` for each item in the order given."""
+    """A worker's answer: `ready` or `failed` once, then `value` or `error` for each item in the order given.
+
+    `broken` stands for bytes that are no reply; `number` says which item a reply is about.
+    """
 
     kind: str
+    number: int = 0
     value: float = 0.0
     terms: dict[str, float] = field(default_factory=dict)
     detail: str = ""
@@ -117,10 +123,25 @@ class ReplyBuffer:
             end = start + _LENGTH.size + length
             if len(self._bytes) < end:
                 break
-            fields = json.loads(bytes(self._bytes[start + _LENGTH.size : end]))
-            yield Reply(**{**fields, "extras": tuple(fields.get("extras", ()))})
+            yield _parse_reply(bytes(self._bytes[start + _LENGTH.size : end]))
             start = end
         del self._bytes[:start]
+
+
+def _parse_reply(body: bytes) -> Reply:
+    """Read a reply. The user's code shares a process with the sender, so nothing about the bytes is certain."""
+    try:
+        fields = json.loads(body)
+        reply = Reply(**{**fields, "extras": tuple(fields.get("extras", ()))})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        return Reply("broken", detail=repr(error))
+    texts = isinstance(reply.detail, str) and all(isinstance(extra, str) for extra in reply.extras)
+    terms = isinstance(reply.terms, dict) and all(_is_number(value) for value in reply.terms.values())
+    return reply if texts and terms and _is_number(reply.value) else Reply("broken", detail="a field of the wrong type")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def read_tail(fd: int, most: int = 4000) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -36,21 +37,21 @@ def main() -> None:
     """Serve the parent until it closes the pipe."""
     requests: SimpleQueue[Start | Work] = SimpleQueue()
     threading.Thread(target=_listen, args=(os.dup(0), requests), daemon=True).start()
-    replies = os.dup(1)
+    replies = _Replies(os.dup(1))
     streams = _Streams()
     start = requests.get()
     assert isinstance(start, Start)
     _limit_process(start.memory_mb)
     evaluate, ready = _prepare(start.spec)
-    _send(replies, ready)
+    replies.send(ready)
     watchdog = _Watchdog(start.timeout_s)
     while True:
         work = requests.get()
         assert isinstance(work, Work) and evaluate is not None
-        for response, reference, extras in work.items:
+        for number, (response, reference, extras) in enumerate(work.items, start=work.first):
             watchdog.feed()
             streams.refresh()
-            _send(replies, evaluate(response, reference, extras))
+            replies.send(replace(evaluate(response, reference, extras), number=number))
         watchdog.rest()
 
 
@@ -60,6 +61,25 @@ def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
         while (request := unpack_request(stream)) is not None:
             requests.put(request)
         os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class _Replies:
+    """The way back to the parent, for this process only."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._owner = os.getpid()
+
+    def send(self, reply: Reply) -> None:
+        """Write a reply, or end the process when it is one that the user's code forked and let run on to here."""
+        if os.getpid() != self._owner:
+            os._exit(1)
+        data = memoryview(pack_reply(reply))
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except BrokenPipeError:  # the parent has gone; the next read says so too
+            pass
 
 
 class _Streams:
@@ -174,12 +194,3 @@ def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
         rest = rest.tb_next
     return rest if rest is not None else frames
-
-
-def _send(fd: int, reply: Reply) -> None:
-    data = memoryview(pack_reply(reply))
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except BrokenPipeError:  # the parent has gone; the next read says so too
-        pass

@@ -21,16 +21,17 @@ class Console:
     """A Tracker that prints, and the `say` and `progress` that the other parts are given."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream if stream is not None else sys.stdout
-        self.live = self.stream.isatty()
+        # A program started without a standard output has none at all.
+        self.stream: TextIO | None = stream if stream is not None else sys.stdout
+        self.live = self.stream is not None and self.stream.isatty()
         self.drawn = 0
+        self.warned = False
         self.shown_at = time.monotonic()
 
     def say(self, line: str) -> None:
         """Print a line, in place of a progress line if one stands there."""
         self._erase()
-        self.stream.write(line + "\n")
-        self.stream.flush()
+        self._write(line + "\n")
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Show how far a phase is; redraws on a terminal, speaks up now and then elsewhere."""
@@ -43,8 +44,7 @@ class Console:
             self.say(text)
             return
         self._erase()
-        self.stream.write(text)
-        self.stream.flush()
+        self._write(text)
         self.drawn = len(text)
 
     def start(self, config: TrainConfig) -> None:
@@ -57,6 +57,9 @@ class Console:
             right = sum(score.outcome == "right" for score in group.scores_G)
             self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}")
         self.say(step_line(step, metrics))
+        if metrics["num_datums"] == 0 and not self.warned:
+            self.warned = True
+            self.say("  no group had both better and worse answers, so nothing was learnt (said once)")
 
     def finish(self) -> None:
         """Leave the cursor on a fresh line."""
@@ -64,8 +67,18 @@ class Console:
 
     def _erase(self) -> None:
         if self.drawn:
-            self.stream.write("\r" + " " * self.drawn + "\r")
+            self._write("\r" + " " * self.drawn + "\r")
             self.drawn = 0
+
+    def _write(self, text: str) -> None:
+        """Nobody may be listening any more; a run does not end for that."""
+        if self.stream is None:
+            return
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, ValueError):
+            self.stream = None
 
 
 def step_line(step: int, metrics: StepMetrics) -> str:

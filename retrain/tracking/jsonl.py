@@ -111,5 +111,11 @@ def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> None:
     """Shorten the files to what they held at a checkpoint: later steps will be written again."""
     for name in FILES:
         path = log_dir / name
-        if path.exists() and path.stat().st_size > sizes.get(name, 0):
+        if not path.exists():
+            continue
+        if path.stat().st_size > sizes.get(name, 0):
             os.truncate(path, sizes.get(name, 0))
+        # A file shorter than recorded was torn from outside; half a line would spoil the next.
+        held = path.read_bytes() if path.stat().st_size < sizes.get(name, 0) else b"\n"
+        if not held.endswith(b"\n"):
+            os.truncate(path, held.rfind(b"\n") + 1)

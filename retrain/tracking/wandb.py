@@ -9,6 +9,7 @@ from typing import Any
 import wandb
 
 from retrain.config import TrainConfig
+from retrain.errors import ConfigError
 from retrain.types import Group, StepMetrics
 
 NAMES = {
@@ -33,7 +34,18 @@ class WandbTracker:
         """Open the run, or the one this folder began."""
         logging = config.logging
         id_file = self.log_dir / "wandb_run_id"
-        self.run = wandb.init(
+        try:
+            self.run = self._open(config, id_file.read_text().strip() if id_file.exists() else None)
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"[logging] wandb_project = {logging.wandb_project!r}: {error}  "
+                "Try: wandb login, or export WANDB_MODE=offline"
+            ) from error
+        id_file.write_text(self.run.id)
+
+    def _open(self, config: TrainConfig, run_id: str | None) -> Any:
+        logging = config.logging
+        return wandb.init(
             project=logging.wandb_project,
             name=logging.wandb_run_name or config.condition,
             entity=logging.wandb_entity or None,
@@ -41,10 +53,9 @@ class WandbTracker:
             tags=[tag.strip() for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
             config=config.model_dump(by_alias=True),
             dir=str(self.log_dir),
-            id=id_file.read_text().strip() if id_file.exists() else None,
+            id=run_id,
             resume="allow",
         )
-        id_file.write_text(self.run.id)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log under the documented names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from retrain.cli import run
 from retrain.cli import train as train_command
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigError
 
 
@@ -75,6 +76,56 @@ def test_the_environment_file_is_read_first_and_never_wins(
     assert capsys.readouterr().out == "Loaded .env\n"
     assert seen == ["from_file"]
     assert os.environ["RETRAIN_TEST_SET"] == "from_shell"
+
+
+def test_an_environment_file_that_is_not_text_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / ".env").write_bytes(b"KEY=caf\xe9\n")
+    (folder / "retrain.toml").touch()
+    assert run([]) == 2
+    message = capsys.readouterr().err
+    assert "./.env cannot be read" in message and "UTF-8" in message
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_with_nobody_to_ask_a_missing_file_exits_with_2(
+    closed: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CI")
+    monkeypatch.setattr(sys, closed, None)
+    assert run([]) == 2
+    assert "there is no ./retrain.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--resume", ""], ["--resume="], ["mine.toml", "--resume", ""]])
+def test_a_resume_of_nothing_exits_with_2(
+    arguments: list[str], folder: Path, started: list[TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("retrain.toml", "mine.toml"):
+        (folder / name).touch()
+    assert run(arguments) == 2
+    assert "--resume was given no folder" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_resume_knows_the_home_folder(
+    folder: Path, started: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "logs").mkdir()
+    (folder / "logs" / "config.toml").write_text("[training]\nlr = 0.25\n")
+    assert run(["--resume=~/logs"]) == 0
+    assert started[0].training.lr == 0.25
+
+
+def test_the_way_on_can_be_pasted_into_a_shell(folder: Path) -> None:
+    log_dir = str(folder / "it's my; run")
+    config = load_config(None, {"logging.log_dir": log_dir})
+    assert train_command.how_to_go_on(config) == ""
+    Path(log_dir).mkdir()
+    (Path(log_dir) / "trainer_state.json").write_text("{}")
+    before, _, typed = train_command.how_to_go_on(config).partition(": ")
+    assert before == "To go on"
+    assert shlex.split(typed) == ["retrain", "--resume", log_dir]
 
 
 def test_without_an_environment_file_nothing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

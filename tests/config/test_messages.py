@@ -122,6 +122,7 @@ def test_all_problems_come_in_one_error() -> None:
     [backend]
     devices = "tpu:0"
     [backpressure]
+    enabled = true
     min_batch_size = 9
     max_batch_size = 3
     """

@@ -12,6 +12,7 @@ from retrain.config.rules import RELATION_RULES, VALUE_RULES
 from retrain.errors import ConfigError
 
 GRPO, MAXRL = {"advantage_mode": "grpo"}, {"advantage_mode": "maxrl"}
+JSONL = {"source": "jsonl", "path": "a.jsonl"}
 ENVIRONMENT = {"provider": "verifiers", "id": "primeintellect/gsm8k"}
 
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -22,6 +23,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("devices_follow_the_grammar", {"backend": {"devices": "cpu"}}),
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu:0, gpu:1,gpu:17"}}),
     ("groups_can_differ", {"training": {"group_size": 2}}),
+    ("ratio_cap_lets_ratios_of_one_pass", {"loss": {"ratio_cap": 0.0}}),
+    ("ratio_cap_lets_ratios_of_one_pass", {"loss": {"type": "ppo", "ratio_cap": 1.0}}),
     ("rewards_are_complete", {"reward": {"type": "custom", "custom_module": "mine"}}),
     ("rewards_are_complete", {"reward": {"type": "judge", "judge_model": "gpt-4o-mini"}}),
     ("rewards_are_complete", {"reward": {"terms": [{"type": "custom", "custom_module": "mine"}]}}),
@@ -30,14 +33,28 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("data_source_is_complete", {"data": {"source": "jsonl", "path": "problems.jsonl"}}),
     ("data_source_is_complete", {"data": {"source": "mine.Source", "path": "problems.txt"}}),
     ("data_source_is_complete", {"data": {"source": "hub", "id": "openai/gsm8k"}}),
+    ("data_source_is_complete", {"data": JSONL, "eval": {"path": "b.jsonl"}}),
+    ("data_source_is_complete", {"data": {"source": "mine.Source"}, "eval": {"path": "b.txt"}}),
+    ("data_source_is_complete", {"data": {"source": "math"}, "eval": {"source": "jsonl", "path": "b.jsonl"}}),
+    ("data_source_is_complete", {"data": JSONL}),
     ("split_mode_has_no_dropout", {"backend": {"devices": "gpu:0,gpu:1"}}),
     ("split_mode_has_no_dropout", {"lora": {"dropout": 0.1}}),
     ("evaluation_has_enough_samples", {"eval": {"k": 4, "samples": 4}}),
     (
         "evaluation_has_held_out_problems",
-        {"data": {"source": "jsonl", "path": "a.jsonl"}, "eval": {"every": 5, "source": "jsonl", "path": "b.jsonl"}},
+        {"data": JSONL, "eval": {"every": 5, "source": "jsonl", "path": "b.jsonl"}},
     ),
-    ("backpressure_bounds_are_ordered", {"backpressure": {"min_batch_size": 4, "max_batch_size": 4}}),
+    ("evaluation_has_held_out_problems", {"data": JSONL, "eval": {"every": 5, "path": "b.jsonl"}}),
+    ("evaluation_is_not_on_training_problems", {"data": {"split": "test"}}),
+    ("evaluation_is_not_on_training_problems", {"data": {"split": "test"}, "eval": {"every": 5, "split": "train"}}),
+    ("evaluation_is_not_on_training_problems", {"eval": {"every": 5, "source": "gsm8k", "split": "train"}}),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"source": "mine.Source", "path": "a"}, "eval": {"every": 5, "split": "train", "path": "b"}},
+    ),
+    ("evaluation_is_not_on_training_problems", {"data": JSONL, "eval": {"every": 5, "path": "../a.jsonl"}}),
+    ("evaluation_is_not_on_training_problems", {"data": JSONL, "eval": {"path": "a.jsonl"}}),
+    ("backpressure_bounds_are_ordered", {"backpressure": {"enabled": True, "min_batch_size": 4, "max_batch_size": 4}}),
     ("urls_are_urls", {"inference": {"engine": "vllm", "url": "http://localhost:8000, https://a.example/v1"}}),
     ("engine_options_have_an_engine", {"inference": {"engine": "vllm", "url": "http://localhost:8000"}}),
     ("params_have_a_plugin", {"algorithm": {"transform_mode": "mine.Spec", "transform_params": {"a": 1}}}),
@@ -45,7 +62,10 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("params_have_a_plugin", {"algorithm": {"advantage_mode": "mine.adv", "advantage_params": {"a": 1}}}),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait", "let me check"]'}}),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "wait, let me check"}}),
-    ("templates_name_their_variables", {"teaching": {"teacher_adaptive_template": "{question} {approach}"}}),
+    (
+        "templates_name_their_variables",
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}},
+    ),
     ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"sepa": {"steps": 5}, "lr": 1e-3}]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"model": {"lora_rank": 8}}, {"model": "a/b"}]}}),
 ]
@@ -66,6 +86,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu:00"}}, "[backend] devices has 'gpu:00'"),
     ("devices_follow_the_grammar", {"backend": {"devices": "gpu:1,gpu:1"}}, "[backend] devices names 'gpu:1' twice"),
     ("groups_can_differ", {"training": {"group_size": 1}}, "[training] group_size must be at least 2"),
+    (
+        "ratio_cap_lets_ratios_of_one_pass",
+        {"loss": {"type": "ppo", "ratio_cap": 0.9}},
+        "[loss] ratio_cap must be 0 or at least 1, got 0.9.",
+    ),
     ("rewards_are_complete", {"reward": {"type": "custom"}}, "[reward] custom_module is empty"),
     ("rewards_are_complete", {"reward": {"custom_module": "mine"}}, "[reward] custom_module is set"),
     ("rewards_are_complete", {"reward": {"type": "judge"}}, "[reward] judge_model is empty"),
@@ -85,6 +110,19 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("data_source_is_complete", {"data": {"source": "hub"}}, "[data] id is empty"),
     ("data_source_is_complete", {"eval": {"source": "jsonl"}}, "[eval] path is empty"),
     ("data_source_is_complete", {"data": {"id": "openai/gsm8k"}}, "[data] id is set"),
+    *(
+        (
+            "data_source_is_complete",
+            {"data": {"source": source, "id": "a/b" if source == "hub" else ""}, "eval": {"path": "b.jsonl"}},
+            f'[eval] path is set, but [data] source "{source}" reads no file.  Try: source = "jsonl"',
+        )
+        for source in ("math", "gsm8k", "arithmetic", "hub")
+    ),
+    (
+        "data_source_is_complete",
+        {"data": JSONL, "eval": {"source": "math", "path": "b.jsonl"}},
+        '[eval] path is set, but [eval] source "math" reads no file.',
+    ),
     (
         "split_mode_has_no_dropout",
         {"backend": {"devices": "cpu,cpu"}, "lora": {"dropout": 0.1}},
@@ -93,12 +131,47 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("evaluation_has_enough_samples", {"eval": {"k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
     (
         "evaluation_has_held_out_problems",
-        {"data": {"source": "jsonl", "path": "a.jsonl"}, "eval": {"every": 5}},
+        {"data": JSONL, "eval": {"every": 5}},
         "[eval] path is empty",
     ),
     (
+        "evaluation_is_not_on_training_problems",
+        {"eval": {"every": 5, "split": "train"}},
+        '[eval] split = "train" holds the problems of [data] split = "train".  Try: split = "test"',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"split": "test"}, "eval": {"every": 5, "source": "math"}},
+        '[eval] split = "test" holds the problems of [data] split = "test".  Try: [data] split = "train"',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"source": "hub", "id": "a/b", "subset": "c"}, "eval": {"every": 5, "split": "train"}},
+        '[eval] split = "train" holds the problems',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"source": "arithmetic", "split": "validation"}, "eval": {"every": 5}},
+        '[eval] split = "test" holds the problems of [data] split = "validation".',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"source": "mine.Source", "path": "a"}, "eval": {"every": 5, "split": "train"}},
+        '[eval] split = "train" holds the problems',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": JSONL, "eval": {"every": 5, "path": "./folder/../a.jsonl"}},
+        "[eval] path is the file of [data] path.",
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"data": {"source": "jsonl", "path": "\0"}, "eval": {"every": 5, "source": "jsonl", "path": "\0"}},
+        "[eval] path is the file of [data] path.",
+    ),
+    (
         "backpressure_bounds_are_ordered",
-        {"backpressure": {"min_batch_size": 5, "max_batch_size": 4}},
+        {"backpressure": {"enabled": True, "min_batch_size": 5, "max_batch_size": 4}},
         "[backpressure] max_batch_size is 4, below min_batch_size = 5",
     ),
     (

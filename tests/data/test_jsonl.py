@@ -1,11 +1,12 @@
 import json
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config.schema import Data
-from retrain.data import build_source, load_examples
+from retrain.data import ExampleOrder, build_source, load_examples
 from retrain.data.rows import final_answer
 from retrain.errors import ConfigError, PluginError
 
@@ -40,13 +41,36 @@ def test_named_fields_win(load):
         (4, "4"),
         (27.0, "27"),
         (0.5, "0.5"),
-        (" 4 ", "4"),
-        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("2 * 500 = 1000\n#### 1,000", "1000"),
+        ("#### -3.50\n", "-3.50"),
     ],
 )
 def test_answers_are_read_as_text(load, answer, reference):
     assert load(json.dumps({"prompt": "?", "answer": answer}))[0].reference == reference
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        " 4 ",
+        "1,000",
+        r"\boxed{1} then \boxed{\frac{1}{2}}",
+        "def t():\n  #### part 1\n  assert f(1,2)==3",
+        "#### 3\nassert f(1,2)==3",
+        "assert f(1,2)==3\n  #### 3",
+        "#### 3 cases, all told",
+        "####",
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"answer_field": "answer"}])
+def test_a_plain_answer_is_handed_over_as_it_stands(load, answer, options):
+    assert load(json.dumps({"prompt": "?", "answer": answer}), **options)[0].reference == answer
+
+
+def test_a_solution_gives_its_last_box_and_one_that_was_named_may_be_without(load):
+    boxed, plain = r"\boxed{1}, no: \boxed{2}", "def f():\n    #### sum\n    return 1, 2"
+    assert load(json.dumps({"prompt": "?", "solution": boxed}))[0].reference == "2"
+    assert load(json.dumps({"prompt": "?", "solution": plain}), answer_field="solution")[0].reference == plain
 
 
 def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_harmless(load):
@@ -79,6 +103,13 @@ BAD_ROWS = [
     ('{"prompt": "a", "answer": ["b"]}', "has a list in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "solution": "no box"}', r"has a 'solution' without \boxed{}"),
     ("{}", "it has none at all"),
+    (r'{"prompt": "ab\ud800", "answer": "b"}', "has half a surrogate pair in 'prompt' (character 3)"),
+    (
+        r'{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "b"}',
+        "has half a surrogate pair in 'prompt' (character 1)",
+    ),
+    (r'{"prompt": "a", "answer": "\ud800"}', "has half a surrogate pair in 'answer' (character 1)"),
+    ('{"prompt": "a", "answer": "b", "x": ' + 100_000 * "[" + 100_000 * "]" + "}", "is nested too deeply"),
 ]
 
 
@@ -129,9 +160,13 @@ def test_any_object_is_either_an_example_or_a_named_problem(tmp_path_factory, ro
 
 
 def test_the_answer_of_a_text():
-    assert final_answer("72") == "72"
+    assert final_answer("72") == ""
     assert final_answer("a #### b\n#### 1,234") == "1234"
     assert final_answer(r"#### 3, or \boxed{4}") == "4"
+
+
+def test_a_whole_surrogate_pair_is_text_like_any_other(load):
+    assert load(r'{"prompt": "\ud83d\ude00", "answer": "b"}')[0].prompt == "\U0001f600"
 
 
 def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
@@ -156,3 +191,55 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
     for name, message in [("Shapeless", "has no load method"), ("NOTHING", "must be a class")]:
         with pytest.raises(PluginError, match=message):
             build_source(Data(source=f"my_source:{name}"), paths)
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "cause"),
+    [
+        ("raise KeyError('rows')", r"raised KeyError\('rows'\) in load", KeyError),
+        ("raise SystemExit(3)", r"raised SystemExit\(3\) in load", SystemExit),
+        ("return (Example('a', 'b') for _ in range(3))", "returned generator from load.*Try: return list", None),
+        ("return None", "returned NoneType from load", None),
+        ("return [Example('a', 'b'), {'prompt': 'c'}]", r"gave dict where .* \(example 1\)", None),
+        ("return Lazy()", r"raised ZeroDivisionError\(.*\) in load", ZeroDivisionError),
+    ],
+)
+def test_a_source_that_misbehaves_is_named(tmp_path, monkeypatch, body, message, cause):
+    monkeypatch.delitem(sys.modules, "odd_source", raising=False)
+    (tmp_path / "odd_source.py").write_text(
+        "from collections.abc import Sequence\n"
+        "from retrain.types import Example\n"
+        "class Lazy(Sequence):\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, index): return 1 / 0\n"
+        "class Source:\n"
+        "    def __init__(self, data): pass\n"
+        f"    def load(self): {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=message) as caught:
+        load_examples(Data(source="odd_source.Source"))
+    assert "data source 'odd_source.Source'" in str(caught.value)
+    assert type(caught.value.__cause__) is (cause or type(None))
+
+
+def test_a_source_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "unmade_source.py").write_text("def Source(data): raise OSError('no disk')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=r"'unmade_source.Source' raised OSError\('no disk'\) when it was made"):
+        build_source(Data(source="unmade_source.Source"))
+
+
+def test_an_endless_source_is_named_when_a_draw_goes_wrong(tmp_path, monkeypatch):
+    (tmp_path / "endless_source.py").write_text(
+        "from retrain.data import Endless\n"
+        "class Source:\n"
+        "    def __init__(self, data): self.split = data.split\n"
+        "    def load(self): return Endless(self.draw)\n"
+        "    def draw(self, rng): return 1 / 0 if self.split == 'zero' else 'text'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=r"'endless_source.Source' raised ZeroDivisionError\(.*\) at example 2"):
+        load_examples(Data(source="endless_source.Source", split="zero"))[2]
+    with pytest.raises(PluginError, match=r"'endless_source.Source' gave str at example 0"):
+        ExampleOrder(load_examples(Data(source="endless_source.Source")), seed=1).take(1)

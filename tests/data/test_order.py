@@ -80,6 +80,28 @@ def test_max_examples_keeps_the_first_rows(source):
     assert ExampleOrder(examples(2), 0, max_examples=5).state_dict()["examples"] == 2
 
 
+def test_a_bounded_endless_source_is_shuffled_like_the_list_of_its_examples():
+    as_list = ExampleOrder(endless().reseed(7)[:20], 7)
+    assert ExampleOrder(endless(), 7, max_examples=20).take(60) == as_list.take(60)
+
+
+def test_a_huge_bound_on_an_endless_source_costs_nothing_and_still_has_epochs():
+    drawn = []
+
+    def draw(rng):
+        drawn.append(rng)
+        return Example(f"{rng.randrange(10**9)}", "")
+
+    count = 100_000_000
+    order = ExampleOrder(Endless(draw), 5, max_examples=count)
+    assert drawn == []
+    first = order.take(3)
+    assert first == endless().reseed(5)[:3]
+    order.load_state_dict({"position": count - 1, "examples": count})
+    assert order.take(4)[1:] == first
+    assert len(drawn) == 7
+
+
 def test_a_checkpoint_of_other_data_is_refused():
     with pytest.raises(CheckpointError, match="made with 4 examples, the data now has 5"):
         ExampleOrder(examples(5), 0).load_state_dict(ExampleOrder(examples(4), 0).state_dict())

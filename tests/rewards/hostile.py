@@ -1,8 +1,10 @@
 """Reward functions that misbehave on command: the response says how."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -69,9 +71,33 @@ def _misbehave_more(response, reference):
     if response == "thread":
         threading.Thread(target=time.sleep, args=(600,)).start()
         return 1.0
+    if response.startswith("fork"):
+        return _fork(response)
+    if response.startswith("stray"):
+        _write_everywhere(reference.encode())
+        return 1.0
+    if response == "late":
+        threading.Timer(0.2, _write_everywhere, [reference.encode()]).start()
+        return 1.0
     if response == "child":
         subprocess.run(["sleep", reference])
     return 0.25
+
+
+def _fork(response):
+    child = os.fork()
+    if child == 0:
+        if response == "fork and raise":
+            raise RuntimeError("in the child")
+        return 0.0
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def _write_everywhere(body):
+    for fd in range(3, 32):
+        with contextlib.suppress(OSError):
+            os.write(fd, struct.pack(">I", len(body)) + body)
 
 
 async def score_async(response, reference):
@@ -111,8 +137,8 @@ LENGTH = Length()
 NOT_A_REWARD = 3
 
 
-def process_id(response, reference):
-    return float(os.getpid())
+def number(response, reference):
+    return float(response)
 
 
 def slow_square(response, reference):

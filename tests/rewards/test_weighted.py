@@ -58,3 +58,19 @@ def test_terms_get_only_the_extras_they_name():
 def test_a_weighted_reward_scores_in_process_too():
     reward = WeightedReward([Term("match", 3.0, MatchReward())])
     assert reward.score(r"\boxed{1}", "1") == pytest.approx(3.0)
+
+
+def test_a_sum_out_of_bounds_is_an_error_of_that_item_alone():
+    number = RewardTerm(type="custom", weight=10.0, custom_module="hostile", custom_function="number")
+    with build_reward(Reward(workers=1, terms=(number,)), [HERE]) as pool:
+        scores = pool.score([("1", ""), ("900000", ""), ("1e308", ""), ("0", "")])
+    assert [score.outcome for score in scores] == ["right", "error", "error", "wrong"]
+    assert scores[1].detail.startswith("ValueError: the weighted terms add up to 9000000.0; it must lie between")
+    assert scores[2].detail.startswith("ValueError: the reward returned 1e+308; it must lie between")
+
+
+@pytest.mark.parametrize("weights", [(1e308, 1e308), (-1e308, -1e308), (float("inf"), float("-inf"))])
+def test_a_sum_that_overflows_is_refused(weights):
+    reward = WeightedReward([Term("match", weight, MatchReward()) for weight in weights])
+    with pytest.raises(ValueError, match=r"the weighted terms add up to .*; it must be finite"):
+        reward.score(r"\boxed{1}", "1")

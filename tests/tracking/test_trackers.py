@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import re
 from io import StringIO
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from retrain.config import TrainConfig, load_config
-from retrain.errors import CheckpointError
+from retrain.errors import CheckpointError, ConfigError
 from retrain.tracking import Trackers
 from retrain.tracking.console import Console, step_line
 from retrain.tracking.jsonl import FILES, JsonlTracker, cut_logs
@@ -94,6 +96,39 @@ def test_progress_in_a_pipe_is_plain_lines_now_and_then(monkeypatch: pytest.Monk
     assert stream.getvalue() == "  sampling 2/8\n"
 
 
+@pytest.mark.parametrize("output", ["closed pipe", "closed file", "full device"])
+def test_a_console_that_nobody_reads_falls_silent(output: str) -> None:
+    if output == "full device" and not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    reading, writing = os.pipe()
+    os.close(reading)
+    if output == "full device":
+        os.close(writing)
+        writing = os.open("/dev/full", os.O_WRONLY)
+    stream = os.fdopen(writing, "w")
+    console = Console(stream)
+    if output == "closed file":
+        stream.close()
+    for step in range(2):
+        console.say("a line")
+        console.log(step, METRICS, [group()])
+    console.finish()
+    assert console.stream is None
+    # What is left in the buffer cannot be written either, and is not what this is about.
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+def test_a_console_can_do_without_a_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("retrain.tracking.console.PLAIN_EVERY_S", 0.0)
+    console = Console()
+    console.say("a line")
+    console.progress("sampling", 1, 2)
+    console.log(0, METRICS, [group()])
+    console.finish()
+
+
 @pytest.fixture
 def tracker(tmp_path: Path) -> Any:
     made = JsonlTracker(tmp_path)
@@ -159,6 +194,14 @@ def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
+@pytest.mark.parametrize(("torn", "left"), [(b'{"step": 0}\n{"st', b'{"step": 0}\n'), (b'{"st', b""), (b"", b"")])
+def test_a_line_torn_before_its_checkpoint_is_cut_too(tmp_path: Path, torn: bytes, left: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(torn)
+    cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == left
+    assert not (tmp_path / "eval.jsonl").exists()
+
+
 @pytest.mark.parametrize("call", ["log", "sizes"])
 def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
@@ -218,6 +261,23 @@ def test_metrics_go_to_wandb_under_their_documented_names(key: str, name: str) -
     from retrain.tracking.wandb import wandb_name
 
     assert wandb_name(key) == name
+
+
+@pytest.mark.filterwarnings("ignore:::wandb")
+def test_wandb_without_a_key_says_how_to_log_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    from retrain.tracking.wandb import WandbTracker
+
+    def refuse(**settings: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    tracker = WandbTracker(tmp_path)
+    with pytest.raises(ConfigError, match=r"wandb_project = 'tests': No API key.*Try: wandb login, or .*offline"):
+        tracker.start(load_config(None, {"logging.wandb_project": "tests"}))
+    tracker.finish()
+    assert not (tmp_path / "wandb_run_id").exists()
 
 
 def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(

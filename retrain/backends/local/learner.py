@@ -121,8 +121,8 @@ class Learner:
     def load(self, path: Path) -> None:
         """Restore adapter and optimiser state, to the bit."""
         tensors = load_file(str(path / "learner.safetensors"))
-        saved = {name.partition("/")[2] for name in tensors}
-        if saved != set(self.optimizer.names):
+        own = {f"parameter/{n}": m.shape for n, m in zip(self.optimizer.names, self.optimizer.masters, strict=True)}
+        if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
             raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
         self.optimizer.load(tensors)
 

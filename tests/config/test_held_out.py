@@ -1,0 +1,35 @@
+"""Which problems an evaluation is given, by what [eval] and [data] say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.assemble import _load_held_out
+from retrain.config import build_config
+from retrain.errors import ConfigError
+
+
+@pytest.mark.parametrize("source", ["", "jsonl"])
+def test_a_file_of_held_out_problems_is_the_one_that_is_read(tmp_path: Path, source: str) -> None:
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "1"}))
+    tables: dict[str, Any] = {
+        "data": {"source": "jsonl", "path": str(tmp_path / "train.jsonl")},
+        "eval": {"every": 1, "source": source, "path": str(tmp_path / "held_out.jsonl")},
+    }
+    held_out = _load_held_out(build_config(tables, {}, "run.toml"), [])
+    assert [example.prompt for example in held_out] == ["held_out"]
+
+
+def test_a_link_to_the_training_file_is_the_training_file(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "train.jsonl")
+    tables: dict[str, Any] = {
+        "data": {"source": "jsonl", "path": str(tmp_path / "train.jsonl")},
+        "eval": {"every": 1, "path": str(tmp_path / "link.jsonl")},
+    }
+    with pytest.raises(ConfigError, match=r"\[eval\] path is the file of \[data\] path"):
+        build_config(tables, {}, "run.toml")

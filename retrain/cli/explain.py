@@ -12,10 +12,11 @@ import click
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment
-from retrain.config import TrainConfig, build_config, load_config
+from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.conditions import condition_overrides
 from retrain.config.flags import click_options, overrides_from
+from retrain.config.load import build_condition
 from retrain.config.options import all_options
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
@@ -127,11 +128,10 @@ def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
     """The run matrix, each condition checked as a configuration of its own."""
     if config.campaign is None:
         return []
-    base = {name: table for name, table in config.model_dump(by_alias=True).items() if table and name != "campaign"}
     labels = []
     for number, condition in enumerate(config.campaign.conditions, start=1):
         overrides = dict(condition_overrides(condition))
-        run = build_config(base, overrides, source=f"{file}, campaign condition {number}")
+        run = build_condition(config, condition, f"{file}, campaign condition {number}")
         others = {path: value for path, value in overrides.items() if not path.startswith("algorithm.")}
         labels.append((run.condition, ",".join(f"{path}={value}" for path, value in others.items())))
     counts = Counter(label for label, _ in labels)
@@ -215,7 +215,7 @@ def list_files(config: TrainConfig) -> list[str]:
     if config.kind == "squeeze":
         assert config.squeeze is not None
         return [f"{config.squeeze.output_path}/"] if config.squeeze.output_path else []
-    names = [*_RUN_FILES, *(["eval.jsonl"] if config.eval.every else []), "checkpoints/step_.../"]
+    names = [*_RUN_FILES, "eval.jsonl", "checkpoints/step_.../"]
     names += ["rollouts/step_....npz"] if config.training.record else []
     if config.kind == "campaign":
         folder = f"{log_dir.parent}/campaign_<date>_<time>"

@@ -1,7 +1,7 @@
 """RLVR training for language models: one TOML, one command.
 
-    from retrain import load_config, train
-    result = train(load_config("retrain.toml", overrides={"training.seed": 42}))
+from retrain import load_config, train
+result = train(load_config("retrain.toml", overrides={"training.seed": 42}))
 """
 
 from __future__ import annotations

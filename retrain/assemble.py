@@ -14,7 +14,7 @@ from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
 from retrain.data import Endless, ExampleOrder, load_examples
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.folder import RunFolder
 from retrain.planning import PlanningDetector, build_detector
@@ -74,46 +74,55 @@ class PlanningMasks:
 def assemble(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
-    console = console or Console()
     with ExitStack() as stack:
-        folder = RunFolder(config, force_resume, console.say)
-        stack.callback(folder.close)
-        config = folder.config
-        paths = config.plugins.search_paths
-        credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
-        # Rewards start first: their processes warm up while the model loads, and a broken one fails early.
-        reward = stack.enter_context(build_reward(config.reward, paths))
-        console.say(f"Loading tokenizer for {config.model.model} ...")
-        tokenizer = load_tokenizer(config.model.model)
-        console.say("Loading vocabulary table...")
-        texts = vocabulary_texts(tokenizer)
-        console.say(f"Vocabulary table: {len(texts)} entries")
-        encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, console.say)
-        examples = _load_training_examples(config, encoder, console.say)
-        held_out = _load_held_out(config, examples)
-        backend = _build_backend(config, tokenizer, console)
-        _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
-        credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
-        scorer = Scorer(encoder, reward, console.say, console.progress)
-        sampling = training_distribution(config)
-        order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
-        jsonl = JsonlTracker(folder.path)
-        yield Parts(
-            config=config,
-            folder=folder,
-            backend=backend,
-            rollouts=SingleTurn(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
-            order=order,
-            credit=credit,
-            planning=build_planning(config, texts) if credit.needs_planning else None,
-            sepa=SEPAController(config.sepa),
-            backpressure=NoBackPressure(),
-            evaluator=_build_evaluator(config, scorer, held_out, sampling),
-            tracker=Trackers([jsonl, console, *_optional_trackers(config, folder)]),
-            jsonl=jsonl,
-            checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
-            console=console,
-        )
+        try:
+            parts = _build(config, force_resume, console or Console(), stack)
+        except PluginError as error:
+            # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
+            error.exit_code = ConfigError.exit_code
+            raise
+        yield parts
+
+
+def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack) -> Parts:
+    folder = RunFolder(config, force_resume, console.say)
+    stack.callback(folder.close)
+    config = folder.config
+    paths = config.plugins.search_paths
+    credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
+    # Rewards start first: their processes warm up while the model loads, and a broken one fails early.
+    reward = stack.enter_context(build_reward(config.reward, paths))
+    console.say(f"Loading tokenizer for {config.model.model} ...")
+    tokenizer = load_tokenizer(config.model.model)
+    console.say("Loading vocabulary table...")
+    texts = vocabulary_texts(tokenizer)
+    console.say(f"Vocabulary table: {len(texts)} entries")
+    encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, console.say)
+    examples = _load_training_examples(config, encoder, console.say)
+    held_out = _load_held_out(config)
+    backend = _build_backend(config, tokenizer, console)
+    _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
+    credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
+    scorer = Scorer(encoder, reward, console.say, console.progress)
+    sampling = training_distribution(config)
+    order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
+    jsonl = JsonlTracker(folder.path)
+    return Parts(
+        config=config,
+        folder=folder,
+        backend=backend,
+        rollouts=SingleTurn(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
+        order=order,
+        credit=credit,
+        planning=build_planning(config, texts) if credit.needs_planning else None,
+        sepa=SEPAController(config.sepa),
+        backpressure=NoBackPressure(),
+        evaluator=_build_evaluator(config, scorer, held_out, sampling),
+        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder)]),
+        jsonl=jsonl,
+        checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
+        console=console,
+    )
 
 
 def _load_training_examples(
@@ -137,7 +146,7 @@ def _sample_of(examples: Sequence[Example]) -> Sequence[Example]:
     return examples[:512] if isinstance(examples, Endless) else examples
 
 
-def _load_held_out(config: TrainConfig, examples: Sequence[Example]) -> Sequence[Example]:
+def _load_held_out(config: TrainConfig) -> Sequence[Example]:
     """The problems that evaluation uses; none when it is off."""
     if not config.eval.every:
         return []

@@ -142,7 +142,11 @@ def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:
         evaluate, extras = _build_evaluate(spec)
     except RetrainError as error:
         cause = error.__cause__
-        return None, Reply("failed", detail=str(error) if cause is None else f"{error}\n{_format_error(cause)}")
+        # What is not there has no traceback worth reading; what broke inside the user's module has.
+        plain = cause is None or isinstance(cause, ModuleNotFoundError | AttributeError)
+        return None, Reply(
+            "failed", detail=str(error) if plain or cause is None else f"{error}\n{_format_error(cause)}"
+        )
     except BaseException as error:
         return None, Reply("failed", detail=_describe(error))
     return evaluate, Reply("ready", extras=extras)

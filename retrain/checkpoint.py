@@ -69,8 +69,7 @@ class Checkpoints:
             raise explain_write_error(error, self.folder) from error
         for old in self.steps()[: -self.keep]:
             _remove(self.path_of(old))
-        for leftover in self.folder.glob(".*_step_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        self._sweep()
         return target
 
     def path_of(self, step: int) -> Path:
@@ -96,6 +95,12 @@ class Checkpoints:
         """Delete checkpoints of later steps, which a resume from `step` will write again."""
         for later in (s for s in self.steps() if s > step):
             _remove(self.path_of(later))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what a kill left half written or half deleted."""
+        for leftover in self.folder.glob(".*_step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:

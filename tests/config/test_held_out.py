@@ -21,7 +21,7 @@ def test_a_file_of_held_out_problems_is_the_one_that_is_read(tmp_path: Path, sou
         "data": {"source": "jsonl", "path": str(tmp_path / "train.jsonl")},
         "eval": {"every": 1, "source": source, "path": str(tmp_path / "held_out.jsonl")},
     }
-    held_out = _load_held_out(build_config(tables, {}, "run.toml"), [])
+    held_out = _load_held_out(build_config(tables, {}, "run.toml"))
     assert [example.prompt for example in held_out] == ["held_out"]
 
 

@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Tests run one process a core, so each process gets one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-gpu test-real check format docs bench sync clean
+.PHONY: demo test test-slow test-gpu check format docs bench sync clean
 
 demo: $(STAMP)
 	$(BIN)/retrain demo
@@ -24,10 +24,6 @@ test-slow: $(DEV_STAMP)
 
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -m gpu
-
-test-real: $(DEV_STAMP)
-	$(PIP_INSTALL) -e ".[ray,distributed,tinker]"
-	$(PYTEST) -m real
 
 check: test docs
 

@@ -105,7 +105,6 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             note(progress, rollouts, outcome)
             metrics = describe(parts, progress, rollouts, credit, outcome)
             metrics |= {
-                "step": step,
                 "num_datums": len(datums),
                 "sepa_lambda": sepa_lambda,
                 "train_time_s": train_time,

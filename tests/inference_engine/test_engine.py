@@ -239,7 +239,7 @@ def test_sampling_sees_new_weights_from_the_next_sync_on(llama: Rig) -> None:
     engine = PyTorchEngine(policy, Inference(), PlainTokenizer(), lambda *_: None)
     prompts, sampling = random_prompts(LENGTHS), sampling_with()
     before = tokens_of(engine.generate(prompts, sampling))
-    for parameter in policy.adapter_parameters:
+    for parameter in policy.adapter_state().values():
         parameter.data.mul_(2.0)
     engine.sync(policy)
     after = tokens_of(engine.generate(prompts, sampling))

@@ -39,6 +39,11 @@ class Policy:
         self.vocabulary = int(self.causal_lm.get_output_embeddings().weight.shape[0])
         parameter = next(self.causal_lm.parameters())
         self.dtype: torch.dtype = parameter.dtype
+        # Looked up once: a configuration copies itself when read as a table, and `head` runs at every token.
+        told = self.causal_lm.config.get_text_config().to_dict()
+        self.logits_divisor: float | None = told.get("logits_scaling")
+        self.logits_factor: float | None = told.get("logit_scale")
+        self.logits_cap: float | None = told.get("final_logit_softcapping")
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -50,36 +55,25 @@ class Policy:
         size = told.get("head_dim") or settings.hidden_size // settings.num_attention_heads
         return 2 * self.layers * int(heads) * int(size) * self.dtype.itemsize
 
-    @property
-    def adapter_parameters(self) -> list[nn.Parameter]:
-        """What the optimiser moves."""
-        return [parameter for parameter in self.adapted.parameters() if parameter.requires_grad]
-
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
-        states: Tensor = self.causal_lm.base_model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
-        ).last_hidden_state
-        return states
+        return last_hidden(self.causal_lm, token_ids, positions, attend)
 
     @property
     def has_plain_head(self) -> bool:
         """Whether logits are the last matrix product and nothing more."""
-        settings = self.causal_lm.config.get_text_config().to_dict()
         head = self.causal_lm.get_output_embeddings()
-        odd = any(settings.get(key) for key in ("logits_scaling", "logit_scale", "final_logit_softcapping"))
+        odd = self.logits_divisor or self.logits_factor or self.logits_cap
         return type(head) is nn.Linear and head.bias is None and not odd
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, with whatever scaling or capping the model family applies after its last layer."""
         logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
-        settings = self.causal_lm.config.get_text_config().to_dict()
-        if settings.get("logits_scaling"):
-            logits = logits / settings["logits_scaling"]
-        if settings.get("logit_scale"):
-            logits = logits * settings["logit_scale"]
-        cap = settings.get("final_logit_softcapping")
-        return torch.tanh(logits / cap) * cap if cap else logits
+        if self.logits_divisor:
+            logits = logits / self.logits_divisor
+        if self.logits_factor:
+            logits = logits * self.logits_factor
+        return torch.tanh(logits / self.logits_cap) * self.logits_cap if self.logits_cap else logits
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter in PEFT layout."""
@@ -99,6 +93,14 @@ class Policy:
             raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+def last_hidden(causal_lm: Any, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+    """Run a Hugging Face model's backbone with our attention."""
+    states: Tensor = causal_lm.base_model(
+        input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
+    ).last_hidden_state
+    return states
 
 
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: Callable[[str], None]) -> Policy:

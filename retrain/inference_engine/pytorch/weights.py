@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import ATTENTION_NAME, Attention
-from retrain.backends.local.model import Policy
+from retrain.backends.local.model import Policy, last_hidden
 
 
 class SamplingModel:
@@ -38,10 +38,7 @@ class SamplingModel:
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
-        states: Tensor = self.causal_lm.base_model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
-        ).last_hidden_state
-        return states
+        return last_hidden(self.causal_lm, token_ids, positions, attend)
 
 
 def _share_weights(source: nn.Module, target: nn.Module) -> list[tuple[LoraLayer, Tensor]]:

@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Tests run one process a core, so each process gets one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-gpu check format docs bench sync clean
+.PHONY: demo test test-slow test-gpu test-real check format docs bench sync clean
 
 demo: $(STAMP)
 	$(BIN)/retrain demo
@@ -24,6 +24,11 @@ test-slow: $(DEV_STAMP)
 
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -m gpu
+
+# Real servers and clusters, each in a virtual environment of its own below REAL. It installs gigabytes and takes long.
+REAL ?= .real
+test-real: $(DEV_STAMP)
+	RETRAIN_REAL=$(abspath $(REAL)) $(PYTEST) -m real tests/real
 
 check: test docs
 

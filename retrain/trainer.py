@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from retrain.advantages import Credit
 from retrain.assemble import Parts, assemble
 from retrain.checkpoint import publish_adapter, write_state_file
@@ -22,7 +24,7 @@ from retrain.rollout import Rollouts
 from retrain.seeding import seed_everything
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
-from retrain.types import Datum, Group, StepMetrics
+from retrain.types import Datum, Group, Segment, StepMetrics
 
 
 @dataclass
@@ -135,8 +137,11 @@ def build_datums(groups: Sequence[Group], credit: Credit) -> list[Datum]:
             if (at, index) in excluded or not len(completion.token_ids_T):
                 continue
             advantages_T = credit.token_advantages_PG[at][index]
-            mask_T = completion.sampled_T if completion.sampled_T is not None else advantages_T == advantages_T
-            datums.append(Datum(group.prompt_ids, completion.token_ids_T, completion.logprobs_T, advantages_T, mask_T))
+            mask_T = completion.sampled_T if completion.sampled_T is not None else np.ones(len(advantages_T), bool)
+            for row in completion.segments or (Segment(group.prompt_ids, 0, len(advantages_T)),):
+                part = slice(row.start, row.stop)
+                ids_T, logprobs_T = completion.token_ids_T[part], completion.logprobs_T[part]
+                datums.append(Datum(row.prompt_ids, ids_T, logprobs_T, advantages_T[part], mask_T[part]))
     return datums
 
 

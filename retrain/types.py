@@ -50,6 +50,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A stretch of a completion's tokens that followed a prompt of its own."""
+
+    prompt_ids: IntArray
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer, token by token.
 
@@ -64,6 +73,9 @@ class Completion:
     """True entropy of that distribution at each token, from engines that know it."""
     sampled_T: BoolArray | None = None
     """False on tokens that an environment wrote between turns; None when the model wrote every token."""
+    segments: tuple[Segment, ...] = ()
+    """The rows this completion is trained as, where it did not simply follow its group's prompt: a conversation whose
+    template rewrites earlier turns has one a turn. Together they cover all tokens, in order."""
 
 
 @dataclass(frozen=True)

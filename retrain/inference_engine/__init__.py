@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from retrain.types import Completion, IntArray, Sampling
 
-__all__ = ["InferenceEngine", "Progress"]
+__all__ = ["InferenceEngine", "Progress", "ServesTurns", "Turn", "Turns"]
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much of it is done, and how much there is; cheap enough to call often."""
@@ -26,4 +28,34 @@ class InferenceEngine(Protocol):
 
     def shutdown(self) -> None:
         """Free what the engine holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt of a conversation, and where its single completion is to be put.
+
+    `sampling.n` is 1. Turns of one queue may differ in `max_tokens` and `seed`; everything else is the same. What is
+    drawn depends on the seed and the prompt alone, not on who else is in the batch.
+    """
+
+    prompt_ids: IntArray
+    sampling: Sampling
+    answer: Future[Completion]
+
+
+class Turns(Protocol):
+    """The queue between conversations and the engine that samples their turns."""
+
+    def take(self, wait: bool) -> list[Turn]:
+        """Every turn that is pending. With `wait`, at least one, or none once no more will ever come."""
+        ...
+
+
+@runtime_checkable
+class ServesTurns(Protocol):
+    """An engine that takes new prompts while it is sampling others; every other engine is given turns in rounds."""
+
+    def serve(self, turns: Turns) -> None:
+        """Sample turns as they come, each answered as soon as it is done, until no more will come."""
         ...

@@ -175,7 +175,7 @@ REGISTRIES: dict[str, Registry] = {
         Registry(
             "engine",
             "inference engine",
-            {"pytorch": "retrain.inference_engine.pytorch:PyTorchEngine"},
+            {"pytorch": "retrain.inference_engine.pytorch:build"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
         ),
         Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from retrain.types import Completion, IntArray, Sampling
 
-__all__ = ["InferenceEngine", "Progress", "ServesTurns", "Turn", "Turns"]
+__all__ = ["Described", "InferenceEngine", "Progress", "ServesTurns", "Turn", "Turns"]
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much of it is done, and how much there is; cheap enough to call often."""
@@ -58,4 +58,14 @@ class ServesTurns(Protocol):
 
     def serve(self, turns: Turns) -> None:
         """Sample turns as they come, each answered as soon as it is done, until no more will come."""
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An engine that can say in one line where and how it samples."""
+
+    @property
+    def description(self) -> str:
+        """That line, printed when a run starts."""
         ...

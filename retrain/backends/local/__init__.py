@@ -13,7 +13,7 @@ from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.split import SplitBackend
 from retrain.config import TrainConfig
-from retrain.inference_engine import InferenceEngine, Progress
+from retrain.inference_engine import Described, InferenceEngine, Progress
 from retrain.plugins import REGISTRIES
 from retrain.types import Datum, StepMetrics
 
@@ -28,17 +28,21 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
     policy = load_policy(config.model, config.lora, seed, devices[-1], say)
     learner = Learner(policy, config, say)
     if len(devices) == 1:
-        backend: Backend = LocalBackend(learner, _engine(config, policy, tokenizer, progress))
+        backend: Backend = LocalBackend(learner, _engine(config, policy, tokenizer, say, progress))
     else:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
-        backend = SplitBackend(learner, mirror, _engine(config, mirror, tokenizer, progress))
+        backend = SplitBackend(learner, mirror, _engine(config, mirror, tokenizer, say, progress))
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend
 
 
-def _engine(config: TrainConfig, policy: Policy, tokenizer: Any, progress: Progress) -> InferenceEngine:
+def _engine(
+    config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
+) -> InferenceEngine:
     make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
     engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
+    if isinstance(engine, Described):
+        say(f"Engine: {engine.description}")
     return engine
 
 

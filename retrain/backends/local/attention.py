@@ -77,9 +77,9 @@ class PackedAttention:
             lengths_t = torch.tensor(lengths, device=device)
             starts = lengths_t.cumsum(0) - lengths_t
             columns = torch.arange(self.longest, device=device)
-            inside = columns < lengths_t[:, None]
-            self.padded = torch.where(inside, starts[:, None] + columns, 0).flatten()
-            self.packed = inside.flatten().nonzero().squeeze(1)
+            self.inside = columns < lengths_t[:, None]
+            self.padded = torch.where(self.inside, starts[:, None] + columns, 0).flatten()
+            self.packed = self.inside.flatten().nonzero().squeeze(1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Pad, attend causally, and pack again."""
@@ -88,6 +88,16 @@ class PackedAttention:
         if not self.is_dense:
             flat = flat.index_select(0, self.packed)
         return flat.transpose(0, 1).unsqueeze(0)
+
+    def run_padded(self, backbone: Any, token_ids: Tensor) -> Tensor:
+        """Last hidden states of a packed row from a model that attends by itself: sequences as rows under a mask."""
+        if self.is_dense:
+            rows = token_ids.reshape(self.rows, self.longest)
+            states = backbone(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).last_hidden_state
+            return states.reshape(1, self.rows * self.longest, -1)  # type: ignore[no-any-return]
+        rows = token_ids[0].index_select(0, self.padded).reshape(self.rows, self.longest)
+        states = backbone(input_ids=rows, attention_mask=self.inside.long(), use_cache=False).last_hidden_state
+        return states.reshape(self.rows * self.longest, -1).index_select(0, self.packed)[None]  # type: ignore[no-any-return]
 
     def _pad(self, packed: Tensor) -> Tensor:
         flat = packed[0].transpose(0, 1)

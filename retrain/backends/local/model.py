@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class Policy:
     device: torch.device
     context_length: int
     stop_ids: tuple[int, ...]
+    own_attention: str = ""
+    """Why the model attends by itself; empty where it attends through us."""
 
     def __post_init__(self) -> None:
         self.causal_lm: Any = self.adapted.get_base_model()
@@ -57,6 +60,9 @@ class Policy:
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
+        if self.own_attention:
+            assert isinstance(attend, PackedAttention), "a model that attends by itself knows packed sequences only"
+            return attend.run_padded(self.causal_lm.base_model, token_ids)
         return last_hidden(self.causal_lm, token_ids, positions, attend)
 
     @property
@@ -137,8 +143,9 @@ def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[st
     trainable, total = adapted.get_nb_trainable_parameters()
     say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
     settings = causal_lm.config.get_text_config()
-    policy = Policy(adapted, causal_lm.device, int(settings.max_position_embeddings), _stop_ids(causal_lm))
-    _check_plugged_in(policy, model.model)
+    context = int(settings.max_position_embeddings)
+    policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), why_own_attention(causal_lm))
+    _check_head(policy, model.model)
     return policy
 
 
@@ -146,14 +153,24 @@ def _load_causal_lm(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     # Its bar would tear the start-up lines apart; we say ourselves what is loading.
     transformers_logging.disable_progress_bar()
     try:
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            resolve_model(name), dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
-        return causal_lm.to(device)
+        try:
+            causal_lm = _from_pretrained(name, dtype, ATTENTION_NAME).to(device)
+        except KeyError as error:
+            if error.args != (ATTENTION_NAME,):
+                raise
+        else:
+            if not why_own_attention(causal_lm):
+                return causal_lm
+            del causal_lm
+        return _from_pretrained(name, dtype, None).to(device)
     except torch.OutOfMemoryError as error:
         raise BackendError(f"{name} does not fit into the memory of {device}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(explain_missing_model(name, error)) from error
+
+
+def _from_pretrained(name: str, dtype: torch.dtype, attention: str | None) -> Any:
+    return AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=dtype, attn_implementation=attention)
 
 
 def _stop_ids(causal_lm: Any) -> tuple[int, ...]:
@@ -164,8 +181,8 @@ def _stop_ids(causal_lm: Any) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _check_plugged_in(policy: Policy, name: str) -> None:
-    """Compare backbone and head with the model's own forward pass, and count that every layer attended through us."""
+def why_own_attention(causal_lm: Any) -> str:
+    """Empty when every layer attends through us, or why the model is left to attend by itself."""
     calls: list[int] = []
 
     class Counting(PackedAttention):
@@ -173,19 +190,24 @@ def _check_plugged_in(policy: Policy, name: str) -> None:
             calls.append(layer)
             return super().attend(layer, *args)
 
+    ids = torch.arange(4, device=causal_lm.device)[None] % int(causal_lm.get_output_embeddings().weight.shape[0])
+    with suppress(TypeError, AttributeError):
+        last_hidden(causal_lm, ids, ids, Counting([ids.shape[1]], causal_lm.device))
+    if sorted(calls) == list(range(int(causal_lm.config.get_text_config().num_hidden_layers))):
+        return ""
+    return f"{type(causal_lm).__name__} does not attend through transformers' attention interface in every layer"
+
+
+@torch.no_grad()
+def _check_head(policy: Policy, name: str) -> None:
+    """Compare backbone and head with the model's own forward pass."""
     ids = torch.arange(4, device=policy.device)[None] % policy.vocabulary
-    attend = Counting([ids.shape[1]], policy.device)
+    attend = PackedAttention([ids.shape[1]], policy.device)
+    through_us: dict[str, Any] = {} if policy.own_attention else {"attend": attend}
     try:
-        own = policy.causal_lm(
-            input_ids=ids, position_ids=torch.arange(4, device=policy.device)[None], use_cache=False, attend=attend
-        ).logits
-        ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
+        own = policy.causal_lm(input_ids=ids, use_cache=False, **through_us).logits
     except (TypeError, AttributeError) as error:
         raise BackendError(f"{name} ({type(policy.causal_lm).__name__}) cannot be trained here: {error}") from error
-    if sorted(calls) != sorted(2 * list(range(policy.layers))):
-        raise BackendError(
-            f"{name} ({type(policy.causal_lm).__name__}) does not attend through transformers' attention interface in "
-            "every layer, so it cannot be trained here. Llama, Qwen, Mistral, Gemma, SmolLM and Phi models can."
-        )
+    ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
     if not torch.allclose(own.float(), ours.float(), atol=1e-3, rtol=1e-2):
         raise BackendError(f"{name} changes its logits after the last layer in a way retrain does not know.")

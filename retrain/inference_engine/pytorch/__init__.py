@@ -1,5 +1,5 @@
 """The in-process engine."""
 
-from retrain.inference_engine.pytorch.engine import PyTorchEngine
+from retrain.inference_engine.pytorch.engine import PyTorchEngine, ServingEngine, build
 
-__all__ = ["PyTorchEngine"]
+__all__ = ["PyTorchEngine", "ServingEngine", "build"]

@@ -1,88 +1,192 @@
-"""A dense KV cache: one row a completion, filled from its prompt's prefill, shrinking as completions finish."""
+"""A dense KV cache: one row a completion, in the precision asked for, and PyTorch's attention over it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from retrain.backends.local.attention import PackedAttention, Scoring, masked_attention, visible
+from retrain.backends.local.model import Policy
+from retrain.errors import RolloutError
 
-# Rows grow by whole blocks, so that a long completion does not reallocate at each token.
-BLOCK = 128
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+# A token of zeros keeps a scale that can be divided by.
+LEAST_SCALE = 1e-8
+
+
+@dataclass(frozen=True)
+class Store:
+    """Keys or values of one layer: (rows, heads, capacity, head size).
+
+    fp8 lies there as bytes, since few operations take it as it is; int8 has a scale for each token and head.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Store:
+        """The same change made to values and scales."""
+        return Store(change(self.values), change(self.scales) if self.scales is not None else None)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors, all of which begin with (rows, heads, capacity)."""
+        return [self.values] if self.scales is None else [self.values, self.scales]
+
+
+def pack(new: Tensor, dtype: torch.dtype) -> Store:
+    """Keys or values as they are stored."""
+    if dtype == FP8:
+        return Store(new.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
+    if dtype == torch.int8:
+        scales = (new.float().abs().amax(-1) / INT8_MAX).clamp_min(LEAST_SCALE)
+        return Store((new.float() / scales[..., None] + 0.5).floor().to(torch.int8), scales)
+    return Store(new.to(dtype))
+
+
+def unpack(store: Store, dtype: torch.dtype) -> Tensor:
+    """Keys or values as they are computed with."""
+    if store.values.dtype == torch.uint8:
+        return store.values.view(FP8).to(dtype)
+    if store.scales is None:
+        return store.values.to(dtype)
+    return (store.values.float() * store.scales[..., None]).to(dtype)
 
 
 class KVCache:
-    """Keys and values of every layer, shaped (rows, heads, capacity, head size), and how full each row is."""
+    """Keys and values of every layer. A layer takes its memory when its first keys arrive and their shape is known."""
 
-    def __init__(self, layers: int, lengths: Tensor) -> None:
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
-        self.lengths = lengths
-        """Tokens in each row."""
-        self.longest = int(lengths.max())
+    def __init__(self, rows: int, capacity: int, dtype: torch.dtype) -> None:
+        self.rows, self.capacity, self.dtype = rows, capacity, dtype
+        self.layers: dict[int, tuple[Store, Store]] = {}
 
-    def advance(self) -> None:
-        """Make room for one more token in each row; the next `append` of every layer writes it."""
-        self.lengths = self.lengths + 1
-        self.longest += 1
+    @property
+    def bytes(self) -> int:
+        """Memory that it holds."""
+        return sum(part.nbytes for pair in self.layers.values() for store in pair for part in store.parts)
 
-    def fill(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the prompts' keys and values, already laid out a row a completion."""
-        rows, heads, length, size = key.shape
-        capacity = -(-(length + 1) // BLOCK) * BLOCK
-        for store, new in ((self.keys, key), (self.values, value)):
-            room = new.new_zeros(rows, heads, capacity, size)
-            room[:, :, :length] = new
-            store[layer] = room
+    def fill(self, layer: int, pair: tuple[Tensor, Tensor], slots: Tensor, copies: Tensor) -> None:
+        """Store prompts' keys and values (prompts, heads, tokens, size), each in the next `copies` of the rows `slots`.
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token's key and value at the end of each row; returns all of the layer up to the longest row."""
-        rows = torch.arange(key.shape[0], device=key.device)
-        for store, new in ((self.keys, key), (self.values, value)):
-            held = store[layer]
-            assert held is not None
-            if held.shape[2] < self.longest:
-                held = torch.nn.functional.pad(held, (0, 0, 0, BLOCK))
-                store[layer] = held
-            held[rows, :, self.lengths - 1] = new[:, :, 0]
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
-        return keys[:, :, : self.longest], values[:, :, : self.longest]
+        What lies right of a short prompt in its row is never visible.
+        """
+        for index, new in enumerate(pair):
+            packed = pack(new, self.dtype)
+            for held, part in zip(self._layer(layer, pair)[index].parts, packed.parts, strict=True):
+                held[slots, :, : part.shape[2]] = part.repeat_interleave(copies, dim=0, output_size=len(slots))
+
+    def append(self, layer: int, pair: tuple[Tensor, Tensor], at: Tensor) -> None:
+        """Write one token's key and value at place `at` of each row."""
+        rows = torch.arange(len(at), device=at.device)
+        for store, new in zip(self.layers[layer], pair, strict=True):
+            for held, part in zip(store.parts, pack(new, self.dtype).parts, strict=True):
+                held[rows, :, at] = part[:, :, 0]
+
+    def read(self, layer: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The first `length` tokens of every row."""
+        keys, values = (unpack(store.each(lambda held: held[:, :, :length]), dtype) for store in self.layers[layer])
+        return keys, values
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row that is not in `rows`."""
-        self.lengths = self.lengths.index_select(0, rows)
-        self.longest = int(self.lengths.max())
-        for store in (self.keys, self.values):
-            store[:] = [held.index_select(0, rows) if held is not None else None for held in store]
+        self.rows = len(rows)
+        self._change(lambda held: held.index_select(0, rows))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows over others."""
+        for pair in self.layers.values():
+            for store in pair:
+                for held in store.parts:
+                    held[target] = held[source]
+
+    def grow(self, rows: int, capacity: int) -> None:
+        """Make it larger, one layer after the other, so that no two whole caches exist at once."""
+
+        def larger(held: Tensor) -> Tensor:
+            room = held.new_zeros(rows, held.shape[1], capacity, *held.shape[3:])
+            room[: held.shape[0], :, : held.shape[2]] = held
+            return room
+
+        self.rows, self.capacity = rows, capacity
+        self._change(larger)
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer, (keys, values) in self.layers.items():
+            self.layers[layer] = (keys.each(change), values.each(change))
+
+    def _layer(self, layer: int, pair: tuple[Tensor, Tensor]) -> tuple[Store, Store]:
+        if layer not in self.layers:
+            keys, values = (
+                pack(new[:1, :, :1], self.dtype).each(
+                    lambda held: held.new_zeros(self.rows, held.shape[1], self.capacity, *held.shape[3:])
+                )
+                for new in pair
+            )
+            self.layers[layer] = (keys, values)
+        return self.layers[layer]
 
 
 class Prefill(PackedAttention):
     """Attention over packed prompts that also fills the cache, each prompt into the rows of its completions."""
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], copies: int, device: torch.device) -> None:
-        super().__init__(lengths, device)
-        self.cache = cache
-        self.copies = copies
+    def __init__(self, cache: KVCache, lengths: Sequence[int], slots: Tensor, copies: Tensor) -> None:
+        super().__init__(lengths, slots.device)
+        self.cache, self.slots, self.copies = cache, slots, copies
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attend within each prompt; what lies right of a short prompt in its row is never visible."""
-        rows = [self._pad(part).repeat_interleave(self.copies, dim=0) for part in (key, value)]
-        self.cache.fill(layer, *rows)
+        """Attend within each prompt."""
+        self.cache.fill(layer, (self._pad(key), self._pad(value)), self.slots, self.copies)
         return super().attend(layer, query, key, value, scoring)
 
 
 class Decode:
     """Attention of one new token a row over that row's cache."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: KVCache, lengths: Tensor, longest: int) -> None:
+        self.cache, self.lengths, self.longest = cache, lengths, longest
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Append the new token, then attend over the row up to it."""
-        keys, values = self.cache.append(layer, key, value)
-        positions = torch.arange(keys.shape[2], device=keys.device)
-        sees = visible(self.cache.lengths[:, None] - 1, positions[None, :], scoring.window)
-        return masked_attention(query, keys, values, sees[:, None, None, :], scoring)
+        self.cache.append(layer, (key, value), self.lengths - 1)
+        keys, values = self.cache.read(layer, self.longest, query.dtype)
+        positions = torch.arange(self.longest, device=query.device)
+        sees = visible(self.lengths[:, None] - 1, positions[None, :], scoring.window)
+        # Heads that share a key head attend as if they were positions: nothing is copied for each of them.
+        rows, heads, _, size = query.shape
+        grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], size)
+        return masked_attention(grouped, keys, values, sees[:, None, None, :], scoring).reshape(rows, heads, 1, -1)
+
+
+def bytes_per_token(policy: Policy, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers, stored as `dtype`."""
+    numbers = policy.cache_bytes_per_token // policy.dtype.itemsize
+    if dtype != torch.int8:
+        return numbers * dtype.itemsize
+    settings = policy.causal_lm.config.get_text_config()
+    heads = settings.to_dict().get("num_key_value_heads") or settings.num_attention_heads
+    return numbers + 2 * policy.layers * int(heads) * torch.float32.itemsize
+
+
+def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, held: int) -> int:
+    """How many rows of `tokens` fit into what is free on the GPU now, the `held` bytes of an old cache included."""
+    if policy.device.type != "cuda":
+        return 1 << 30
+    each = bytes_per_token(policy, dtype)
+    # Free on the card, not total less ours: another process may share it.
+    free, _ = torch.cuda.mem_get_info(policy.device)
+    unused = torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
+    room = free + unused + held
+    # Moving rows copies one layer, and logits need room as well: three quarters is what may be cache.
+    fitting = int(0.75 * room) // (tokens * each)
+    if fitting < 1:
+        raise RolloutError(
+            f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB a token = "
+            f"{tokens * each / 2**30:.1f} GiB, and of {room / 2**30:.1f} GiB that are free three quarters may be "
+            "cache.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = \"int8\""
+        )
+    return fitting

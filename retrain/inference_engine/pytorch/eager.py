@@ -2,109 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.backends.local.model import Policy
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import Decode, KVCache, Prefill
-from retrain.inference_engine.pytorch.sampler import Drawn, draw, shape_logits
+from retrain.inference_engine.pytorch.cache import Decode, KVCache, rows_that_fit
+from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
+from retrain.inference_engine.pytorch.sampler import draw, shape_logits
 from retrain.inference_engine.pytorch.weights import SamplingModel
-from retrain.seeding import derive_seed
-from retrain.types import IntArray, Sampling
+from retrain.types import Sampling
 
 # Copying the cache costs about as much as a few steps, so rows leave it only when enough of them are finished.
 SHRINK_BELOW = 0.8
+# Caches grow by whole blocks, so that a long completion does not reallocate at each token.
+BLOCK = 128
+
+
+class Forward(Protocol):
+    """The forward passes of one batch: prompts, then a token a row, then another."""
+
+    def begin(self, rows: Sequence[Row]) -> Tensor:
+        """Run the prompts; logits of each row's first token."""
+        ...
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Run one more token of each row; logits of the next."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        ...
+
+
+class CachedForward:
+    """The sampling model with our attention and cache."""
+
+    def __init__(self, model: SamplingModel, cache_dtype: torch.dtype, share: bool) -> None:
+        self.model, self.cache_dtype, self.share = model, cache_dtype, share
+
+    def begin(self, rows: Sequence[Row]) -> Tensor:
+        """Prefill, each prompt once for its neighbours when that is wanted."""
+        device = self.model.policy.device
+        lengths = [len(row.prompt) for row in rows]
+        self.lengths, self.longest = torch.tensor(lengths, device=device), max(lengths)
+        self.cache = KVCache(len(rows), _blocks(self.longest + 1), self.cache_dtype)
+        logits, start = [], 0
+        for some in in_prefills(rows, self.share):
+            slots = torch.arange(start, start + len(some), device=device)
+            logits.append(prefill(self.model, self.cache, some, slots, self.share))
+            start += len(some)
+        return torch.cat(logits)
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """One token further."""
+        self.lengths = self.lengths + 1
+        self.longest += 1
+        if self.longest > self.cache.capacity:
+            self.cache.grow(self.cache.rows, self.cache.capacity + BLOCK)
+        attend = Decode(self.cache, self.lengths, self.longest)
+        return self.model.head(self.model.hidden(tokens[:, None], self.lengths[:, None] - 1, attend)[:, 0])
+
+    def keep(self, rows: Tensor) -> None:
+        """Shrink the cache."""
+        self.lengths = self.lengths.index_select(0, rows)
+        self.longest = int(self.lengths.max())
+        self.cache.keep(rows)
 
 
 class EagerDecoder:
     """Makes a new batch for each call; nothing is held in between."""
 
-    cache_bytes = 0
+    def __init__(
+        self, policy: Policy, forward: Callable[[], Forward], cache_dtype: torch.dtype, description: str
+    ) -> None:
+        self.policy, self.forward, self.cache_dtype, self.description = policy, forward, cache_dtype, description
 
-    def __init__(self, model: SamplingModel) -> None:
-        self.model = model
-
-    def draw(
-        self, prompts: Sequence[IntArray], sampling: Sampling, first_row: int, share: bool, progress: Progress
-    ) -> Drawn:
-        """Complete every prompt `sampling.n` times, all at once."""
-        batch = _Batch(self.model, prompts, sampling, derive_seed(sampling.seed, "rows", first_row))
-        batch.prefill(share)
-        while batch.advance():
-            progress("sampling", batch.finished, batch.rows)
-        return batch.drawn()
+    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
+        """All rows at once, or as many after one another as fit into memory."""
+        most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, 0)
+        drawn: list[Drawn] = []
+        while len(drawn) < len(rows):
+            batch = _Batch(self.policy, self.forward(), rows[len(drawn) : len(drawn) + most], sampling)
+            batch.begin()
+            while batch.advance():
+                progress("sampling", len(drawn) + batch.finished, len(rows))
+            drawn += batch.drawn()
+        return drawn
 
     def release(self) -> None:
         """Nothing to give back."""
 
 
 class _Batch:
-    """One batch from prefill to the last finished completion. Row r belongs to prompt r // n."""
+    """One batch from prefill to the last finished completion."""
 
-    def __init__(self, model: SamplingModel, prompts: Sequence[IntArray], sampling: Sampling, seed: int) -> None:
-        self.model, self.prompts, self.sampling = model, prompts, sampling
-        self.generator = torch.Generator().manual_seed(seed)
-        self.rows = len(prompts) * sampling.n
-        device = model.policy.device
-        self.alive = torch.arange(self.rows, device=device)
+    def __init__(self, policy: Policy, forward: Forward, rows: Sequence[Row], sampling: Sampling) -> None:
+        self.forward, self.rows, self.sampling = forward, rows, sampling
+        device = policy.device
+        self.width = max(row.limit for row in rows)
+        self.limits = torch.tensor([row.limit for row in rows], device=device)
+        # Each row has numbers of its own, so that none depends on who else is here.
+        uniforms = np.stack([np.random.default_rng((row.seed, row.number)).random(self.width) for row in rows])
+        self.uniforms = torch.from_numpy(uniforms).to(device)
+        self.alive = torch.arange(len(rows), device=device)
         """Rows still in the batch, finished or not."""
-        self.done = torch.zeros(self.rows, dtype=torch.bool, device=device)
-        self.stops = torch.tensor(model.policy.stop_ids, dtype=torch.long, device=device)
+        self.stopped = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        self.done = torch.zeros_like(self.stopped)
+        self.stops = torch.tensor(policy.stop_ids, dtype=torch.long, device=device)
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.entropies: list[Tensor] = []
-        self.lengths = torch.zeros(self.rows, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
         self.finished = 0
-        self.seen = self._seen_in_prompts() if sampling.repetition_penalty != 1.0 else None
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self.seen = torch.zeros(len(rows), policy.vocabulary, dtype=torch.bool, device=device)
+            for index, row in enumerate(rows):
+                self.seen[index, torch.as_tensor(row.prompt, device=device)] = True
 
-    def prefill(self, share: bool) -> None:
-        """Run the prompts, each once for its whole group when `share` says so, and draw the first tokens."""
-        copies = self.sampling.n if share else 1
-        fed = list(self.prompts) if share else [prompt for prompt in self.prompts for _ in range(self.sampling.n)]
-        lengths = [len(prompt) for prompt in fed]
-        device = self.model.policy.device
-        lengths_t = torch.tensor(lengths, device=device)
-        self.cache = KVCache(self.model.policy.layers, lengths_t.repeat_interleave(copies))
-        ids = torch.as_tensor(np.concatenate(fed), dtype=torch.long).to(device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        hidden = self.model.hidden(ids[None], positions[None], Prefill(self.cache, lengths, copies, device))[0]
-        last = hidden[lengths_t.cumsum(0) - 1]
-        self._draw(self.model.policy.head(last).repeat_interleave(copies, dim=0))
+    def begin(self) -> None:
+        """Run the prompts and draw the first tokens."""
+        self._draw(self.forward.begin(self.rows))
 
     def advance(self) -> bool:
         """Take one token further everywhere; False when nothing is left to do."""
-        if len(self.tokens) >= self.sampling.max_tokens or self.finished == self.rows:
+        if self.finished == len(self.rows):
             return False
         self._shrink()
-        self.cache.advance()
-        last = self.tokens[-1][self.alive]
-        positions = self.cache.lengths - 1
-        hidden = self.model.hidden(last[:, None], positions[:, None], Decode(self.cache))
-        self._draw(self.model.policy.head(hidden[:, 0]))
+        self._draw(self.forward.advance(self.tokens[-1][self.alive]))
         return True
 
-    def drawn(self) -> Drawn:
-        """All that was drawn so far."""
-        tokens, logprobs, entropies = (torch.stack(s, dim=1) for s in (self.tokens, self.logprobs, self.entropies))
-        return Drawn(tokens, logprobs, entropies, self.lengths, self.done)
+    def drawn(self) -> list[Drawn]:
+        """All that was drawn."""
+        tokens, logprobs, entropies = (
+            torch.stack(part, dim=1).cpu().numpy() for part in (self.tokens, self.logprobs, self.entropies)
+        )
+        lengths, stopped = self.lengths.tolist(), self.stopped.tolist()
+        return [
+            Drawn(tokens[row, :length], logprobs[row, :length], entropies[row, :length], stopped[row])
+            for row, length in enumerate(lengths)
+        ]
 
     def _draw(self, logits: Tensor) -> None:
-        device = logits.device
-        # A number for every row of the batch, also for those that have left: who is drawn with what never shifts.
-        uniforms = torch.rand(self.rows, generator=self.generator, dtype=torch.float64).to(device)[self.alive]
-        shaped = shape_logits(logits, self.sampling, self.seen[self.alive] if self.seen is not None else None)
-        ids, logprobs, entropies = draw(shaped, uniforms)
+        alive = self.alive
+        shaped = shape_logits(logits, self.sampling, self.seen[alive] if self.seen is not None else None)
+        ids, logprobs, entropies = draw(shaped, self.uniforms[alive, len(self.tokens)])
         for store, values in ((self.tokens, ids), (self.logprobs, logprobs), (self.entropies, entropies)):
-            column = torch.zeros(self.rows, dtype=values.dtype, device=device)
-            column[self.alive] = values
+            column = torch.zeros(len(self.rows), dtype=values.dtype, device=values.device)
+            column[alive] = values
             store.append(column)
-        self.lengths[self.alive] += (~self.done[self.alive]).long()
+        going_on = ~self.done[alive]
+        self.lengths[alive] += going_on.long()
         if self.seen is not None:
-            self.seen[self.alive, ids] = True
-        self.done[self.alive] |= torch.isin(ids, self.stops)
+            self.seen[alive, ids] = True
+        self.stopped[alive] |= going_on & torch.isin(ids, self.stops)
+        self.done = self.stopped | (self.lengths >= self.limits)
         self.finished = int(self.done.sum())
 
     def _shrink(self) -> None:
@@ -112,11 +169,8 @@ class _Batch:
         going_on = (~self.done[self.alive]).nonzero().squeeze(1)
         if len(going_on) <= SHRINK_BELOW * len(self.alive):
             self.alive = self.alive[going_on]
-            self.cache.keep(going_on)
+            self.forward.keep(going_on)
 
-    def _seen_in_prompts(self) -> Tensor:
-        device = self.model.policy.device
-        seen = torch.zeros(self.rows, self.model.policy.vocabulary, dtype=torch.bool, device=device)
-        for row in range(self.rows):
-            seen[row, torch.as_tensor(self.prompts[row // self.sampling.n], device=device)] = True
-        return seen
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK

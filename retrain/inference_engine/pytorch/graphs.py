@@ -1,194 +1,274 @@
 """Decoding on a GPU: one CUDA graph a batch size, replayed token after token without a word to the host.
 
 A step embeds, runs the layers with our attention over a dense cache, draws, and leaves the drawn token where the next
-step finds it. The host looks in now and then, lets finished rows go, and moves on to a smaller graph.
+step finds it. Now and then the host looks in: finished rows leave, waiting ones take their places, and when nobody
+waits the batch moves on to a smaller graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.attention import PackedAttention, Scoring
+from retrain.backends.local.attention import Scoring
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.kernels import Caches, SamplingBuffers, decode_attention, draw_tokens
-from retrain.inference_engine.pytorch.sampler import Drawn, shape_logits
+from retrain.inference_engine.pytorch.cache import KVCache, rows_that_fit
+from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
+from retrain.inference_engine.pytorch.kernels import decode_attention, draw_tokens
+from retrain.inference_engine.pytorch.sampler import shape_logits
+from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
-from retrain.types import IntArray, Sampling
+from retrain.types import Sampling
 
 # Steps between looks at which rows are done.
 LOOK_EVERY = 16
 # Programs that keep every multiprocessor busy; fewer rows split their sequences to make up for it.
 PROGRAMS = 1024
 MAX_SPLITS = 16
-# Batches of fewer rows cost the same, so they share one graph.
+# Batches of fewer rows cost the same, so they share one graph; more rows than the largest take turns.
 SMALLEST = 8
+LARGEST = 1024
 CAPACITY_BLOCK = 128
-PREFILL_TOKENS = 32768
+# Free memory goes up and down: only so many times more rows are worth a new cache and new graphs.
+WORTH_GROWING = 1.25
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a set of graphs was captured for. Whatever is not in here may change between replays."""
+    """What the buffers hold: slots, tokens of cache a slot, tokens drawn a slot, and whether tokens seen are kept."""
 
     rows: int
     capacity: int
     width: int
-    filters: Sampling
-    """The sampling filters, with everything else at its default."""
+    is_penalised: bool
 
     def holds(self, other: Shape) -> bool:
-        """Whether graphs of this shape can serve the other."""
-        fits = self.rows >= other.rows and self.capacity >= other.capacity and self.width == other.width
-        return fits and self.filters == other.filters
+        """Whether every row of the other has room here, perhaps after waiting for its turn."""
+        is_long = self.capacity >= other.capacity and self.width >= other.width
+        return is_long and self.is_penalised >= other.is_penalised and WORTH_GROWING * self.rows >= other.rows
+
+    def joined(self, other: Shape) -> Shape:
+        """What holds both."""
+        return Shape(
+            max(self.rows, other.rows),
+            max(self.capacity, other.capacity),
+            max(self.width, other.width),
+            self.is_penalised or other.is_penalised,
+        )
 
 
 class GraphDecoder:
-    """Static buffers and the graphs captured over them; made again only when a batch outgrows them."""
+    """A running batch over static buffers, and the graphs captured over them.
 
-    def __init__(self, model: SamplingModel) -> None:
-        self.model = model
-        self.shape: Shape | None = None
-        self.caches: list[Caches] = []
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    `start`, then `add` rows at any time and `advance` as long as it is `busy`; `draw` does so for a list of rows.
+    """
+
+    def __init__(self, model: SamplingModel, cache_dtype: torch.dtype, share: bool, description: str) -> None:
+        self.model, self.cache_dtype, self.share, self.description = model, cache_dtype, share, description
+        self.filters = Sampling(max_tokens=0)
+        self.waiting: deque[Row] = deque()
+        self.seated: list[Row | None] = []
+        self.left: dict[Row, int] = {}
+        """Steps after which a row is done at the latest."""
+        self.size = 0
+        self.release()
+
+    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
+        """Draw every row; those that do not fit at once enter as others finish."""
+        self.start(sampling)
+        self.add(rows)
+        drawn: dict[Row, Drawn] = {}
+        while self.is_busy:
+            drawn |= self.advance()
+            progress("sampling", len(drawn), len(rows))
+        return [drawn[row] for row in rows]
+
+    def start(self, sampling: Sampling) -> None:
+        """Begin an empty batch that draws this way."""
+        # The temperature is read at each step; everything else that shapes logits is part of the graphs.
+        self.filters = replace(sampling, max_tokens=0, n=1, temperature=1.0, seed=0)
+        self.temperature = sampling.temperature
+        self.waiting.clear()
+        self.left.clear()
+        self.seated = [None] * len(self.seated)
+        self.size = 0
+        if self.slots is not None:
+            self.slots.vacate(self.slots.everyone)
+            self.slots.temperature.fill_(sampling.temperature)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Let rows wait for a place."""
+        self.waiting.extend(rows)
 
     @property
-    def cache_bytes(self) -> int:
-        """Memory that the cache holds now, and that a larger one could use in its place."""
-        return sum(held.nbytes for pair in self.caches for held in pair)
+    def is_busy(self) -> bool:
+        """Whether any row waits or runs."""
+        return bool(self.waiting or self.left)
 
-    def draw(
-        self, prompts: Sequence[IntArray], sampling: Sampling, first_row: int, share: bool, progress: Progress
-    ) -> Drawn:
-        """Complete every prompt `sampling.n` times, all at once."""
-        rows = len(prompts) * sampling.n
-        self._make_room(rows, max(map(len, prompts)) + sampling.max_tokens, sampling)
-        self.buffers.seed.fill_(sampling.seed & 0x7FFFFFFF)
-        self.buffers.first_row.fill_(first_row)
-        self.buffers.temperature.fill_(sampling.temperature)
-        self._prefill(prompts, sampling, share)
-        size = _bucket(rows, self.rows)
-        active = rows
-        while active:
-            for _ in range(LOOK_EVERY):
-                self._step(size)
-            active = int((self.buffers.done[:size] == 0).sum())
-            progress("sampling", rows - active, rows)
-            smaller = _bucket(active, self.rows)
-            if active > 0 and smaller < size:
-                self._bring_forward(size, smaller)
-                size = smaller
-        b = self.buffers
-        return Drawn(b.tokens[:rows], b.logprobs[:rows], b.entropies[:rows], b.lengths[:rows], b.endings[:rows] == 1)
-
-    def _make_room(self, rows: int, tokens: int, sampling: Sampling) -> None:
-        """Allocate for this batch, unless what is there already holds it."""
-        filters = Sampling(
-            max_tokens=0,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-        )
-        capacity = -(-(tokens + LOOK_EVERY) // CAPACITY_BLOCK) * CAPACITY_BLOCK
-        wanted = Shape(max(rows, SMALLEST), capacity, sampling.max_tokens, filters)
-        if self.shape is not None and self.shape.holds(wanted):
-            return
-        if self.shape is not None and self.shape.width == wanted.width and self.shape.filters == wanted.filters:
-            wanted = Shape(max(self.shape.rows, wanted.rows), max(self.shape.capacity, capacity), wanted.width, filters)
-        self.release()
-        self.shape, self.rows = wanted, wanted.rows
-        policy = self.model.policy
-        self.buffers = SamplingBuffers(wanted.rows, wanted.width, policy.stop_ids, policy.device)
-        penalised = sampling.repetition_penalty != 1.0
-        seen_shape = (wanted.rows, policy.vocabulary if penalised else 0)
-        self.seen = torch.zeros(seen_shape, dtype=torch.bool, device=policy.device)
-        self.pool = torch.cuda.graph_pool_handle()
+    def advance(self) -> dict[Row, Drawn]:
+        """Rows that finished leave, waiting ones enter, and the next steps are under way when this returns."""
+        finished = self._let_go()
+        self._let_in()
+        self._close_ranks()
+        steps = min(LOOK_EVERY, max(self.left.values(), default=0))
+        for _ in range(steps):
+            self._step()
+        for row in self.left:
+            self.left[row] -= steps
+        return finished
 
     def release(self) -> None:
         """Give back the cache and the graphs over it."""
-        self.shape = None
-        self.caches, self.graphs = [], {}
-        torch.cuda.empty_cache()
+        self.shape: Shape | None = None
+        self.slots: Slots | None = None
+        self.cache: KVCache | None = None
+        self._forget_graphs()
 
-    def _prefill(self, prompts: Sequence[IntArray], sampling: Sampling, share: bool) -> None:
-        """Fill the cache and draw each row's first token; rows beyond the batch count as done."""
-        b, device = self.buffers, self.model.policy.device
-        rows = len(prompts) * sampling.n
-        for tensor in (b.drawn, b.cached, b.next_token, b.lengths, b.endings, self.seen):
-            tensor.zero_()
-        b.done.fill_(1)
-        b.done[:rows] = 0
-        torch.arange(self.rows, out=b.row_ids)
-        copies = sampling.n if share else 1
-        fed = list(prompts) if share else [prompt for prompt in prompts for _ in range(sampling.n)]
-        lengths = torch.tensor([len(prompt) for prompt in fed], dtype=torch.int32, device=device)
-        b.cached[:rows] = lengths.repeat_interleave(copies) - 1
-        last = [self._prefill_some(fed[at:end], at * copies, copies) for at, end in _by_tokens(fed)]
-        if self.seen.shape[1]:
-            for row in range(rows):
-                self.seen[row, torch.as_tensor(prompts[row // sampling.n], device=device)] = True
-        logits = self.model.policy.head(torch.cat(last)).repeat_interleave(copies, dim=0)
-        padded = logits.new_zeros(self.rows, logits.shape[1])
-        padded[:rows] = logits
-        self._draw(padded, self.rows)
+    def _forget_graphs(self) -> None:
+        self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        if self.model.policy.device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
-    def _prefill_some(self, prompts: Sequence[IntArray], first_row: int, copies: int) -> Tensor:
-        device = self.model.policy.device
-        lengths = [len(prompt) for prompt in prompts]
-        ids = torch.as_tensor(np.concatenate(prompts), dtype=torch.long).to(device)
-        positions = torch.as_tensor(np.concatenate([np.arange(n) for n in lengths])).to(device)
-        attend = _Fill(self, lengths, first_row, copies)
-        hidden = self.model.hidden(ids[None], positions[None], attend)[0]
-        return hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
+    def _let_go(self) -> dict[Row, Drawn]:
+        if self.slots is None or not self.left:
+            return {}
+        done, drawn = self.slots.look(self.size)
+        over = [(slot, row) for slot, row in enumerate(self.seated[: self.size]) if row is not None and done[slot]]
+        if not over:
+            return {}
+        found = self.slots.drawn_in(
+            [slot for slot, _ in over], [drawn[slot] for slot, _ in over], [done[slot] == 1 for slot, _ in over]
+        )
+        for slot, row in over:
+            self.seated[slot] = None
+            del self.left[row]
+        return {row: what for (_, row), what in zip(over, found, strict=True)}
 
-    def cache_of(self, layer: int, heads: int, size: int) -> Caches:
-        """A layer's cache, allocated when its first keys arrive and their shape is known."""
+    def _let_in(self) -> None:
+        """Run the prompts of as many waiting rows as there are places, first come first served."""
+        if not self.waiting:
+            return
+        self._make_room()
+        assert self.shape is not None and self.slots is not None and self.cache is not None
+        free = [slot for slot, row in enumerate(self.seated) if row is None]
+        entering: list[Row] = []
+        while self.waiting and len(entering) < len(free) and self._has_room_for(self.waiting[0]):
+            entering.append(self.waiting.popleft())
+        if not entering:
+            return
+        for some in in_prefills(entering, self.share):
+            places, free = free[: len(some)], free[len(some) :]
+            slots = torch.tensor(places, device=self.model.policy.device)
+            logits = prefill(self.model, self.cache, some, slots, self.share)
+            self.slots.enter(slots, some)
+            self._draw(logits, slots)
+            for slot, row in zip(places, some, strict=True):
+                self.seated[slot], self.left[row] = row, row.limit - 1
+
+    def _has_room_for(self, row: Row) -> bool:
         assert self.shape is not None
-        policy = self.model.policy
-        while len(self.caches) <= layer:
-            shape = (self.shape.rows, heads, self.shape.capacity, size)
-            pair = (
-                torch.zeros(shape, dtype=policy.dtype, device=policy.device),
-                torch.zeros(shape, dtype=policy.dtype, device=policy.device),
-            )
-            self.caches.append(pair)
-        return self.caches[layer]
+        return row.tokens <= self.shape.capacity and row.limit <= self.shape.width
 
-    def _step(self, size: int) -> None:
-        if size not in self.graphs:
-            self.graphs[size] = self._capture(size)
-        self.graphs[size].replay()
+    def _make_room(self) -> None:
+        """Allocate for the rows that run and wait, unless what is there will do. Running rows keep their places."""
+        wanted = self._wanted([*self.left, *self.waiting])
+        if self.shape is not None and self.shape.holds(wanted):
+            return
+        joined = self.shape.joined(wanted) if self.shape is not None else wanted
+        if self._rows_that_fit(joined.capacity) >= joined.rows:
+            wanted = joined
+        elif self.left:
+            # Too little memory to grow around those that run: whoever does not fit waits until they are done.
+            return
+        if not self.left:
+            self.release()
+        policy = self.model.policy
+        old = self.slots
+        self._forget_graphs()
+        self.slots = Slots(
+            wanted.rows, wanted.width, policy.stop_ids, policy.vocabulary if wanted.is_penalised else 0, policy.device
+        )
+        self.slots.temperature.fill_(self.temperature)
+        if self.cache is None or old is None:
+            self.cache = KVCache(wanted.rows, wanted.capacity, self.cache_dtype)
+        else:
+            self.slots.copy_from(old)
+            self.cache.grow(wanted.rows, wanted.capacity)
+        self.shape = wanted
+        self.seated += [None] * (wanted.rows - len(self.seated))
+        del self.seated[wanted.rows :]
+
+    def _wanted(self, rows: Sequence[Row]) -> Shape:
+        count, tokens, width = len(rows), max(row.tokens for row in rows), max(row.limit for row in rows)
+        if self.shape is not None and self.left:
+            # More comes as turns are taken and conversations grow: room to spare saves growing at each of them.
+            count = count if count <= self.shape.rows else 2 * count
+            tokens = tokens if tokens <= self.shape.capacity else tokens * 3 // 2
+            width = width if width <= self.shape.width else 2 * width
+        capacity = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
+        most = min(LARGEST, self._rows_that_fit(capacity))
+        return Shape(min(max(count, SMALLEST), most), capacity, width, self.filters.repetition_penalty != 1.0)
+
+    def _rows_that_fit(self, capacity: int) -> int:
+        held = self.cache.bytes if self.cache is not None else 0
+        return rows_that_fit(self.model.policy, capacity, self.cache_dtype, held)
+
+    def _close_ranks(self) -> None:
+        """Choose the smallest graph that holds the rows, and seat those beyond it in front."""
+        assert self.shape is not None or not self.left
+        size = _bucket(len(self.left), len(self.seated))
+        beyond = [slot for slot in range(size, len(self.seated)) if self.seated[slot] is not None]
+        if beyond:
+            assert self.slots is not None and self.cache is not None
+            free = [slot for slot in range(size) if self.seated[slot] is None][: len(beyond)]
+            source, target = (torch.tensor(slots, device=self.model.policy.device) for slots in (beyond, free))
+            self.slots.move(source, target)
+            self.cache.move(source, target)
+            for old, new in zip(beyond, free, strict=True):
+                self.seated[new], self.seated[old] = self.seated[old], None
+        self.size = size
+
+    def _step(self) -> None:
+        if self.model.policy.device.type != "cuda":
+            self._body(self.size)()
+            return
+        key = (self.size, self.filters)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(self.size)
+        self.graphs[key].replay()
 
     def _body(self, size: int) -> Callable[[], None]:
-        attention = _Decode(self, size)
+        assert self.slots is not None and self.cache is not None
+        slots, attention = self.slots, _Decode(self.cache, self.slots.cached, size)
 
         def body() -> None:
-            b = self.buffers
-            positions = b.cached[:size, None].long()
-            hidden = self.model.hidden(b.next_token[:size, None], positions, attention)
-            self._draw(self.model.policy.head(hidden[:, 0]), size)
+            positions = slots.cached[:size, None].long()
+            hidden = self.model.hidden(slots.next_token[:size, None], positions, attention)
+            self._draw(self.model.head(hidden[:, 0]), slots.everyone[:size])
 
         return body
 
-    def _draw(self, logits: Tensor, size: int) -> None:
-        assert self.shape is not None
-        b = self.buffers
-        if self.shape.filters != Sampling(max_tokens=0):
+    def _draw(self, logits: Tensor, at: Tensor) -> None:
+        slots = self.slots
+        assert slots is not None
+        is_penalised = self.filters.repetition_penalty != 1.0
+        if self.filters != Sampling(max_tokens=0):
             # The kernel divides by the temperature itself; filters look at tempered logits, so it is undone after them.
-            seen = self.seen[:size] if self.seen.shape[1] else None
-            logits = shape_logits(logits / b.temperature, self.shape.filters, seen) * b.temperature
-        draw_tokens(logits, b)
-        if self.seen.shape[1]:
-            self.seen[:size].scatter_(1, b.next_token[:size, None], True)
+            seen = slots.seen[at] if is_penalised else None
+            logits = shape_logits(logits / slots.temperature, self.filters, seen) * slots.temperature
+        draw_tokens(logits, slots, at)
+        if is_penalised:
+            slots.seen[at.long(), slots.next_token[at]] = True
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        assert self.slots is not None
         body = self._body(size)
-        kept = [(tensor, tensor.clone()) for tensor in self._state()]
+        kept = [(tensor, tensor.clone()) for tensor in self.slots.state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -203,48 +283,19 @@ class GraphDecoder:
             body()
         return graph
 
-    def _state(self) -> list[Tensor]:
-        b = self.buffers
-        written = [b.tokens, b.logprobs, b.entropies, b.lengths, b.endings]
-        return [b.next_token, b.drawn, b.cached, b.done, self.seen, *written]
-
-    def _bring_forward(self, size: int, smaller: int) -> None:
-        """Put the rows that go on first, and keep as many rows as the smaller batch holds."""
-        b = self.buffers
-        order = (b.done[:size] != 0).int().argsort(stable=True)[:smaller]
-        moved = [b.next_token, b.drawn, b.cached, b.done, b.row_ids, *(held for pair in self.caches for held in pair)]
-        for tensor in [*moved, *([self.seen] if self.seen.shape[1] else [])]:
-            tensor[:smaller] = tensor.index_select(0, order)
-
-
-class _Fill(PackedAttention):
-    """Attention over packed prompts that also fills the cache, each prompt into the rows of its completions."""
-
-    def __init__(self, decoder: GraphDecoder, lengths: Sequence[int], first_row: int, copies: int) -> None:
-        super().__init__(lengths, decoder.model.policy.device)
-        self.decoder, self.first_row, self.copies = decoder, first_row, copies
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        rows = slice(self.first_row, self.first_row + self.rows * self.copies)
-        caches = self.decoder.cache_of(layer, key.shape[1], key.shape[3])
-        for held, new in zip(caches, (key, value), strict=True):
-            held[rows, :, : self.longest] = self._pad(new).repeat_interleave(self.copies, dim=0)
-        return super().attend(layer, query, key, value, scoring)
-
 
 class _Decode:
     """Attention of one new token for the first rows of the cache."""
 
-    def __init__(self, decoder: GraphDecoder, size: int) -> None:
-        self.decoder = decoder
-        key_heads = decoder.caches[0][0].shape[1]
+    def __init__(self, cache: KVCache, cached: Tensor, size: int) -> None:
+        self.cache, self.cached = cache, cached
+        key_heads = next(iter(cache.layers.values()))[0].values.shape[1]
         self.splits = 1
         while self.splits < MAX_SPLITS and size * key_heads * self.splits < PROGRAMS:
             self.splits *= 2
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        caches, cached = self.decoder.caches[layer], self.decoder.buffers.cached
-        return decode_attention(query, key, value, caches, cached, scoring, self.splits)
+        return decode_attention(query, (key, value), self.cache.layers[layer], self.cached, scoring, self.splits)
 
 
 def _bucket(rows: int, largest: int) -> int:
@@ -253,14 +304,3 @@ def _bucket(rows: int, largest: int) -> int:
     while size < rows:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return min(size, largest)
-
-
-def _by_tokens(prompts: Sequence[IntArray]) -> list[tuple[int, int]]:
-    """Ranges of prompts that are prefilled together."""
-    ranges, start, tokens = [], 0, 0
-    for index, prompt in enumerate(prompts):
-        if index > start and tokens + len(prompt) > PREFILL_TOKENS:
-            ranges.append((start, index))
-            start, tokens = index, 0
-        tokens += len(prompt)
-    return [*ranges, (start, len(prompts))]

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from retrain.backends.local.attention import Scoring
+from retrain.inference_engine.pytorch.cache import FP8, Store
+from retrain.inference_engine.pytorch.slots import Slots
 
-Caches = tuple[Tensor, Tensor]
 # Wider than any context.
 NO_WINDOW = 1 << 30
 # Least extent of a matrix instruction; query heads of one group, and small heads, are padded to it.
@@ -29,11 +30,45 @@ def _tanh(x):
 
 
 @triton.jit
+def _pack(x, IN_FP8: tl.constexpr, SCALED: tl.constexpr):
+    """One token's numbers as the cache rounds them, and their scale; `pack` in cache.py does the same."""
+    x = x.to(tl.float32)
+    scale = 1.0
+    if IN_FP8:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if SCALED:
+        scale = tl.maximum(tl.max(tl.abs(x), 0) / 127.0, 1e-8)
+        x = tl.floor(x / scale + 0.5)
+    return x, scale
+
+
+@triton.jit
+def _join(query, new, cache, scales, at, scale_at, is_size, IN_FP8: tl.constexpr, SCALED: tl.constexpr):
+    """Store a new token's key or value; gives it as every later query will read it."""
+    packed, scale = _pack(tl.load(new, mask=is_size, other=0.0), IN_FP8, SCALED)
+    stored = packed.to(cache.dtype.element_ty)
+    tl.store(cache + at, stored, mask=is_size)
+    if SCALED:
+        tl.store(scales + scale_at, scale)
+    return (stored.to(tl.float32) * scale).to(query.dtype).to(tl.float32)
+
+
+@triton.jit
+def _weigh(scores, best, total):
+    """One step of a running softmax: the new maximum, the new sum, this block's weights, what shrinks the old ones."""
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp(scores - new_best[:, None])
+    shrink = tl.exp(best - new_best)
+    return new_best, total * shrink + tl.sum(weights, 1), weights, shrink
+
+
+@triton.jit
 def _attend(
-    query, new_key, new_value, key_cache, value_cache, cached, output, partial_output, partial_stats,
-    scale, window, softcap, query_row, query_head, new_row, new_head, cache_row, cache_head,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr,
+    query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, cached,
+    output, partial_output, partial_stats, scale, window, softcap,
+    query_row, query_head, key_row, key_head, value_row, value_head, cache_row, cache_head,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr, IN_FP8: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -41,10 +76,10 @@ def _attend(
     length = tl.load(cached + row)
     heads = tl.arange(0, ROWS)
     sizes = tl.arange(0, SIZE_PAD)
-    is_head = heads < GROUP
     is_size = sizes < SIZE
+    is_out = (heads < GROUP)[:, None] & is_size[None, :]
     q_at = query + row * query_row + (head * GROUP + heads)[:, None] * query_head + sizes[None, :]
-    q = tl.load(q_at, mask=is_head[:, None] & is_size[None, :], other=0.0)
+    q = tl.load(q_at, mask=is_out, other=0.0)
 
     first = tl.maximum(length + 1 - window, 0)
     per_split = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
@@ -55,52 +90,47 @@ def _attend(
     total = tl.zeros((ROWS,), tl.float32)
     gathered = tl.zeros((ROWS, SIZE_PAD), tl.float32)
     base = row * cache_row + head * cache_head
+    scales_base = base // SIZE
     for at in range(start, stop, BLOCK):
         tokens = at + tl.arange(0, BLOCK)
         inside = tokens < stop
         offsets = base + tokens[:, None] * SIZE + sizes[None, :]
-        k = tl.load(key_cache + offsets, mask=inside[:, None] & is_size[None, :], other=0.0).to(q.dtype)
+        is_held = inside[:, None] & is_size[None, :]
+        k = tl.load(key_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SCALED:
+            scores *= tl.load(key_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
         if CAPPED:
             scores = softcap * _tanh(scores / softcap)
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp(scores - new_best[:, None])
-        shrink = tl.exp(best - new_best)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(value_cache + offsets, mask=inside[:, None] & is_size[None, :], other=0.0).to(q.dtype)
+        best, total, weights, shrink = _weigh(scores, best, total)
+        if SCALED:
+            weights *= tl.load(value_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
+        v = tl.load(value_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
         gathered = gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        best = new_best
 
     if split == SPLITS - 1:
         # The token itself: it is not in the cache yet, so it is attended to from registers and then stored.
-        new_at = row * new_row + head * new_head + sizes
-        k_new = tl.load(new_key + new_at, mask=is_size, other=0.0)
-        v_new = tl.load(new_value + new_at, mask=is_size, other=0.0)
-        own = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        k_at = new_key + row * key_row + head * key_head + sizes
+        v_at = new_value + row * value_row + head * value_head + sizes
+        slot = base + length * SIZE + sizes
+        k_new = _join(q, k_at, key_cache, key_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
+        v_new = _join(q, v_at, value_cache, value_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
+        own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
         if CAPPED:
             own = softcap * _tanh(own / softcap)
-        new_best = tl.maximum(best, own)
-        shrink = tl.exp(best - new_best)
-        weight = tl.exp(own - new_best)
-        total = total * shrink + weight
-        gathered = gathered * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
-        best = new_best
-        slot = base + length * SIZE + sizes
-        tl.store(key_cache + slot, k_new.to(key_cache.dtype.element_ty), mask=is_size)
-        tl.store(value_cache + slot, v_new.to(value_cache.dtype.element_ty), mask=is_size)
+        best, total, weights, shrink = _weigh(own[:, None], best, total)
+        gathered = gathered * shrink[:, None] + weights * v_new[None, :]
 
     rows_at = (row * HEADS + head) * GROUP + heads
     if SPLITS == 1:
         result = gathered / total[:, None]
-        out_at = output + rows_at[:, None] * SIZE + sizes[None, :]
-        tl.store(out_at, result.to(output.dtype.element_ty), mask=is_head[:, None] & is_size[None, :])
+        tl.store(output + rows_at[:, None] * SIZE + sizes[None, :], result.to(output.dtype.element_ty), mask=is_out)
     else:
         part = rows_at * SPLITS + split
-        tl.store(partial_stats + part * 2, best, mask=is_head)
-        tl.store(partial_stats + part * 2 + 1, total, mask=is_head)
-        part_at = partial_output + part[:, None] * SIZE + sizes[None, :]
-        tl.store(part_at, gathered, mask=is_head[:, None] & is_size[None, :])
+        tl.store(partial_stats + part * 2, best, mask=heads < GROUP)
+        tl.store(partial_stats + part * 2 + 1, total, mask=heads < GROUP)
+        tl.store(partial_output + part[:, None] * SIZE + sizes[None, :], gathered, mask=is_out)
 
 
 @triton.jit
@@ -118,28 +148,33 @@ def _combine(partial_output, partial_stats, output, SIZE: tl.constexpr, SIZE_PAD
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, caches: Caches, cached: Tensor, scoring: Scoring, splits: int
-) -> Tensor:
+    query: Tensor, pair: tuple[Tensor, Tensor], stores: tuple[Store, Store], cached: Tensor, scoring: Scoring,
+    splits: int,
+) -> Tensor:  # fmt: skip
     """Attention of one new token a row over its cache, which it then joins.
 
-    query (rows, heads, 1, size); key, value (rows, key heads, 1, size); caches (rows, key heads, capacity, size);
-    `cached` tokens of each row count, the new one not among them.
+    query (rows, heads, 1, size); the pair of key and value (rows, key heads, 1, size); stores (rows, key heads,
+    capacity, size); `cached` tokens of each row count, the new one not among them.
     """
     rows, heads, _, size = query.shape
+    key, value = pair
     key_heads = key.shape[1]
-    group = heads // key_heads
     output = torch.empty(rows, heads, 1, size, dtype=query.dtype, device=query.device)
     parts = rows * heads * splits if splits > 1 else 1
     partial_output = torch.empty(parts, size, dtype=torch.float32, device=query.device)
     partial_stats = torch.empty(parts, 2, dtype=torch.float32, device=query.device)
-    keys, values = caches
+    in_fp8, is_scaled = stores[0].values.dtype == torch.uint8, stores[0].scales is not None
+    keys, values = (store.values.view(FP8) if in_fp8 else store.values for store in stores)
+    # Without scales anything will do where they would be: it is never read.
+    key_scales, value_scales = (store.scales if store.scales is not None else partial_stats for store in stores)
     pad = max(MIN_ROWS, triton.next_power_of_2(size))
     _attend[(rows, key_heads, splits)](
-        query, key, value, keys, values, cached, output, partial_output, partial_stats,
+        query, key, value, keys, values, key_scales, value_scales, cached, output, partial_output, partial_stats,
         scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1), keys.stride(0), keys.stride(1),
-        GROUP=group, SIZE=size, SIZE_PAD=pad, ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
-        BLOCK=64, SPLITS=splits, HEADS=key_heads, CAPPED=scoring.softcap is not None, num_warps=4, num_stages=3,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), GROUP=heads // key_heads, SIZE=size, SIZE_PAD=pad,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(heads // key_heads)), BLOCK=64, SPLITS=splits, HEADS=key_heads,
+        CAPPED=scoring.softcap is not None, IN_FP8=in_fp8, SCALED=is_scaled, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](
@@ -150,21 +185,12 @@ def decode_attention(
 
 @triton.jit
 def _scan_vocabulary(
-    logits,
-    row_ids,
-    first_row,
-    drawn,
-    seed,
-    temperature,
-    stats,
-    choices,
-    logits_row,
-    vocabulary,
-    blocks,
+    logits, slots, numbers, seeds, drawn, temperature, stats, choices, logits_row, vocabulary, blocks,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    slot = tl.load(slots + row)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
     x = tl.load(logits + row * logits_row + tokens, mask=inside, other=float("-inf")).to(tl.float32)
@@ -176,11 +202,11 @@ def _scan_vocabulary(
     finite = tl.where(x == float("-inf"), 0.0, x)
 
     # An exponential race: the token whose exponential, over its probability, comes first is a fair draw. Counters are
-    # (token, row, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
+    # (token, row number, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
     quarter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    which = quarter * 0 + (tl.load(row_ids + row) + tl.load(first_row)).to(tl.uint32)
-    position = quarter * 0 + tl.load(drawn + row).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seed), quarter, which, position, quarter * 0)
+    which = quarter * 0 + tl.load(numbers + slot).to(tl.uint32)
+    position = quarter * 0 + tl.load(drawn + slot).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(seeds + slot), quarter, which, position, quarter * 0)
     bits = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (BLOCK,))
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     waiting = tl.where(u < 1e-3, u + 0.5 * u * u, -tl.log(1.0 - u))
@@ -198,11 +224,12 @@ def _scan_vocabulary(
 
 @triton.jit
 def _settle(
-    stats, choices, row_ids, drawn, cached, done, next_token,
-    out_tokens, out_logprobs, out_entropies, out_lengths, out_endings, stops, blocks, width,
+    stats, choices, slots, drawn, cached, limits, done, next_token,
+    out_tokens, out_logprobs, out_entropies, stops, blocks, width,
     STOPS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     index = tl.arange(0, BLOCKS_PAD)
     inside = index < blocks
     at = stats + (row * blocks + index) * 5
@@ -217,64 +244,36 @@ def _settle(
     token = tl.sum(tl.where(index == winner, tl.load(choices + row * blocks + index, mask=inside, other=0), 0), 0)
     normaliser = top + tl.log(total)
 
-    finished = tl.load(done + row)
-    count = tl.load(drawn + row)
-    number = tl.load(row_ids + row).to(tl.int64)
-    place = number * width + count
+    finished = tl.load(done + slot)
+    count = tl.load(drawn + slot)
     going_on = finished == 0
+    place = slot * width + count
     tl.store(out_tokens + place, token, mask=going_on)
     tl.store(out_logprobs + place, chosen - normaliser, mask=going_on)
     tl.store(out_entropies + place, normaliser - weighted / total, mask=going_on)
     is_stop = tl.load(stops + tl.arange(0, STOPS)) == token
     stopped = tl.max(is_stop.to(tl.int32), 0)
-    tl.store(next_token + row, token.to(tl.int64))
-    step = going_on.to(tl.int32)
-    tl.store(drawn + row, count + step)
-    tl.store(cached + row, tl.load(cached + row) + step)
-    ending = tl.where(stopped > 0, 1, (count + 1 >= width).to(tl.int32) * 2)
-    tl.store(done + row, tl.where(going_on, ending, finished))
-    tl.store(out_lengths + number, count + 1, mask=going_on)
-    tl.store(out_endings + number, ending, mask=going_on)
+    ending = tl.where(stopped > 0, 1, (count + 1 >= tl.load(limits + slot)).to(tl.int32) * 2)
+    ending = tl.where(going_on, ending, finished)
+    tl.store(next_token + slot, token.to(tl.int64))
+    tl.store(drawn + slot, count + going_on.to(tl.int32))
+    tl.store(cached + slot, tl.load(cached + slot) + going_on.to(tl.int32))
+    tl.store(done + slot, ending)
 
 
-class SamplingBuffers:
-    """Where drawn tokens go, and how far each row is.
-
-    `done` and `endings` are 0 while a row goes on, 1 after a stop token, 2 at the cap. Rows may change places in the
-    batch; what they draw is written under `row_ids`, the number they began with. `first_row` is how many rows of the
-    same request were drawn in batches before this one, so that cutting a request into batches changes no draw.
-    """
-
-    def __init__(self, rows: int, width: int, stops: tuple[int, ...], device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self.width = width
-        self.tokens = zeros(rows, width)
-        self.logprobs = zeros(rows, width, dtype=torch.float32)
-        self.entropies = zeros(rows, width, dtype=torch.float32)
-        self.lengths, self.endings = zeros(rows), zeros(rows)
-        self.row_ids, self.drawn, self.cached, self.done = zeros(rows), zeros(rows), zeros(rows), zeros(rows)
-        self.next_token = zeros(rows, dtype=torch.int64)
-        self.seed, self.first_row = zeros(1), zeros(1)
-        self.temperature = zeros(1, dtype=torch.float32)
-        padding = (-1,) * (triton.next_power_of_2(len(stops)) - len(stops)) if stops else (-1,)
-        self.stops = torch.tensor((*stops, *padding), dtype=torch.int32, device=device)
-
-
-def draw_tokens(logits: Tensor, buffers: SamplingBuffers) -> None:
-    """Draw one token a row of (rows, vocabulary) logits and take note of it; rows that are done stay as they are."""
+def draw_tokens(logits: Tensor, state: Slots, slots: Tensor) -> None:
+    """Draw one token for each of `slots` from (slots, vocabulary) logits; rows that are done stay as they are."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     stats = torch.empty(rows, blocks, 5, dtype=torch.float32, device=logits.device)
     choices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    b = buffers
+    s = state
     _scan_vocabulary[(rows, blocks)](
-        logits, b.row_ids, b.first_row, b.drawn, b.seed, b.temperature, stats, choices,
+        logits, slots, s.numbers, s.seeds, s.drawn, s.temperature, stats, choices,
         logits.stride(0), vocabulary, blocks, BLOCK=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
     _settle[(rows,)](
-        stats, choices, b.row_ids, b.drawn, b.cached, b.done, b.next_token,
-        b.tokens, b.logprobs, b.entropies, b.lengths, b.endings, b.stops, blocks, b.width,
-        STOPS=len(b.stops), BLOCKS_PAD=triton.next_power_of_2(blocks), num_warps=1,
+        stats, choices, slots, s.drawn, s.cached, s.limits, s.done, s.next_token,
+        s.tokens, s.logprobs, s.entropies, s.stops, blocks, s.width,
+        STOPS=len(s.stops), BLOCKS_PAD=triton.next_power_of_2(blocks), num_warps=1,
     )  # fmt: skip

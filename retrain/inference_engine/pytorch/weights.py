@@ -6,6 +6,7 @@ weights are never written to, so no rounding creeps into them, and decoding pays
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,53 +16,112 @@ from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import ATTENTION_NAME, Attention
 from retrain.backends.local.model import Policy, last_hidden
+from retrain.inference_engine.pytorch.products import Fp8Product, Product, find_siblings, fits_fp8, replace_with
 
 
 class SamplingModel:
-    """A plain Hugging Face model over the policy's weights, as a backbone and a head."""
+    """A plain Hugging Face model over the policy's weights, as a backbone and a head.
 
-    def __init__(self, policy: Policy) -> None:
+    `dtype` is what it computes in; `in_fp8` keeps the matrices of its layers in 8 bits. The head's product stays the
+    policy's own.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, in_fp8: bool = False) -> None:
         self.policy = policy
+        self.dtype = dtype or policy.dtype
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(
-                policy.causal_lm.config, dtype=policy.dtype, attn_implementation=ATTENTION_NAME
+                policy.causal_lm.config, dtype=self.dtype, attn_implementation=ATTENTION_NAME
             )
         self.causal_lm.eval().requires_grad_(False)
-        self.folded = _share_weights(policy.causal_lm, self.causal_lm)
+        self.adapted = {n: m for n, m in policy.causal_lm.named_modules() if isinstance(m, LoraLayer)}
+        self._share_weights()
+        self.folding: list[Callable[[], None]] = []
+        """What writes each matrix that is the sampling model's own."""
+        self._own_matrices(in_fp8)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Fold the newest adapter in."""
-        for layer, weight in self.folded:
-            _fold(layer, weight)
+        for write in self.folding:
+            write()
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
         return last_hidden(self.causal_lm, token_ids, positions, attend)
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        return self.policy.head(hidden.to(self.policy.dtype))
 
-def _share_weights(source: nn.Module, target: nn.Module) -> list[tuple[LoraLayer, Tensor]]:
-    """Point every parameter and buffer of `target` at `source`'s; adapted layers get a matrix of their own."""
-    adapted = {name: module for name, module in source.named_modules() if isinstance(module, LoraLayer)}
-    folded = []
-    for name, module in target.named_modules():
-        layer = adapted.get(name)
-        original = layer.get_base_layer() if layer is not None else source.get_submodule(name)
-        for key, parameter in original.named_parameters(recurse=False):
-            own = parameter.data
-            if layer is not None and key == "weight":
-                own = torch.empty_like(own)
-                folded.append((layer, own))
-            module.register_parameter(key, nn.Parameter(own, requires_grad=False))
-        for key, buffer in original.named_buffers(recurse=False):
-            module.register_buffer(key, buffer, persistent=False)
-    return folded
+    def _share_weights(self) -> None:
+        """Point every parameter and buffer at the policy's, or at a copy where the precision differs."""
+        head = self.causal_lm.get_output_embeddings()
+        for name, module in self.causal_lm.named_modules():
+            layer = self.adapted.get(name)
+            original = layer.get_base_layer() if layer is not None else self.policy.causal_lm.get_submodule(name)
+            for key, parameter in original.named_parameters(recurse=False):
+                is_own = layer is not None and key == "weight"
+                # The head's matrix is not used here, and an adapted one is replaced below: neither needs a copy.
+                shared = parameter.data if module is head or is_own else parameter.data.to(self.dtype)
+                module.register_parameter(key, nn.Parameter(shared, requires_grad=False))
+            for key, buffer in original.named_buffers(recurse=False):
+                module.register_buffer(key, buffer, persistent=False)
+
+    def _own_matrices(self, in_fp8: bool) -> None:
+        """Give every adapted layer a matrix of its own, those that share an input one together."""
+        head = self.causal_lm.get_output_embeddings()
+        left = dict(self.adapted)
+        for siblings in find_siblings(self.causal_lm):
+            layers = list(siblings.values())
+            if layers[0] is head:
+                left.pop(next(iter(siblings)), None)
+            elif in_fp8 and fits_fp8(layers):
+                self._replace(siblings, Fp8Product)
+            elif len(siblings) > 1 and all(name in self.adapted for name in siblings):
+                self._replace(siblings, Product)
+            else:
+                continue
+            for name in siblings:
+                left.pop(name, None)
+        for name, layer in left.items():
+            module = self.causal_lm.get_submodule(name)
+            own = torch.empty_like(module.weight, dtype=self.dtype)
+            module.register_parameter("weight", nn.Parameter(own, requires_grad=False))
+            self.folding.append(lambda layer=layer, own=own: fold(layer, own))  # type: ignore[misc]
+
+    def _replace(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> None:
+        product = replace_with(self.causal_lm, siblings, kind, self.dtype)
+        for index, (name, old) in enumerate(siblings.items()):
+            layer = self.adapted.get(name)
+            own = product.rows_of(index, product.weight)
+            self.folding.append(_writer(layer if layer is not None else old, product, index, own))
 
 
-def _fold(layer: LoraLayer, weight: Tensor) -> None:
+def _writer(layer: LoraLayer | nn.Linear, product: Product, index: int, own: Tensor) -> Callable[[], None]:
+    if isinstance(layer, LoraLayer) and type(product) is Product:
+        return lambda: fold(layer, own)
+
+    def write() -> None:
+        if not isinstance(layer, LoraLayer):
+            product.store(index, layer.weight)
+            return
+        folded = torch.empty_like(layer.get_base_layer().weight)
+        fold(layer, folded)
+        product.store(index, folded)
+
+    return write
+
+
+def fold(layer: LoraLayer, weight: Tensor) -> None:
+    """Write a layer's matrix with its adapter folded in."""
     base = layer.get_base_layer()
-    if isinstance(base, nn.Linear):
+    if weight.dtype != base.weight.dtype:
+        folded = torch.empty_like(base.weight)
+        fold(layer, folded)
+        weight.copy_(folded)
+    elif isinstance(base, nn.Linear):
         up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
         # One fused product: the sum is rounded to the weights' precision once.
         torch.addmm(base.weight, up.to(weight.dtype), down.to(weight.dtype), alpha=layer.scaling["default"], out=weight)

@@ -1,0 +1,50 @@
+"""Forward passes of a model that attends by itself: its own code, transformers' cache, prompts padded on the left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrain.backends.local.model import Policy
+from retrain.inference_engine.pytorch.decoder import Row
+
+
+class OwnForward:
+    """The policy as Hugging Face runs it, adapter and all. Slow, and right for whatever `generate` is right for."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.cache: Any = None
+
+    def begin(self, rows: Sequence[Row]) -> Tensor:
+        """Run every row's prompt, its end at the right edge."""
+        device, longest = self.policy.device, max(len(row.prompt) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
+        self.mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            ids[index, longest - len(row.prompt) :] = torch.as_tensor(row.prompt, device=device)
+            self.mask[index, longest - len(row.prompt) :] = 1
+        return self._run(ids)
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """One token further."""
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=1)
+        return self._run(tokens[:, None])
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop the other rows from the cache."""
+        self.mask = self.mask.index_select(0, rows)
+        self.cache.batch_select_indices(rows)
+
+    def _run(self, ids: Tensor) -> Tensor:
+        model = self.policy.causal_lm
+        inputs = model.prepare_inputs_for_generation(
+            ids, past_key_values=self.cache, attention_mask=self.mask, use_cache=True
+        )
+        told = model(**inputs)
+        self.cache = told.past_key_values
+        logits: Tensor = told.logits[:, -1]
+        return logits

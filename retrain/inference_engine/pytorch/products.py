@@ -1,0 +1,133 @@
+"""Matrix products of the sampling model: several layers in one product, and products in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retrain.inference_engine.pytorch.cache import FP8, FP8_MAX
+
+# Layers that stand side by side in standard models and are fed the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Product:
+    """One matrix product for several linear layers: the first of them that is called computes it for all.
+
+    Whoever is called with another input computes anew, so a model that feeds its layers differently is only slower.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        self.weight, self.bias, self.sizes = weight, bias, list(sizes)
+        self.source: Tensor | None = None
+        self.results: tuple[Tensor, ...] = ()
+        self.untaken = 0
+
+    def part(self, index: int, inputs: Tensor) -> Tensor:
+        """The output of one of the layers."""
+        if len(self.sizes) == 1:
+            return self.compute(inputs)
+        if self.source is not inputs:
+            self.source, self.results = inputs, self.compute(inputs).split(self.sizes, dim=-1)
+            self.untaken = len(self.sizes)
+        self.untaken -= 1
+        result = self.results[index]
+        if self.untaken == 0:
+            self.source, self.results = None, ()
+        return result
+
+    def compute(self, inputs: Tensor) -> Tensor:
+        """All outputs, side by side."""
+        return F.linear(inputs, self.weight, self.bias)
+
+    def store(self, index: int, weight: Tensor) -> None:
+        """Take over one layer's matrix."""
+        self.rows_of(index, self.weight).copy_(weight)
+
+    def rows_of(self, index: int, held: Tensor) -> Tensor:
+        """One layer's rows of something that has a row for each output."""
+        start = sum(self.sizes[:index])
+        return held[start : start + self.sizes[index]]
+
+
+class Fp8Product(Product):
+    """The same with 8-bit floats, scaled for each output in the weights and for each token in the input."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        super().__init__(weight, bias, sizes)
+        self.scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+
+    def compute(self, inputs: Tensor) -> Tensor:
+        """One scaled product; the result is bf16, as the hardware gives it."""
+        flat, scales = to_fp8(inputs.reshape(-1, inputs.shape[-1]))
+        outputs = torch._scaled_mm(
+            flat, self.weight.t(), scale_a=scales[:, None], scale_b=self.scales[None, :], out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+        outputs = outputs.view(*inputs.shape[:-1], -1)
+        return outputs if self.bias is None else outputs + self.bias
+
+    def store(self, index: int, weight: Tensor) -> None:
+        """Quantise one layer's matrix."""
+        values, scales = to_fp8(weight)
+        # Copied as bytes: few operations take fp8 as it is.
+        self.rows_of(index, self.weight).view(torch.uint8).copy_(values.view(torch.uint8))
+        self.rows_of(index, self.scales).copy_(scales)
+
+
+def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row scaled to fill the range of e4m3, and the scales."""
+    scales = rows.abs().amax(1).float().clamp_min(1e-12) / FP8_MAX
+    return (rows.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+class Part(nn.Module):
+    """Stands where a linear layer stood, and takes its output from a product."""
+
+    def __init__(self, product: Product, index: int) -> None:
+        super().__init__()
+        self.product, self.index = product, index
+        self.weight = nn.Parameter(product.rows_of(index, product.weight), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.product.part(self.index, inputs)
+
+
+def find_siblings(model: nn.Module) -> list[dict[str, nn.Linear]]:
+    """Linear layers by name, in sets that one product can serve; every other one is a set of its own."""
+    found: list[dict[str, nn.Linear]] = []
+    for prefix, parent in model.named_modules():
+        own = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        for names in SIBLINGS:
+            if all(name in own for name in names) and _can_share([own[name] for name in names]):
+                found.append({f"{prefix}.{name}": own.pop(name) for name in names})
+        found += [{f"{prefix}.{name}" if prefix else name: child} for name, child in own.items()]
+    return found
+
+
+def _can_share(layers: Sequence[nn.Linear]) -> bool:
+    first = layers[0]
+    alike = {(layer.in_features, layer.bias is None, layer.weight.dtype, layer.weight.device) for layer in layers}
+    return len(alike) == 1 and first.weight.device.type != "meta"
+
+
+def fits_fp8(layers: Sequence[nn.Linear]) -> bool:
+    """Whether the hardware's product takes these sizes."""
+    return all(size % 16 == 0 for layer in layers for size in (layer.in_features, layer.out_features))
+
+
+def replace_with(model: nn.Module, siblings: dict[str, nn.Linear], kind: type[Product], dtype: torch.dtype) -> Product:
+    """Put parts of one product where the layers were; its matrices are still to be stored."""
+    layers = list(siblings.values())
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    sizes = [layer.out_features for layer in layers]
+    shape = (sum(sizes), layers[0].in_features)
+    weight = torch.empty(shape, dtype=FP8 if kind is Fp8Product else dtype, device=layers[0].weight.device)
+    product = kind(weight, torch.cat(biases) if biases else None, sizes)
+    for index, name in enumerate(siblings):
+        model.set_submodule(name, Part(product, index))
+    return product

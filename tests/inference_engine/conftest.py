@@ -26,7 +26,10 @@ class Rig:
 
 
 def build_rig(family: str, folder: Path) -> Rig:
-    model = write_model(folder / "model", family)
+    return build_rig_from(write_model(folder / "model", family), folder)
+
+
+def build_rig_from(model: Path, folder: Path) -> Rig:
     config = config_for(model)
     policy = policy_for(config)
     engine = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda phase, done, total: None)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +14,11 @@ from scipy import stats
 
 from retrain.backends.local.packing import pack
 from retrain.config.schema import Inference
-from retrain.errors import ConfigError, RolloutError
+from retrain.errors import RolloutError
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.types import Completion, IntArray, Sampling
 
-from .conftest import Rig
+from .conftest import Rig, build_rig
 from .plain import plain_distribution, plain_distributions
 
 LENGTHS = (4, 11, 7, 1)
@@ -216,6 +218,24 @@ def test_a_prompt_that_leaves_no_room_is_refused(llama: Rig, length: int) -> Non
     prompts: list[IntArray] = [*random_prompts((4,)), *random_prompts((length,))]
     with pytest.raises(RolloutError, match=rf"prompt 1 has {length} tokens; the context holds {CONTEXT}"):
         llama.engine.generate(prompts, sampling_with())
+
+
+def test_a_completion_ends_where_the_context_ends(rig: Rig) -> None:
+    (group,) = rig.engine.generate(random_prompts((CONTEXT - 3,)), sampling_with())
+    assert {len(c.token_ids_T) for c in group if c.finish_reason == "length"} <= {3}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_fifty_steps_leave_no_tensor_behind(family: str, tmp_path: Path) -> None:
+    rig = build_rig(family, tmp_path)
+    prompts, counts = random_prompts((4, 6)), []
+    for step in range(50):
+        rig.engine.sync(rig.policy)
+        rig.engine.generate(prompts, Sampling(max_tokens=2, n=2, seed=step))
+        if step % 10 == 9:
+            gc.collect()
+            counts.append(sum(type(held) is torch.Tensor for held in gc.get_objects()))
+    assert len(set(counts[1:])) == 1
 
 
 def test_sampling_leaves_the_weights_as_they_were(rig: Rig) -> None:

@@ -143,7 +143,10 @@ def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[st
     trainable, total = adapted.get_nb_trainable_parameters()
     say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
     settings = causal_lm.config.get_text_config()
-    context = int(settings.max_position_embeddings)
+    try:
+        context = int(settings.max_position_embeddings)
+    except AttributeError as error:
+        raise BackendError(f"{model.model} does not say how long its context is.") from error
     policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), why_own_attention(causal_lm))
     _check_head(policy, model.model)
     return policy

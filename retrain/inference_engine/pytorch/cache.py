@@ -187,6 +187,6 @@ def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, held: int) ->
         raise RolloutError(
             f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB a token = "
             f"{tokens * each / 2**30:.1f} GiB, and of {room / 2**30:.1f} GiB that are free three quarters may be "
-            "cache.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = \"int8\""
+            'cache.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
         )
     return fitting

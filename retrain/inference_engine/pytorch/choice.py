@@ -14,15 +14,22 @@ from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch.cache import FP8
 from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
+from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
 from retrain.inference_engine.pytorch.own import OwnForward
 from retrain.inference_engine.pytorch.weights import SamplingModel
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", FP8: "fp8", torch.int8: "int8"}
 # What has no implementation here, and why.
 REFUSED = {
-    ("attention_kernel", "tk"): "ThunderKittens are C++ sources, built for one generation of GPUs on the machine itself",
-    ("attention_kernel", "cutlass"): "CUTLASS kernels are C++ sources, built for one GPU on the machine itself",
-    ("dtype", "fp4"): "it needs block-scaled 4-bit products, which only Blackwell GPUs have and this engine does not use",
+    (
+        "attention_kernel",
+        "tk",
+    ): "ThunderKittens are C++ sources, built for one generation of GPUs where they run",
+    ("attention_kernel", "cutlass"): "CUTLASS kernels are C++ sources, built for one generation of GPUs where they run",
+    (
+        "dtype",
+        "fp4",
+    ): "it needs 4-bit products, which only Blackwell GPUs have and this engine does not use",
 }
 TAKES = {
     "attention_kernel": "default, flash, triton",
@@ -141,8 +148,13 @@ def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, sh
         return EagerDecoder(
             policy, lambda: CachedForward(model, choice.cache_dtype, share), choice.cache_dtype, choice.description
         )
-    from retrain.inference_engine.pytorch.graphs import GraphDecoder  # noqa: PLC0415  (Triton exists only with CUDA)
-
     if policy.device.type == "cuda":
         compile_layers(model.causal_lm)
-    return GraphDecoder(model, choice.cache_dtype, share, choice.description)
+    return GraphDecoder(model, load_kernels(), choice.cache_dtype, share, choice.description)
+
+
+def load_kernels() -> Kernels:
+    """Our kernels in Triton."""
+    from retrain.inference_engine.pytorch import kernels  # noqa: PLC0415  (Triton exists only with CUDA)
+
+    return kernels

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from retrain.backends.local.attention import Scoring
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import KVCache, rows_that_fit
+from retrain.inference_engine.pytorch.cache import KVCache, Store, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
-from retrain.inference_engine.pytorch.kernels import decode_attention, draw_tokens
 from retrain.inference_engine.pytorch.sampler import shape_logits
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
@@ -35,6 +35,26 @@ LARGEST = 1024
 CAPACITY_BLOCK = 128
 # Free memory goes up and down: only so many times more rows are worth a new cache and new graphs.
 WORTH_GROWING = 1.25
+
+
+class Kernels(Protocol):
+    """What a decode step needs beside the model's layers; kernels.py has it in Triton."""
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        pair: tuple[Tensor, Tensor],
+        stores: tuple[Store, Store],
+        cached: Tensor,
+        scoring: Scoring,
+        splits: int,
+    ) -> Tensor:
+        """Attention of one new token a row over its cache, which it then joins."""
+        ...
+
+    def draw_tokens(self, logits: Tensor, state: Slots, slots: Tensor) -> None:
+        """Draw one token for each of `slots` and take note of it; rows that are done stay as they are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +87,8 @@ class GraphDecoder:
     `start`, then `add` rows at any time and `advance` as long as it is `busy`; `draw` does so for a list of rows.
     """
 
-    def __init__(self, model: SamplingModel, cache_dtype: torch.dtype, share: bool, description: str) -> None:
-        self.model, self.cache_dtype, self.share, self.description = model, cache_dtype, share, description
+    def __init__(self, model: SamplingModel, kernels: Kernels, cache: torch.dtype, share: bool, told: str) -> None:
+        self.model, self.kernels, self.cache_dtype, self.share, self.description = model, kernels, cache, share, told
         self.filters = Sampling(max_tokens=0)
         self.waiting: deque[Row] = deque()
         self.seated: list[Row | None] = []
@@ -244,7 +264,7 @@ class GraphDecoder:
 
     def _body(self, size: int) -> Callable[[], None]:
         assert self.slots is not None and self.cache is not None
-        slots, attention = self.slots, _Decode(self.cache, self.slots.cached, size)
+        slots, attention = self.slots, _Decode(self.kernels, self.cache, self.slots.cached, size)
 
         def body() -> None:
             positions = slots.cached[:size, None].long()
@@ -261,9 +281,11 @@ class GraphDecoder:
             # The kernel divides by the temperature itself; filters look at tempered logits, so it is undone after them.
             seen = slots.seen[at] if is_penalised else None
             logits = shape_logits(logits / slots.temperature, self.filters, seen) * slots.temperature
-        draw_tokens(logits, slots, at)
+        self.kernels.draw_tokens(logits, slots, at)
         if is_penalised:
-            slots.seen[at.long(), slots.next_token[at]] = True
+            token = slots.next_token[at]
+            # A plain True would be copied from the host, which no graph can hold.
+            slots.seen.index_put_((at.long(), token), torch.ones_like(token, dtype=torch.bool))
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         assert self.slots is not None
@@ -287,15 +309,16 @@ class GraphDecoder:
 class _Decode:
     """Attention of one new token for the first rows of the cache."""
 
-    def __init__(self, cache: KVCache, cached: Tensor, size: int) -> None:
-        self.cache, self.cached = cache, cached
+    def __init__(self, kernels: Kernels, cache: KVCache, cached: Tensor, size: int) -> None:
+        self.kernels, self.cache, self.cached = kernels, cache, cached
         key_heads = next(iter(cache.layers.values()))[0].values.shape[1]
         self.splits = 1
         while self.splits < MAX_SPLITS and size * key_heads * self.splits < PROGRAMS:
             self.splits *= 2
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        return decode_attention(query, (key, value), self.cache.layers[layer], self.cached, scoring, self.splits)
+        stores = self.cache.layers[layer]
+        return self.kernels.decode_attention(query, (key, value), stores, self.cached, scoring, self.splits)
 
 
 def _bucket(rows: int, largest: int) -> int:

@@ -31,7 +31,7 @@ class Product:
         if len(self.sizes) == 1:
             return self.compute(inputs)
         if self.source is not inputs:
-            self.source, self.results = inputs, self.compute(inputs).split(self.sizes, dim=-1)
+            self.source, self.results = inputs, torch.split(self.compute(inputs), self.sizes, dim=-1)
             self.untaken = len(self.sizes)
         self.untaken -= 1
         result = self.results[index]
@@ -123,7 +123,7 @@ def fits_fp8(layers: Sequence[nn.Linear]) -> bool:
 def replace_with(model: nn.Module, siblings: dict[str, nn.Linear], kind: type[Product], dtype: torch.dtype) -> Product:
     """Put parts of one product where the layers were; its matrices are still to be stored."""
     layers = list(siblings.values())
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    biases = [layer.bias.data for layer in layers if layer.bias is not None]
     sizes = [layer.out_features for layer in layers]
     shape = (sum(sizes), layers[0].in_features)
     weight = torch.empty(shape, dtype=FP8 if kind is Fp8Product else dtype, device=layers[0].weight.device)

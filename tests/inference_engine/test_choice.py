@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for, policy_for, random_prompts
+from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig
+
+from retrain.backends.local.model import Policy
+from retrain.backends.local.packing import pack
+from retrain.config.schema import Inference
+from retrain.errors import ConfigError
+from retrain.inference_engine.pytorch import PyTorchEngine, choice
+from retrain.inference_engine.pytorch.cache import FP8
+from retrain.inference_engine.pytorch.products import Fp8Product, Part, to_fp8
+from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.types import Sampling
+
+from .conftest import Rig
+from .plain import plain_distributions, plain_model
+
+LENGTHS = (4, 11, 7, 1)
+
+
+def engine_with(policy: Policy, **options: object) -> PyTorchEngine:
+    return PyTorchEngine(policy, Inference(**options), PlainTokenizer(), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("attention_kernel", "tk", "ThunderKittens .* It takes: default, flash, triton"),
+        ("attention_kernel", "cutlass", "CUTLASS .* It takes: default, flash, triton"),
+        ("attention_kernel", "triton", "needs a CUDA GPU and Triton, and here is: no CUDA GPU, but cpu"),
+        ("dtype", "fp8", r"compute capability 8\.9 or newer .*, and here is the CPU"),
+        ("dtype", "fp4", "only Blackwell .* It takes: auto, bf16, fp8"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'\[inference\] {key} = "{value}" is not for the pytorch engine here: .*{reason}'
+    ):
+        engine_with(llama.policy, **{key: value})
+
+
+def test_an_older_gpu_is_told_what_8_bit_floats_need(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for options in ({"dtype": "fp8"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .*, and here is one of 8\.0"):
+            choice.choose(llama.policy, Inference(**options))
+
+
+def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llama.engine.description == "pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
+    small = engine_with(llama.policy, dtype="bf16", kv_cache_dtype="int8")
+    assert small.description == "pytorch on cpu, eager, sdpa attention, bf16 weights, int8 cache"
+    monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
+    lacking = choice.choose(llama.policy, Inference()).description
+    assert lacking.startswith("pytorch on cuda, eager (Triton is not installed), sdpa attention") or lacking.startswith(
+        "pytorch on cuda, CUDA graphs, triton attention"
+    )
+    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    best = choice.choose(llama.policy, Inference(dtype="bf16")).description
+    assert best == "pytorch on cuda, CUDA graphs, triton attention, bf16 weights, bf16 cache"
+    flash = choice.choose(llama.policy, Inference(attention_kernel="flash")).description
+    assert flash.startswith('pytorch on cuda, eager (attention_kernel = "flash"), sdpa attention')
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions takes a slower path
+@pytest.mark.parametrize(
+    ("options", "worst"),
+    [
+        ({"kv_cache_dtype": "bf16"}, 0.05),
+        ({"kv_cache_dtype": "int8"}, 0.05),
+        ({"kv_cache_dtype": "fp8"}, 0.5),
+        ({"dtype": "bf16"}, 0.3),
+        ({"dtype": "bf16", "kv_cache_dtype": "int8"}, 0.3),
+    ],
+    ids=str,
+)
+def test_less_precision_changes_logprobs_a_little(rig: Rig, options: dict[str, str], worst: float) -> None:
+    """The reported log-prob is of what was sampled; against full precision it is off by no more than rounding."""
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=16, n=2, temperature=1.0, seed=3)
+    errors = []
+    for prompt, group in zip(prompts, engine_with(rig.policy, **options).generate(prompts, sampling), strict=True):
+        for completion in group:
+            expected = plain_distributions(rig.plain, prompt, completion.token_ids_T, sampling)
+            chosen = [one[token] for one, token in zip(expected, completion.token_ids_T, strict=True)]
+            errors.append(completion.logprobs_T - np.log(chosen))
+    found = np.concatenate(errors)
+    assert np.abs(found).mean() < worst
+    assert np.abs(found).max() > 0, "the option does something"
+
+
+def test_linear_layers_that_share_an_input_are_one_product(llama: Rig) -> None:
+    model = SamplingModel(llama.policy)
+    block = model.causal_lm.model.layers[0]
+    parts = [block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj]
+    assert all(isinstance(part, Part) for part in parts)
+    assert len({id(part.product) for part in parts}) == 1
+    assert block.mlp.gate_proj.product is block.mlp.up_proj.product
+    assert type(block.self_attn.o_proj) is torch.nn.Linear
+    inputs = torch.randn(2, 3, 32)
+    # Whatever the order and however often they are called.
+    for part in (parts[2], parts[0], parts[0], parts[1], parts[2]):
+        torch.testing.assert_close(part(inputs), inputs @ part.weight.T, atol=1e-5, rtol=1e-4)
+    assert torch.equal(parts[1](inputs * 2), parts[1](inputs * 2))
+
+
+def test_layers_that_are_not_all_adapted_are_left_alone(llama: Rig) -> None:
+    policy = policy_for(config_for(llama.folder, lora__target_modules="q_proj,v_proj"))
+    model = SamplingModel(policy)
+    assert not any(isinstance(module, Part) for module in model.causal_lm.modules())
+
+
+def test_biases_go_along_with_their_layers(tmp_path: Path) -> None:
+    from transformers import Qwen2Config
+
+    from .conftest import build_rig_from
+
+    torch.manual_seed(0)
+    settings = Qwen2Config(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(settings).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path / "model")
+    rig = build_rig_from(tmp_path / "model", tmp_path)
+    assert any(isinstance(module, Part) for module in rig.engine.model.causal_lm.modules())  # type: ignore[union-attr]
+    check_logprobs(rig.engine, rig.plain)
+
+
+def check_logprobs(engine: PyTorchEngine, plain: torch.nn.Module) -> None:
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=16, n=2, temperature=1.0, seed=3)
+    for prompt, group in zip(prompts, engine.generate(prompts, sampling), strict=True):
+        for completion in group:
+            expected = plain_distributions(plain, prompt, completion.token_ids_T, sampling)
+            chosen = [one[token] for one, token in zip(expected, completion.token_ids_T, strict=True)]
+            np.testing.assert_allclose(completion.logprobs_T, np.log(chosen), atol=1e-4)
+
+
+def test_a_matrix_in_fp8_is_scaled_for_each_output() -> None:
+    weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 48)[:, None]
+    product = Fp8Product(torch.empty(48, 32, dtype=FP8), None, [16, 32])
+    product.store(0, weight[:16])
+    product.store(1, weight[16:])
+    restored = product.weight.float() * product.scales[:, None]
+    # Three bits of mantissa: no number is off by more than a sixteenth, or by the least step near zero.
+    close = (restored - weight).abs() <= weight.abs() / 16 + weight.abs().amax(1, keepdim=True) * 2**-15
+    assert bool(close.all())
+    values, scales = to_fp8(torch.zeros(2, 16))
+    assert torch.isfinite(values.float() * scales[:, None]).all()
+
+
+OWN = {
+    "codegen": CodeGenConfig(
+        vocab_size=128,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        rotary_dim=4,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gptj": GPTJConfig(
+        vocab_size=128,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        rotary_dim=4,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(OWN[family]).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.save_pretrained(tmp_path / "model")
+    config = config_for(tmp_path / "model")
+    policy = policy_for(config)
+    engine = engine_with(policy)
+    assert "the model's own attention" in engine.description
+    assert "does not attend through transformers' attention interface" in engine.description
+    check_logprobs(engine, plain_model(tmp_path / "model", policy, tmp_path / "adapter"))
+    learner = learner_for(policy, config)
+    learner.sampling = Sampling(max_tokens=9, n=2, seed=1)
+    prompts = random_prompts(LENGTHS)
+    datums = datums_of(prompts, engine.generate(prompts, learner.sampling))
+    with torch.no_grad():
+        packed = pack(datums, policy.device, with_history=False)
+        ratios = (learner.logprobs(packed) - packed.sampled_logprobs).exp()
+    assert (ratios - 1).abs().max() < 1e-4
+    assert learner.step(datums)["skipped"] == 0
+    with pytest.raises(ConfigError, match="has no effect on this model, which samples with its own attention"):
+        engine_with(policy, kv_cache_dtype="int8")

@@ -1,0 +1,51 @@
+"""Our Triton kernels against plain loops, interpreted on the CPU; tests/gpu runs the same checks compiled."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+
+from .kernel_checks import (
+    CACHES,
+    SHAPES,
+    check_attention,
+    check_drawing,
+    check_endings,
+    check_frequencies,
+)
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed; it comes with CUDA builds of PyTorch", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("compiled kernels are checked by tests/gpu", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    return importlib.import_module("retrain.inference_engine.pytorch.kernels")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_that_of_plain_loops(kernels: ModuleType, shape: str) -> None:
+    check_attention(kernels, shape, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_attention_reads_and_writes_every_kind_of_cache(kernels: ModuleType, cache: str) -> None:
+    check_attention(kernels, "split", CACHES[cache], "cpu")
+
+
+def test_a_draw_comes_with_its_logprob_and_the_entropy(kernels: ModuleType) -> None:
+    check_drawing(kernels, "cpu")
+
+
+def test_rows_end_at_a_stop_token_or_at_their_limit(kernels: ModuleType) -> None:
+    check_endings(kernels, "cpu")
+
+
+def test_tokens_are_drawn_as_often_as_they_should_be(kernels: ModuleType) -> None:
+    check_frequencies(kernels, "cpu", rows=200, rounds=4)

@@ -1,0 +1,241 @@
+"""Rows that enter and leave a running batch, and turns served from it; plain loops stand in for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny import CONTEXT, PlainTokenizer, random_prompts
+
+from retrain.config.schema import Inference
+from retrain.errors import RolloutError
+from retrain.inference_engine import ServesTurns, Turn
+from retrain.inference_engine.pytorch import PyTorchEngine, ServingEngine, build, cache, choice, graphs
+from retrain.inference_engine.pytorch.graphs import GraphDecoder
+from retrain.types import Completion, Sampling
+
+from . import plain_kernels
+from .conftest import Rig
+from .plain import plain_distributions
+
+Make = Callable[..., ServingEngine]
+SAMPLING = Sampling(max_tokens=12, n=3, temperature=1.2, seed=4)
+
+
+@pytest.fixture
+def running(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes engines whose batch runs as on a GPU."""
+    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
+    monkeypatch.setattr(choice, "_computes_in_fp8", lambda device: True)
+    monkeypatch.setattr(graphs, "SMALLEST", 2)
+    monkeypatch.setattr(graphs, "LOOK_EVERY", 3)
+
+    def make(**options: Any) -> ServingEngine:
+        engine = build(llama.policy, Inference(**options), PlainTokenizer(), lambda *_: None)
+        assert isinstance(engine, ServingEngine)
+        return engine
+
+    return make
+
+
+def decoder_of(engine: PyTorchEngine) -> GraphDecoder:
+    return cast(GraphDecoder, engine.decoder)
+
+
+def flat(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
+    return [completion.token_ids_T.tolist() for group in groups for completion in group]
+
+
+class Script:
+    """Turns that come a few at a time; what is asked next may depend on an answer."""
+
+    def __init__(self, rounds: Sequence[Sequence[Turn]]) -> None:
+        self.rounds = list(rounds)
+        self.waited: list[bool] = []
+
+    def take(self, wait: bool) -> list[Turn]:
+        self.waited.append(wait)
+        return list(self.rounds.pop(0)) if self.rounds else []
+
+
+def turn(prompt: np.ndarray, seed: int, max_tokens: int = 8) -> Turn:
+    return Turn(prompt, replace(SAMPLING, n=1, seed=seed, max_tokens=max_tokens), Future())
+
+
+def test_only_an_engine_with_a_running_batch_serves_turns(llama: Rig, running: Make) -> None:
+    assert isinstance(running(), ServesTurns)
+    assert not isinstance(llama.engine, ServesTurns)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bf16", "fp8", "int8"])
+def test_greedy_tokens_are_those_of_the_eager_decoder(llama: Rig, running: Make, cache_dtype: str) -> None:
+    greedy, prompts = Sampling(max_tokens=10, temperature=1e-4), random_prompts((4, 11, 1))
+    options = Inference(kv_cache_dtype=cache_dtype, attention_kernel="flash")
+    eager = PyTorchEngine(llama.policy, options, PlainTokenizer(), lambda *_: None)
+    ours, theirs = (e.generate(prompts, greedy) for e in (running(kv_cache_dtype=cache_dtype), eager))
+    assert flat(ours) == flat(theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2}],
+    ids=["nothing", "all together"],
+)
+def test_logprobs_are_those_of_the_slow_version(llama: Rig, running: Make, options: dict[str, Any]) -> None:
+    prompts, sampling = random_prompts((4, 9)), replace(SAMPLING, **options)
+    for prompt, group in zip(prompts, running().generate(prompts, sampling), strict=True):
+        for completion in group:
+            tokens = completion.token_ids_T
+            expected = plain_distributions(llama.plain, prompt, tokens, sampling)
+            chosen = [distribution[token] for distribution, token in zip(expected, tokens, strict=True)]
+            np.testing.assert_allclose(completion.logprobs_T, np.log(chosen), atol=1e-3)
+
+
+def test_rows_that_wait_draw_the_same_as_in_one_big_batch(
+    llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.policy, "stop_ids", tuple(range(2, 20)))
+    prompts = random_prompts((5, 9, 3, 7))
+    together = running().generate(prompts, SAMPLING)
+    monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 5)
+    engine = running()
+    entered: list[int] = []
+    prefill = graphs.prefill
+    monkeypatch.setattr(
+        graphs, "prefill", lambda m, c, rows, *rest: (entered.append(len(rows)), prefill(m, c, rows, *rest))[1]
+    )
+    assert flat(engine.generate(prompts, SAMPLING)) == flat(together)
+    assert entered[0] == 5
+    assert len(entered) > 3, "rows enter as others finish, not in whole waves"
+    assert sum(entered) == 12
+
+
+def test_a_batch_that_shrinks_to_smaller_graphs_draws_the_same(
+    llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.policy, "stop_ids", tuple(range(2, 20)))
+    engine, prompts, sizes = running(), random_prompts((5, 9, 3)), []
+    body = GraphDecoder._body
+    monkeypatch.setattr(GraphDecoder, "_body", lambda self, size: (sizes.append(size), body(self, size))[1])
+    shrinking = engine.generate(prompts, SAMPLING)
+    assert len(set(sizes)) > 1
+    monkeypatch.setattr(graphs, "_bucket", lambda rows, largest: largest)
+    assert flat(running().generate(prompts, SAMPLING)) == flat(shrinking)
+
+
+def test_turns_draw_what_they_would_draw_alone(running: Make) -> None:
+    engine, prompts = running(), random_prompts((4, 9, 30, 2, 6))
+    turns = [turn(prompt, seed=number, max_tokens=3 + 2 * number) for number, prompt in enumerate(prompts)]
+    alone = [engine.generate([t.prompt_ids], t.sampling)[0][0] for t in turns]
+    script = Script([turns[:2], [], turns[2:4], turns[4:]])
+    running().serve(script)
+    for t, expected in zip(turns, alone, strict=True):
+        got = t.answer.result(timeout=0)
+        assert got.token_ids_T.tolist() == expected.token_ids_T.tolist()
+        np.testing.assert_allclose(got.logprobs_T, expected.logprobs_T, atol=1e-4)
+        assert len(got.token_ids_T) <= t.sampling.max_tokens
+    assert script.waited[0], "with nothing to do it waits"
+    assert not script.waited[1], "while it samples it does not"
+
+
+def test_a_turn_is_answered_while_others_go_on(running: Make) -> None:
+    short, long = turn(random_prompts((4,))[0], 1, max_tokens=2), turn(random_prompts((5,))[0], 2, max_tokens=40)
+    answered: list[bool] = []
+
+    class Watching(Script):
+        def take(self, wait: bool) -> list[Turn]:
+            answered.append(short.answer.done() and not long.answer.done())
+            return super().take(wait)
+
+    running().serve(Watching([[short, long]]))
+    assert any(answered)
+    assert long.answer.done()
+
+
+def test_a_longer_turn_makes_the_running_batch_grow(running: Make) -> None:
+    first, second = turn(random_prompts((4,))[0], 1, max_tokens=20), turn(random_prompts((200,))[0], 2, max_tokens=30)
+    engine = running()
+    engine.serve(Script([[first], [second]]))
+    shape = decoder_of(engine).shape
+    assert shape is not None
+    assert shape.capacity >= 230
+    alone = [running().generate([t.prompt_ids], t.sampling)[0][0] for t in (first, second)]
+    for t, expected in zip((first, second), alone, strict=True):
+        assert t.answer.result(timeout=0).token_ids_T.tolist() == expected.token_ids_T.tolist()
+
+
+def test_a_turn_for_which_memory_cannot_grow_waits_until_the_others_are_done(
+    running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "rows_that_fit", lambda policy, tokens, *_: 2 if tokens <= 128 else 1)
+    turns = [turn(prompt, n, max_tokens=9) for n, prompt in enumerate(random_prompts((4, 5, 200)))]
+    engine = running()
+    engine.serve(Script([turns[:2], turns[2:]]))
+    assert all(t.answer.done() for t in turns)
+
+
+def test_a_turn_beyond_the_context_is_answered_with_the_error(running: Make) -> None:
+    good, bad = turn(random_prompts((4,))[0], 1), turn(random_prompts((CONTEXT,))[0], 2)
+    running().serve(Script([[bad, good]]))
+    assert good.answer.done()
+    with pytest.raises(RolloutError, match=f"{CONTEXT} tokens; the context holds"):
+        bad.answer.result(timeout=0)
+
+
+def test_sampling_that_broke_off_leaves_no_rows_behind(running: Make) -> None:
+    engine, prompts = running(), random_prompts((4, 5))
+    expected = flat(engine.generate(prompts, SAMPLING))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine.progress = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, SAMPLING)
+    engine.progress = lambda *_: None
+    assert flat(engine.generate(prompts, SAMPLING)) == expected
+
+
+def test_buffers_are_made_once_for_requests_of_one_shape(running: Make) -> None:
+    engine, prompts = running(), random_prompts((4, 5))
+    engine.generate(prompts, SAMPLING)
+    slots = decoder_of(engine).slots
+    engine.generate(prompts, replace(SAMPLING, seed=9, temperature=0.5, top_p=0.9))
+    assert decoder_of(engine).slots is slots
+    engine.shutdown()
+    assert decoder_of(engine).cache is None
+
+
+class Gpu:
+    """As much of torch.cuda as the memory arithmetic asks."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, 1 << 40
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 3000
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 1000
+
+
+def test_what_fits_is_reckoned_from_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 3 layers × 2 key heads × 8 numbers × keys and values: 96 numbers a token, 12 scales with int8.
+    assert cache.bytes_per_token(llama.policy, torch.float32) == 384
+    assert cache.bytes_per_token(llama.policy, cache.FP8) == 96
+    assert cache.bytes_per_token(llama.policy, torch.int8) == 96 + 48
+    monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch, "cuda", Gpu(free=100_000))
+    # Three quarters of 100 000 free, 2 000 reserved but unused and 10 000 held, over 100 tokens × 384 bytes.
+    assert cache.rows_that_fit(llama.policy, 100, torch.float32, 10_000) == 2
+    with pytest.raises(RolloutError, match=r"1000 tokens × 0 KiB a token = 0.0 GiB, and of 0.0 GiB that are free"):
+        cache.rows_that_fit(llama.policy, 1000, torch.float32, 0)

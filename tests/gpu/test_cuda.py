@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import pack
 from retrain.config import TrainConfig
-from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.inference_engine.pytorch import PyTorchEngine, build
 from retrain.types import Sampling
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ LENGTHS = (4, 11, 37, 1)
 
 
 def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
-    return PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *_: None)
+    return build(policy, config.inference, PlainTokenizer(), lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -218,18 +218,6 @@ def test_gradient_checkpointing_takes_less_memory(broad: Path) -> None:
         learner.step(datums)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 0.8 * peaks[0]
-
-
-def test_prompts_that_do_not_fit_together_are_sampled_in_waves(broad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_for(broad, model__dtype="fp32")
-    engine = engine_on(policy_for(config, device="cuda"), config)
-    waves: list[int] = []
-    draw = engine.decoder.draw
-    monkeypatch.setattr(engine.decoder, "draw", lambda p, *rest: (waves.append(len(p)), draw(p, *rest))[1])
-    monkeypatch.setattr(engine, "_prompts_that_fit", lambda tokens, group: 3)
-    groups = engine.generate(random_prompts((4, 5, 6, 7, 8)), Sampling(max_tokens=6, n=2))
-    assert waves == [3, 2]
-    assert [len(group) for group in groups] == 5 * [2]
 
 
 def gpu_run(tiny: Path, folder: Path, **overrides: Any) -> TrainConfig:

@@ -23,6 +23,9 @@ LOGITS_SLICE = 512 << 20
 SPARE = 0.06
 # Weight, gradient, float32 master, its gradient, and the two moments of AdamW; float32 adapters are their own masters.
 ADAPTER_BYTES = {2: 2 + 2 + 4 + 4 + 8, 4: 4 + 4 + 8}
+# How long a prompt is taken to be by those who cannot know.
+PROMPT_TOKENS = 256
+MEMORY_PARTS = ("weights", "sampling_copy", "adapter", "kv_cache", "activations", "logits")
 _CACHE_BLOCK = 128
 _CACHE_SPARE_TOKENS = 16
 

@@ -143,7 +143,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool) -> M
     """Lay datums end to end. The last token predicts nothing, so it is not fed to the model."""
     layout = _lay_out(datums)
 
-    def joined(parts: Sequence[IntArray], dtype: torch.dtype) -> Tensor:
+    def joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.concatenate(parts), dtype=dtype).to(device)
 
     history = None

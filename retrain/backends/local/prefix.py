@@ -80,7 +80,7 @@ class SharedPrefixAttention:
         rows = (len(self.stretches), self.longest)
 
         def pad(flat: Tensor, index: Tensor) -> Tensor:
-            return flat.index_select(0, index).unflatten(0, rows).transpose(1, 2)
+            return flat.index_select(0, index).reshape(*rows, *flat.shape[1:]).transpose(1, 2)
 
         output = causal_attention(pad(query, queries), pad(key, keys), pad(value, keys), scoring)
         return output.transpose(1, 2).flatten(0, 1).index_select(0, back)

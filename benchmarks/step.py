@@ -206,9 +206,8 @@ def medians(rounds: list[Numbers]) -> Numbers:
 
 def print_table(title: str, rows: dict[str, Numbers]) -> None:
     print(f"\n{title}")
-    print(
-        f"{'':10}{'sample':>9}{'train':>9}{'step':>9}{'tokens':>9}{'tokens/s':>10}{'CPU s':>9}{'peak GiB':>10}{'ratio':>8}"
-    )
+    heads = ("sample", "train", "step", "tokens", "tokens/s", "CPU s", "peak GiB", "ratio")
+    print(" " * 10 + "".join(f"{head:>{width}}" for head, width in zip(heads, (9, 9, 9, 9, 10, 9, 10, 8), strict=True)))
     ours = rows["retrain"].get("step_s", UNKNOWN)
     for name, row in rows.items():
         times = "".join(f"{row.get(key, UNKNOWN):9.2f}" for key in ("sample_s", "train_s", "step_s"))

@@ -39,7 +39,7 @@ class Learner:
         # Layers are able to recompute from the start; `_train_mode` says which of them do.
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if policy.device.type == "cuda":
+        if policy.device.type == "cuda" and not policy.own_attention:
             compile_layers(policy.causal_lm)
         self.optimizer = AdapterOptimizer(policy, config)
         self.packs_tightly = takes_uneven_lengths(policy)
@@ -79,6 +79,11 @@ class Learner:
         """Micro-batches by what they cost here: flash attention takes uneven lengths as they are, others pad."""
         return split_by_tokens(datums, self.memory.micro_batch_tokens, Load.fed if self.packs_tightly else Load.padded)
 
+    def pack(self, datums: Sequence[Datum]) -> MicroBatch:
+        """One micro-batch; prompts are shared unless the model attends by itself."""
+        penalised = self.sampling.repetition_penalty != 1.0
+        return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
+
     def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
         self.optimizer.clear()
         self._train_mode(True)
@@ -86,7 +91,7 @@ class Learner:
         divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
         totals = _Totals()
         for batch in batches:
-            packed = pack(batch, self.policy.device, self.sampling.repetition_penalty != 1.0)
+            packed = self.pack(batch)
             with self.memory.watch(packed.token_ids.shape[1]):
                 logprobs = self.logprobs(packed)
                 token_batch = TokenBatch(

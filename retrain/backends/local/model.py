@@ -32,6 +32,8 @@ class Policy:
     device: torch.device
     context_length: int
     stop_ids: tuple[int, ...]
+    own_attention: str = ""
+    """Why the model attends by itself; empty where it attends through us."""
 
     def __post_init__(self) -> None:
         self.causal_lm: Any = self.adapted.get_base_model()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.backends.local.attention import Attention, PackedAttention
 from retrain.backends.local.logprobs import History
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.types import Datum, IntArray
@@ -28,7 +29,7 @@ class MicroBatch:
 
     token_ids: Tensor
     positions: Tensor
-    attend: SharedPrefixAttention
+    attend: Attention
     predicting: Tensor
     """Index of the hidden state that predicts each completion token."""
     targets: Tensor
@@ -139,9 +140,13 @@ def length_of(datum: Datum) -> int:
     return len(datum.prompt_ids) + len(datum.completion_ids_T)
 
 
-def pack(datums: Sequence[Datum], device: torch.device, with_history: bool) -> MicroBatch:
-    """Lay datums end to end. The last token predicts nothing, so it is not fed to the model."""
-    layout = _lay_out(datums)
+def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, share: bool = True) -> MicroBatch:
+    """Lay datums end to end. The last token predicts nothing, so it is not fed to the model.
+
+    Without `share` every sequence is whole, which is all that a model with an attention of its own understands.
+    """
+    layout = _lay_out(datums, share)
+    lengths = [stretch.length for stretch in layout.stretches]
 
     def joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.concatenate(parts), dtype=dtype).to(device)
@@ -153,7 +158,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool) -> M
     return MicroBatch(
         token_ids=joined(layout.token_ids, torch.long)[None],
         positions=joined(layout.positions, torch.long)[None],
-        attend=SharedPrefixAttention(layout.stretches, device),
+        attend=SharedPrefixAttention(layout.stretches, device) if share else PackedAttention(lengths, device),
         predicting=joined(layout.predicting, torch.long),
         targets=joined([d.completion_ids_T for d in datums], torch.long),
         sampled_logprobs=joined([d.logprobs_T for d in datums], torch.float32),
@@ -189,10 +194,10 @@ class _Layout:
         return stretch
 
 
-def _lay_out(datums: Sequence[Datum]) -> _Layout:
+def _lay_out(datums: Sequence[Datum], share: bool) -> _Layout:
     """Shared prompts first, then everything else, in the order of the datums."""
     layout, prompts, groups = _Layout(), dict[bytes, Stretch](), _by_prompt(datums)
-    if functools.reduce(operator.add, map(Load.of, groups)).saved:
+    if share and functools.reduce(operator.add, map(Load.of, groups)).saved:
         for group in groups:
             if len(group) > 1:
                 prompts[_prompt_key(group[0])] = layout.add(np.asarray(group[0].prompt_ids))

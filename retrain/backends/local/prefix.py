@@ -110,7 +110,8 @@ def can_flash(query: Tensor, scoring: Scoring) -> bool:
 def takes_uneven_lengths(policy: Policy) -> bool:
     """Whether a model's sequences are attended to as they lie, so that padding need not be reckoned with."""
     told = policy.causal_lm.config.get_text_config().to_dict()
-    return not told.get("attn_logit_softcapping") and _has_flash(policy.device, policy.dtype)
+    by_us = not policy.own_attention and not told.get("attn_logit_softcapping")
+    return by_us and _has_flash(policy.device, policy.dtype)
 
 
 @functools.cache

@@ -1,81 +1,37 @@
 """One RLVR step, ours against a peer's, on the same workload in one process tree.
 
-    python benchmarks/step.py --workload w1 [--peer trl] [--steps 3] [--peer-steps 1] [--tokenizer DIR]
+    python benchmarks/step.py --workload w1 [--peer trl] [--steps 3] [--peer-steps 1] [--rounds 1] [--json FILE]
 
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
-of 16,384 tokens with activations recomputed, without sampling. The peer runs in a process of its own, with its usual
-settings and the same model, adapter, prompts and lengths. Numbers are of the last step of each.
+of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
+model, adapter, prompts and lengths, the peer with its usual settings. Numbers are of the last step of each; with
+several rounds the two take turns and the median counts. A peer cut off by --peer-timeout shows what it had done.
+`CPU s` is what a step cost all threads of its process, which tells more than seconds on a machine that others use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from workloads import PROMPT, WORKLOADS, Workload, random_model, stop_tokens
 
-QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-QWEN3_06B = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-PROMPT = 67
-# An end token that random weights practically never draw.
-NEVER = 151_935
-
-
-@dataclass(frozen=True)
-class Workload:
-    family: str
-    shape: dict[str, int]
-    prompts: int
-    group: int
-    tokens: int
-    stops: int = 0
-    """How many tokens of the vocabulary end a completion."""
-
-
-WORKLOADS = {
-    "w1": Workload("qwen3", QWEN3_4B, 8, 16, 512),
-    "w2": Workload("qwen3", QWEN3_4B, 8, 16, 2048, stops=240),
-    "w3": Workload("qwen3", QWEN3_06B, 32, 16, 1024),
-    "w4": Workload("llama", SMOLLM2, 4, 4, 64),
-    "long": Workload("qwen3", QWEN3_4B, 1, 1, 16_384 - PROMPT),
-}
-
-
-def random_model(workload: Workload, attention: str, device: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    common = dict(
-        max_position_embeddings=40_960, attn_implementation=attention, tie_word_embeddings=True, **workload.shape
-    )
-    torch.manual_seed(0)
-    if workload.family == "llama":
-        config = LlamaConfig(vocab_size=49_152, num_key_value_heads=3, eos_token_id=0, pad_token_id=2, **common)
-        return LlamaForCausalLM(config).to(device)
-    config = Qwen3Config(
-        vocab_size=151_936, num_key_value_heads=8, head_dim=128, eos_token_id=NEVER, pad_token_id=2, **common
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model
-
-
-def stop_tokens(workload: Workload, vocabulary: int) -> list[int]:
-    if not workload.stops:
-        return [vocabulary - 1]
-    return random.Random(1).sample(range(1000, vocabulary), workload.stops)
+Numbers = dict[str, float]
+UNKNOWN = math.nan
 
 
 def synchronise(device: str) -> float:
@@ -84,7 +40,16 @@ def synchronise(device: str) -> float:
     return time.perf_counter()
 
 
-def run_ours(workload: Workload, steps: int, device: str) -> dict[str, float]:
+def peak_gib(device: str) -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else UNKNOWN
+
+
+def tell(numbers: dict[str, Any]) -> None:
+    """A line for the parent process: what is known so far."""
+    print("told", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
+
+
+def run_ours(workload: Workload, steps: int, device: str) -> None:
     from retrain.backends.local import LocalBackend
     from retrain.backends.local.attention import ATTENTION_NAME, register
     from retrain.backends.local.learner import Learner
@@ -103,7 +68,7 @@ def run_ours(workload: Workload, steps: int, device: str) -> dict[str, float]:
         "memory.gradient_checkpointing": alone,
     }
     config = load_config(None, options)
-    model = random_model(workload, ATTENTION_NAME, device)
+    model = random_model(workload.model, ATTENTION_NAME, device)
     vocabulary = model.config.vocab_size
     started = synchronise(device)
     policy = adapt(model, config.model, config.lora, 0, lambda line: None)
@@ -115,37 +80,33 @@ def run_ours(workload: Workload, steps: int, device: str) -> dict[str, float]:
         None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, _NoText(), lambda *_: None))
     )
     sampling = training_distribution(config)
-    numbers: dict[str, float] = {}
     for step in range(steps):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begin = synchronise(device)
+        begin, cpu = synchronise(device), time.process_time()
         if backend is None:
-            rows = [
-                (prompts[0], rng.integers(10, vocabulary - 10, workload.tokens), np.zeros(workload.tokens, np.float32))
-            ]
+            made_up = rng.integers(10, vocabulary - 10, workload.tokens)
+            rows = [(prompts[0], made_up, np.zeros(workload.tokens, np.float32))]
         else:
             groups = backend.sampler(step).generate(prompts, sampling)
             rows = [(p, c.token_ids_T, c.logprobs_T) for p, g in zip(prompts, groups, strict=True) for c in g]
         sampled = synchronise(device)
+        lengths = [len(ids) for _, ids, _ in rows]
+        numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
+        tell(numbers)
         datums = [
             Datum(p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool))
             for p, ids, logprobs in rows
         ]
         told = learner.step(datums)
         done = synchronise(device)
-        tokens = sum(len(ids) for _, ids, _ in rows)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
-        numbers = {
-            "sample_s": sampled - begin, "train_s": done - sampled, "step_s": done - begin, "tokens": tokens,
-            "longest": max(len(ids) for _, ids, _ in rows), "peak_gib": peak,
-            "train_tokens_per_s": (tokens + PROMPT * len(rows)) / (done - sampled),
-            "ratio_mean": told["ratio_mean"], "ratio_max": told["ratio_max"],
-        }  # fmt: skip
+        numbers |= {"train_s": done - sampled, "step_s": done - begin, "peak_gib": peak_gib(device)}
+        numbers["step_cpu_s"] = time.process_time() - cpu
+        numbers["train_tokens_per_s"] = (sum(lengths) + PROMPT * len(rows)) / (done - sampled)
+        numbers |= {"ratio_mean": told["ratio_mean"], "ratio_max": told["ratio_max"]}
         if step == 0:
-            print(f"ours: first step done {done - started:.1f} s after the weights were there", flush=True)
-        print("ours", json.dumps({k: round(float(v), 4) for k, v in numbers.items()}), flush=True)
-    return numbers
+            print(f"first step done {done - started:.1f} s after the weights were there", flush=True)
+        tell(numbers)
 
 
 class _NoText:
@@ -160,26 +121,27 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, padding_side="left")
-    model = random_model(workload, "sdpa", device)
+    model = random_model(workload.model, "sdpa", device)
     stops = stop_tokens(workload, model.config.vocab_size)
     rng = random.Random(0)
     # The tokenizer is a small one: single digits make a prompt of about the wanted length.
     text = "".join(str(rng.randrange(10)) + "+" for _ in range(PROMPT // 2 - 2))
     completions = workload.prompts * workload.group
     micro = min(16, completions)
-    times: dict[str, float] = {}
+    begun = cpu = 0.0
+    numbers: Numbers = {}
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal begun, cpu
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            times["begin"] = synchronise(device)
+            begun, cpu = synchronise(device), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            step = synchronise(device) - times["begin"]
-            peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan")
-            told = {"sample_s": times["sample"], "train_s": step - times["sample"], "step_s": step, "peak_gib": peak}
-            print("peer", json.dumps(told | {"tokens": times["tokens"]}), flush=True)
+            step = synchronise(device) - begun
+            numbers.update(train_s=step - numbers["sample_s"], step_s=step, peak_gib=peak_gib(device))
+            tell(numbers | {"step_cpu_s": time.process_time() - cpu})
 
     trainer = GRPOTrainer(
         model=model,
@@ -201,12 +163,60 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
     def timed(*args: Any, **kwargs: Any) -> Any:
         begin = synchronise(device)
         out = generate(*args, **kwargs)
-        times["sample"] = synchronise(device) - begin
-        times["tokens"] = float(sum(len(ids) for ids in out[1]))
+        lengths = [len(ids) for ids in out[1]]
+        numbers.clear()
+        numbers.update(sample_s=synchronise(device) - begin, tokens=sum(lengths), longest=max(lengths))
+        tell(numbers)
         return out
 
     trainer._generate = timed
     trainer.train()
+
+
+def measure(side: str, command: list[str], timeout: float, threads: int) -> Numbers:
+    """Run one side; the last numbers it told, with NaN for what it had not come to."""
+    environment = dict(os.environ)
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    numbers: Numbers = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        alarm = threading.Timer(timeout, process.kill) if timeout else None
+        if alarm is not None:
+            alarm.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("told "):
+                told = json.loads(line[5:])
+                # A finished step is worth more than the half of the next one.
+                if "step_s" in told or "step_s" not in numbers:
+                    numbers = told
+            print(side, line.removeprefix("told "), end="", flush=True)
+        code = process.wait()
+        if alarm is not None:
+            alarm.cancel()
+    if code:
+        print(f"{side} ended early, with code {code}", flush=True)
+    return numbers
+
+
+def medians(rounds: list[Numbers]) -> Numbers:
+    keys = {key for numbers in rounds for key in numbers}
+    return {key: statistics.median(n[key] for n in rounds if key in n) for key in sorted(keys)}
+
+
+def print_table(title: str, rows: dict[str, Numbers]) -> None:
+    print(f"\n{title}")
+    heads = ("sample", "train", "step", "tokens", "tokens/s", "CPU s", "peak GiB", "ratio")
+    print(" " * 10 + "".join(f"{head:>{width}}" for head, width in zip(heads, (9, 9, 9, 9, 10, 9, 10, 8), strict=True)))
+    ours = rows["retrain"].get("step_s", UNKNOWN)
+    for name, row in rows.items():
+        times = "".join(f"{row.get(key, UNKNOWN):9.2f}" for key in ("sample_s", "train_s", "step_s"))
+        # A step that was cut off took at least as long as its sampling.
+        least = row.get("step_s", row.get("sample_s", UNKNOWN))
+        tokens, mark = row.get("tokens", UNKNOWN), "" if "step_s" in row else ">"
+        ratio = f"{mark}{least / ours:.1f}"
+        cost = f"{row.get('step_cpu_s', UNKNOWN):9.1f}{row.get('peak_gib', UNKNOWN):10.1f}"
+        print(f"{name:10}{times}{tokens:9.0f}{tokens / least:10.0f}{cost}{ratio:>8}")
 
 
 def main() -> int:
@@ -216,35 +226,40 @@ def main() -> int:
     parser.add_argument("--peer", choices=["trl"], default=None)
     parser.add_argument("--peer-steps", type=int, default=1)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has the peer installed")
+    parser.add_argument(
+        "--peer-timeout", type=float, default=0.0, help="seconds after which the peer is cut off; 0 never"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="how often both take their turn")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of each side; 0 leaves them be")
+    parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
-    parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["retrain", "trl"], default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     device = "cuda" if torch.cuda.is_available() and args.workload != "w4" else "cpu"
-    if args.as_peer:
-        run_trl(workload, args.peer_steps, device, args.tokenizer)
+    if args.side == "retrain":
+        run_ours(workload, args.steps, device)
         return 0
-    rows = {"retrain": run_ours(workload, args.steps, device)}
+    if args.side == "trl":
+        run_trl(workload, args.steps, device, args.tokenizer)
+        return 0
+    sides = {"retrain": (sys.executable, args.steps, 0.0)}
     if args.peer:
-        command = [args.peer_python, __file__, "--as-peer", "--workload", args.workload, "--tokenizer", args.tokenizer]
-        result = subprocess.run(
-            [*command, "--peer-steps", str(args.peer_steps)], capture_output=True, text=True, check=False
-        )
-        told = [json.loads(line[5:]) for line in result.stdout.splitlines() if line.startswith("peer ")]
-        if not told:
-            print(result.stdout[-2000:], result.stderr[-4000:], file=sys.stderr)
-            return 1
-        rows[args.peer] = told[-1]
-    print(
-        f"\n{args.workload} on {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}"
-    )
-    print(f"{'':10}{'sample':>9}{'train':>9}{'step':>9}{'tokens':>9}{'peak GiB':>10}{'ratio':>8}")
-    ours = rows["retrain"]["step_s"]
-    for name, row in rows.items():
-        times = "".join(f"{row[key]:9.2f}" for key in ("sample_s", "train_s", "step_s"))
-        print(f"{name:10}{times}{row['tokens']:9.0f}{row['peak_gib']:10.1f}{row['step_s'] / ours:8.1f}")
-    return 0
+        sides[args.peer] = (args.peer_python, args.peer_steps, args.peer_timeout)
+    told: dict[str, list[Numbers]] = {side: [] for side in sides}
+    for _ in range(args.rounds):
+        for side, (python, steps, timeout) in sides.items():
+            command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
+            told[side].append(measure(side, [*command, "--tokenizer", args.tokenizer], timeout, args.threads))
+    rows = {side: medians(rounds) for side, rounds in told.items()}
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    title = f"{args.workload} on {card}, torch {torch.__version__}"
+    print_table(title, rows)
+    if args.json:
+        text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": told}, indent=2)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0 if all("sample_s" in row or "step_s" in row for row in rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in to start from."),
     "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
     "explain": ("retrain.cli.explain", "Say what a configuration would do."),
+    "plan": ("retrain.cli.plan", "Say what a run needs: memory by part, what fits a card, and how long it takes."),
     "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),

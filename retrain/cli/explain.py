@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
+from retrain.capacity import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment
@@ -36,8 +38,6 @@ _RUN_FILES = (
     "emergence/generations.jsonl",
     "trainer_state.json",
 )
-# Adapter weight, gradient, and the two moments of AdamW, each in 32 bits.
-_TRAINED_BYTES = 16
 _MEASURED_STEPS = 20
 
 
@@ -51,7 +51,8 @@ def command(config: str | None, as_json: bool, **parameters: Any) -> None:
     blockers (sentences: why it cannot run here), changed (path, value, default), adapter (path, exists,
     min_variance_retention; of a squeeze), model (name, found, path, parameters, parameters_from, trainable), engine
     (name, url, backend, devices), runs (name, condition, seed), runs_at_once, step (prompts, completions, max_tokens),
-    memory (weights_bytes, training_bytes, kv_cache_bytes), time (step_seconds, run_seconds, from), files.
+    memory (weights_bytes, sampling_copy_bytes, adapter_bytes, kv_cache_bytes, activations_bytes, logits_bytes,
+    total_bytes, micro_batch_tokens, recomputed_layers), time (step_seconds, run_seconds, from), files.
     """
     load_environment(announce=not as_json)
     overrides = overrides_from(parameters)
@@ -97,9 +98,9 @@ def explain(config: TrainConfig, file: str) -> dict[str, Any]:
         "model": model if trains else None,
         "engine": _engine(config) if trains else None,
         "runs": runs,
-        "runs_at_once": _runs_at_once(config, len(runs)),
+        "runs_at_once": runs_at_once(config, len(runs)),
         "step": step if trains else None,
-        "memory": estimate_memory(config, facts, trainable) if trains else None,
+        "memory": estimate_memory(config, facts) if trains else None,
         "time": estimate_time(config) if trains else None,
         "files": list_files(config),
     }
@@ -141,7 +142,8 @@ def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
     ]
 
 
-def _runs_at_once(config: TrainConfig, runs: int) -> int:
+def runs_at_once(config: TrainConfig, runs: int) -> int:
+    """How many of a campaign's runs go on side by side."""
     if config.campaign is None or not config.campaign.parallel:
         return 1
     return min(config.campaign.max_workers or runs, runs)
@@ -164,36 +166,56 @@ def _adapter(config: TrainConfig) -> dict[str, Any]:
     return {"path": path, "exists": exists, "min_variance_retention": config.squeeze.min_variance_retention}
 
 
-def estimate_memory(config: TrainConfig, facts: ModelFacts, trainable: int | None) -> dict[str, int | None]:
-    """Bytes of weights, of what training adds, and of the KV cache if all completions ran to the end at once."""
-    on_cpu = config.backend.devices.strip() == "cpu"
-    width = {"fp32": 4, "bf16": 2, "auto": 4 if on_cpu else 2}[config.model.dtype]
-    cached = facts.cached_values_per_token
-    tokens = config.training.batch_size * config.training.group_size * config.training.max_tokens
-    cache_width = {"auto": width, "bf16": 2, "fp8": 1, "int8": 1}[config.inference.kv_cache_dtype]
+def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | None]:
+    """Bytes by part on a card that is large enough, at the moment of a step that needs most; None where unknown."""
+    work = workload_of(config, PROMPT_TOKENS)
+    weights = facts.parameters * work.width if facts.parameters is not None else None
+    if facts.shape is None:
+        parts: dict[str, int | None] = dict.fromkeys(f"{part}_bytes" for part in (*MEMORY_PARTS, "total"))
+        return {**parts, "weights_bytes": weights, "micro_batch_tokens": None, "recomputed_layers": None}
+    plan = plan_memory(facts.shape, work)
+    known = {f"{part}_bytes": int(getattr(plan, part)) for part in MEMORY_PARTS}
+    known["weights_bytes"] = weights if weights is not None else plan.weights
     return {
-        "weights_bytes": facts.parameters * width if facts.parameters is not None else None,
-        "training_bytes": trainable * _TRAINED_BYTES if trainable is not None else None,
-        "kv_cache_bytes": cached * tokens * cache_width if cached is not None else None,
+        **known,
+        "total_bytes": sum(known.values()),
+        "micro_batch_tokens": plan.training.micro_batch_tokens,
+        "recomputed_layers": plan.training.recomputed_layers,
     }
 
 
 def estimate_time(config: TrainConfig) -> dict[str, Any]:
     """Seconds by what earlier steps of the same size took; nothing is known before any were measured."""
-    path = Path(config.logging.log_dir) / "metrics.jsonl"
-    seconds = _measured_steps(path, config.training.batch_size, config.training.group_size)
+    seconds, where = measured_steps(config)
     if not seconds:
         return {"step_seconds": None, "run_seconds": None, "from": "no step of this size has been measured yet"}
-    mean = sum(seconds) / len(seconds)
-    steps = config.campaign.max_steps if config.campaign else config.training.max_steps
+    usual = statistics.median(seconds)
     return {
-        "step_seconds": round(mean, 3),
-        "run_seconds": round(mean * steps, 1),
-        "from": f"the last {len(seconds)} steps in {path}",
+        "step_seconds": round(usual, 3),
+        "run_seconds": round(usual * steps_of(config), 1),
+        "from": f"the median of {len(seconds)} steps in {where}",
     }
 
 
-def _measured_steps(path: Path, batch_size: int, group_size: int) -> list[float]:
+def steps_of(config: TrainConfig) -> int:
+    """Steps of one run."""
+    return config.campaign.max_steps if config.campaign else config.training.max_steps
+
+
+def measured_steps(config: TrainConfig) -> tuple[list[float], str]:
+    """Seconds of logged steps of the same size, the newest last, and where they are."""
+    size = config.training.batch_size, config.training.group_size
+    log_dir = Path(config.logging.log_dir)
+    if config.campaign is None:
+        path = log_dir / "metrics.jsonl"
+        return _read_steps(path, *size), str(path)
+    found: list[float] = []
+    for path in sorted(log_dir.parent.glob("campaign_*/runs/*/metrics.jsonl")):
+        found += _read_steps(path, *size)
+    return found, f"{log_dir.parent}/campaign_*"
+
+
+def _read_steps(path: Path, batch_size: int, group_size: int) -> list[float]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -276,14 +298,22 @@ def _summary(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("completions", f"{step['completions']:,} a step ({step['prompts']:,} prompts)"),
         ("tokens", f"at most {step['max_tokens']:,} sampled a step"),
         ("memory: weights", _bytes(memory["weights_bytes"])),
-        (
-            "memory: training",
-            _bytes(memory["training_bytes"], " of adapter, gradient and optimiser; activations extra"),
-        ),
-        ("memory: KV cache", _bytes(memory["kv_cache_bytes"], " if every completion were held to its end at once")),
+        ("memory: copy", _bytes(memory["sampling_copy_bytes"], " of the adapted matrices, folded for sampling")),
+        ("memory: adapter", _bytes(memory["adapter_bytes"], " with gradient, float32 masters and moments")),
+        ("memory: KV cache", _bytes(memory["kv_cache_bytes"], " if every completion runs to its end")),
+        ("memory: activations", _bytes(memory["activations_bytes"], _cut_up(memory))),
+        ("memory: logits", _bytes(memory["logits_bytes"], " of one slice")),
+        ("memory: in all", _bytes(memory["total_bytes"], "; `retrain plan` says what fits a card")),
         ("time", duration),
     ]
     return rows
+
+
+def _cut_up(memory: dict[str, Any]) -> str:
+    if not memory["micro_batch_tokens"]:
+        return ""
+    again = memory["recomputed_layers"]
+    return f" of {memory['micro_batch_tokens']:,} tokens" + (f", {again} layers recomputed" if again else "")
 
 
 def _bytes(count: int | None, remark: str = "") -> str:

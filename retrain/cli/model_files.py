@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrain.builtin import PREFIX, resolve_model
+from retrain.capacity import Shape, read_shape
 
 # A header is a few hundred kilobytes for the largest models; more means that the file is not what it says.
 _LONGEST_HEADER = 100_000_000
@@ -35,8 +36,8 @@ class ModelFacts:
     parameters: int | None
     parameters_from: str
     shapes: Shapes
-    cached_values_per_token: int | None
-    """Numbers that the KV cache holds for one token."""
+    shape: Shape | None
+    """What its config.json tells of a dense decoder."""
 
 
 def find_model(name: str) -> ModelFiles:
@@ -68,18 +69,19 @@ def hub_cache() -> Path:
 def read_facts(files: ModelFiles) -> ModelFacts:
     """Read weight shapes and sizes; fall back on a size in the name, marked as the guess it is."""
     shapes: Shapes = {}
-    cached = None
     if files.folder is not None:
         for path in sorted(files.folder.glob("*.safetensors")):
             shapes |= _read_shapes(path)
-        cached = _cached_values(_read_json(files.folder / "config.json"))
+    told = read_shape(_read_json(_find_settings(files)))
     if shapes:
-        return ModelFacts(sum(_size(shape) for shape in shapes.values()), "its files", shapes, cached)
+        return ModelFacts(sum(_size(shape) for shape in shapes.values()), "its files", shapes, told)
+    if told is not None:
+        return ModelFacts(told.parameters, "its config.json", {}, told)
     size = _SIZE_IN_NAME.search(files.name.rpartition("/")[2])
     if size:
         scale = 1e9 if size[2].upper() == "B" else 1e6
-        return ModelFacts(round(float(size[1]) * scale), "its name, a guess", {}, cached)
-    return ModelFacts(None, "unknown: the files are not on this machine", {}, cached)
+        return ModelFacts(round(float(size[1]) * scale), "its name, a guess", {}, None)
+    return ModelFacts(None, "unknown: the files are not on this machine", {}, None)
 
 
 def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | None:
@@ -87,7 +89,7 @@ def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | 
     if rank == 0:
         return facts.parameters
     if not facts.shapes:
-        return None
+        return facts.shape.adapter_parameters(rank, target_modules) if facts.shape is not None else None
     names = [name.strip() for name in target_modules.split(",")]
     adapted = 0
     for key, shape in facts.shapes.items():
@@ -117,14 +119,12 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _cached_values(config: Mapping[str, Any]) -> int | None:
-    """Keys and values of every layer, for the usual layout of a decoder's config.json."""
-    try:
-        heads = config["num_attention_heads"]
-        head_size = config.get("head_dim") or config["hidden_size"] // heads
-        return int(2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_size)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
+def _find_settings(files: ModelFiles) -> Path:
+    """Its config.json; of a model that is yet to be downloaded, the one that somebody fetched ahead, if any."""
+    if files.folder is not None:
+        return files.folder / "config.json"
+    snapshots = hub_cache() / f"models--{files.name.replace('/', '--')}" / "snapshots"
+    return max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=Path("config.json.none"))
 
 
 def _size(shape: tuple[int, ...]) -> int:

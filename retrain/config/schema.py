@@ -194,7 +194,9 @@ class Memory(Section):
     """What fits where."""
 
     micro_batch_tokens: Count = option(0, "Most tokens in one forward and backward pass; 0 chooses.", ge=0)
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
+    gradient_checkpointing: bool = option(
+        False, "Always recompute activations in the backward pass; otherwise only as many layers as memory asks for."
+    )
     offload_untrained_models: bool = option(
         False, "Keep frozen reference and reward models in CPU memory between uses."
     )

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local import logprobs as logprobs_module
+from retrain.backends.local.attention import PackedAttention
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.packing import length_of, pack, split_by_tokens
 from retrain.errors import BackendError, ConfigError
@@ -42,7 +43,7 @@ def learner(model: Path, **overrides: Any) -> Learner:
 
 def backward(made: Learner, datums: list[Datum]) -> tuple[dict[str, Tensor], float]:
     """Gradients of one step that is not taken, and its loss."""
-    totals = made._backward(split_by_tokens(datums, made.micro_batch_tokens))
+    totals = made._backward(split_by_tokens(datums, made.memory.micro_batch_tokens))
     return dict(gradients(made.policy)), float(totals.metrics()["loss"] or 0.0)
 
 
@@ -88,7 +89,7 @@ def test_the_size_of_micro_batches_does_not_change_the_gradient(tiny: Path, kind
     made = learner(tiny, loss__type=kind)
     whole, loss = backward(made, datums)
     for tokens in (1, 20, 50):
-        made.micro_batch_tokens = tokens
+        made.memory.micro_batch_tokens = tokens
         parts, parts_loss = backward(made, datums)
         same(parts, whole)
         assert parts_loss == pytest.approx(loss, rel=1e-5)
@@ -156,7 +157,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(tiny: Path) -> None:
     model, terms, tokens = made.policy.adapted, [], 0
     for datum in datums:
         ids = torch.as_tensor(np.concatenate([datum.prompt_ids, datum.completion_ids_T]))[None]
-        attend = pack([datum], CPU, with_history=False).attend.__class__([ids.shape[1]], CPU)
+        attend = PackedAttention([ids.shape[1]], CPU)
         logits = model(input_ids=ids, attend=attend, use_cache=False).logits[0, len(datum.prompt_ids) - 1 : -1]
         targets = torch.as_tensor(datum.completion_ids_T)[:, None]
         logprobs = (logits / 0.9).log_softmax(-1).gather(1, targets).squeeze(1)
@@ -262,7 +263,7 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatc
     undisturbed = learner(tiny)
     undisturbed.step(datums)
     made = learner(tiny, memory__micro_batch_tokens=160)
-    made.say = said.append
+    made.memory.say = said.append
     tried = fail_above(made, 35, monkeypatch)
     metrics = made.step(datums)
     assert metrics["skipped"] == 0
@@ -279,9 +280,14 @@ def test_a_sequence_that_fits_no_memory_is_an_error_that_says_what_to_try(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = learner(tiny)
+    made.memory.say = (said := list[str]()).append
     fail_above(made, 5, monkeypatch)
-    with pytest.raises(BackendError, match=r"one sequence of 21 tokens does not fit.*gradient_checkpointing"):
+    with pytest.raises(BackendError, match=r"one sequence of 21 tokens does not fit.*all layers recomputed"):
         made.step(random_datums(SIZES))
+    assert said[-2:] == [
+        "Out of memory; going on with micro-batches of 21 tokens.",
+        "Out of memory; going on with activations recomputed in every layer.",
+    ]
 
 
 def test_dropout_is_the_same_for_the_same_seed_and_touches_the_adapter_alone(tmp_path: Path) -> None:
@@ -322,7 +328,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradient(family: s
     layer.forward = lambda *a, **k: (calls.append(1), forward(*a, **k))[1]
     checkpointed, _ = backward(made, datums)
     same(checkpointed, expected)
-    batches = split_by_tokens(datums, made.micro_batch_tokens)
+    batches = split_by_tokens(datums, made.memory.micro_batch_tokens)
     assert len(calls) == 2 * len(batches), "the layer must run forward a second time during backward"
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from inference_engine.plain import plain_distributions, plain_model
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
+from retrain.backends.local.attention import Scoring
 from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import pack
+from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.config import TrainConfig
 from retrain.inference_engine.pytorch import PyTorchEngine, build
 from retrain.types import Sampling
@@ -184,14 +187,14 @@ def test_a_training_step_in_bf16_lowers_the_loss(broad: Path) -> None:
 def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: Path) -> None:
     config = config_for(broad, memory__micro_batch_tokens=1 << 22, loss__ratio_cap=0.0)
     datums = random_datums(256 * [(64, 960)])
-    small = learner_for(policy_for(config, device="cuda"), config)
-    small.micro_batch_tokens = 8192
+    cautious = config_for(broad, memory__micro_batch_tokens=8192, loss__ratio_cap=0.0)
+    small = learner_for(policy_for(cautious, device="cuda"), cautious)
     expected = small.step(datums)
     del small
     torch.cuda.empty_cache()
     said: list[str] = []
     learner = learner_for(policy_for(config, device="cuda"), config)
-    learner.say = said.append
+    learner.memory.say = said.append
     # Room for some of it: all of it at once would take several times as much.
     limit = (torch.cuda.memory_allocated() + (6 << 30)) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit)
@@ -199,9 +202,8 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
         outcome = learner.step(datums)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert said
-    assert all(line.startswith("Out of memory; going on with micro-batches of ") for line in said)
-    assert 1024 <= learner.micro_batch_tokens < 1 << 22
+    assert any(line.startswith("Out of memory; going on with micro-batches of ") for line in said)
+    assert 1024 <= learner.memory.micro_batch_tokens < 1 << 22
     assert outcome["skipped"] == 0
     assert outcome["loss"] == pytest.approx(expected["loss"], rel=2e-2, abs=1e-4)
 
@@ -218,6 +220,59 @@ def test_gradient_checkpointing_takes_less_memory(broad: Path) -> None:
         learner.step(datums)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 0.8 * peaks[0]
+
+
+@pytest.mark.parametrize("window", [None, 50], ids=["whole", "window"])
+def test_flash_attention_over_shared_prompts_equals_padding(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    stretches = [Stretch(0, 70), Stretch(70, 33), Stretch(103, 200, 0, 70), Stretch(303, 1, 0, 70)]
+    stretches += [Stretch(304, 129, 70, 33), Stretch(433, 300)]
+    row, cuda = 733, torch.device("cuda", 0)
+    query, key, value = (
+        torch.randn(1, heads, row, 128, device=cuda, dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for heads in (8, 2, 2)
+    )
+    slopes = torch.randn(1, 8, row, 128, device=cuda, dtype=torch.bfloat16, generator=generator)
+    found = []
+    for flash in (True, False):
+        monkeypatch.setattr("retrain.backends.local.prefix.can_flash", lambda *_, flash=flash: flash)
+        output = SharedPrefixAttention(stretches, cuda).attend(0, query, key, value, Scoring(0.1, window))
+        found.append((output, *torch.autograd.grad((output * slopes).sum(), (query, key, value))))
+    for one, other in zip(*found, strict=True):
+        error = (one.float() - other.float()).abs().max() / other.float().abs().max()
+        assert float(error) < 2e-2
+
+
+def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones(broad: Path) -> None:
+    config = config_for(broad, loss__ratio_cap=0.0)
+    learner = learner_for(policy_for(config, device="cuda"), config)
+    datums = random_datums(6 * [(64, 90)])
+    datums = [replace(datum, prompt_ids=datums[index % 2].prompt_ids) for index, datum in enumerate(datums)]
+    with torch.no_grad():
+        shared = learner.logprobs(pack(datums, learner.policy.device, False))
+        repeated = learner.logprobs(pack(datums, learner.policy.device, False, share=False))
+    assert float((shared - repeated).abs().mean()) < 2e-2
+    together, alone = {}, {}
+    for found, batches in ((together, [datums]), (alone, [[datum] for datum in datums])):
+        learner._backward(batches)
+        found.update(
+            {n: m.grad.clone() for n, m in zip(learner.optimizer.names, learner.optimizer.masters, strict=True)}
+        )
+    total = torch.cat([(together[name] - alone[name]).flatten() for name in together]).norm()
+    assert float(total) < 0.05 * float(torch.cat([gradient.flatten() for gradient in alone.values()]).norm())
+
+
+def test_a_plan_is_made_and_what_it_foretells_is_near(broad: Path) -> None:
+    config = config_for(broad)
+    learner = learner_for(policy_for(config, device="cuda"), config)
+    learner.memory.say = (said := list[str]()).append
+    learner.step(random_datums(64 * [(64, 960)]))
+    assert said[0].startswith("Memory plan: micro-batches of 9216 tokens, none of ")
+    assert learner.memory.measured
+    assert learner.memory.cost is not None
+    assert 0.5 < learner.memory.cost.correction < 2.0
 
 
 def gpu_run(tiny: Path, folder: Path, **overrides: Any) -> TrainConfig:

@@ -14,16 +14,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from retrain.backends.local.compiling import compile_layers
 from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
+from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.local.packing import MicroBatch, length_of, pack, split_by_tokens
+from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, split_by_tokens
+from retrain.backends.local.prefix import takes_uneven_lengths
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
-
-# Tokens a micro-batch begins with; a GPU that cannot hold it halves it once and remembers.
-DEFAULT_MICRO_BATCH = {"cpu": 8192, "cuda": 9216}
 
 
 class Learner:
@@ -34,16 +33,16 @@ class Learner:
         self.loss = config.loss
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
-        self.checkpointing = config.memory.gradient_checkpointing
-        self.say = say
-        self.micro_batch_tokens = config.memory.micro_batch_tokens or DEFAULT_MICRO_BATCH.get(policy.device.type, 8192)
+        self.memory = StepMemory(policy, config.memory, say)
         # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
         policy.causal_lm.enable_input_require_grads()
-        if self.checkpointing:
-            policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if policy.device.type == "cuda":
+        # Layers are able to recompute from the start; `_train_mode` says which of them do.
+        policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if policy.device.type == "cuda" and not policy.own_attention:
             compile_layers(policy.causal_lm)
         self.optimizer = AdapterOptimizer(policy, config)
+        self.packs_tightly = takes_uneven_lengths(policy)
 
     def step(self, datums: Sequence[Datum]) -> StepMetrics:
         """Forward, backward and update over all datums."""
@@ -62,23 +61,28 @@ class Learner:
         return {**total.metrics(), "grad_norm": norm, "skipped": int(norm is None)}
 
     def _backward_within_memory(self, datums: Sequence[Datum]) -> _Totals:
-        """Accumulate gradients; when memory runs out, start over with micro-batches half as large."""
+        """Accumulate gradients; when memory runs out, start over with less of it at once."""
+        longest = max(length_of(datum) for datum in datums)
+        self.memory.prepare(longest)
         while True:
             try:
-                return self._backward(split_by_tokens(datums, self.micro_batch_tokens))
+                return self._backward(self.split(datums))
             except torch.OutOfMemoryError as error:
-                longest = max(length_of(datum) for datum in datums)
-                if self.micro_batch_tokens <= longest:
-                    raise BackendError(
-                        f"one sequence of {longest} tokens does not fit into the memory of {self.policy.device}.  "
-                        "Try: a smaller [training] max_tokens, or [memory] gradient_checkpointing = true"
-                    ) from error
-                self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
-                self.say(f"Out of memory; going on with micro-batches of {self.micro_batch_tokens} tokens.")
+                if not self.memory.shrink(longest):
+                    raise BackendError(self.memory.explain(longest)) from error
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             self.optimizer.clear()
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
+        """Micro-batches by what they cost here: flash attention takes uneven lengths as they are, others pad."""
+        return split_by_tokens(datums, self.memory.micro_batch_tokens, Load.fed if self.packs_tightly else Load.padded)
+
+    def pack(self, datums: Sequence[Datum]) -> MicroBatch:
+        """One micro-batch; prompts are shared unless the model attends by itself."""
+        penalised = self.sampling.repetition_penalty != 1.0
+        return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
 
     def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
         self.optimizer.clear()
@@ -87,13 +91,14 @@ class Learner:
         divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
         totals = _Totals()
         for batch in batches:
-            packed = pack(batch, self.policy.device, self.sampling.repetition_penalty != 1.0)
-            logprobs = self.logprobs(packed)
-            token_batch = TokenBatch(
-                logprobs, packed.sampled_logprobs, packed.advantages, packed.mask, packed.row, packed.rows
-            )
-            loss = summed_loss(token_batch, self.loss) / divisor
-            loss.backward()  # type: ignore[no-untyped-call]
+            packed = self.pack(batch)
+            with self.memory.watch(packed.token_ids.shape[1]):
+                logprobs = self.logprobs(packed)
+                token_batch = TokenBatch(
+                    logprobs, packed.sampled_logprobs, packed.advantages, packed.mask, packed.row, packed.rows
+                )
+                loss = summed_loss(token_batch, self.loss) / divisor
+                loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.gather()
             totals.add(float(loss.detach()), logprobs.detach() - packed.sampled_logprobs, packed.mask)
         self._train_mode(False)
@@ -104,9 +109,10 @@ class Learner:
         for module in self.policy.adapted.modules():
             if isinstance(module, LoraLayer):
                 module.lora_dropout.train(on)
-            elif isinstance(module, GradientCheckpointingLayer):
-                # It recomputes only while it believes to be training.
-                module.training = on and self.checkpointing
+        # A layer recomputes only while it believes to be training. The first ones do: when their turn comes in the
+        # backward pass, what the others kept has gone.
+        for number, layer in enumerate(self.layers):
+            layer.training = on and number < self.memory.recomputed_layers
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         """Log-probs of the completion tokens under the policy now."""

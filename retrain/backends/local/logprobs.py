@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from retrain.backends.local.model import Policy
+from retrain.capacity import LOGITS_SLICE
 from retrain.inference_engine.pytorch.sampler import shape_logits
 from retrain.types import Sampling
 
 # Bytes of float32 logits that may exist at once.
-SLICE_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+SLICE_BYTES = {"cpu": 32 << 20, "cuda": LOGITS_SLICE}
 
 
 def token_logprobs(

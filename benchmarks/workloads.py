@@ -1,0 +1,82 @@
+"""The models and workloads that the benchmarks of a step share: real shapes, random weights."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROMPT = 67
+# An end token that random weights practically never draw.
+NEVER = 151_935
+
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
+QWEN3_4B = QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+QWEN3_06B = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+SMOLLM2 = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_1B = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    family: str
+    shape: dict[str, Any]
+
+
+MODELS = {
+    "qwen3-4b": Model("qwen3", QWEN3_4B),
+    "qwen3-0.6b": Model("qwen3", QWEN3_06B),
+    "smollm2-135m": Model("llama", SMOLLM2),
+    "llama-1b": Model("llama", LLAMA_1B),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    model: str
+    prompts: int
+    group: int
+    tokens: int
+    stops: int = 0
+    """How many tokens of the vocabulary end a completion."""
+
+
+WORKLOADS = {
+    "w1": Workload("qwen3-4b", 8, 16, 512),
+    "w2": Workload("qwen3-4b", 8, 16, 2048, stops=240),
+    "w3": Workload("qwen3-0.6b", 32, 16, 1024),
+    "w4": Workload("smollm2-135m", 4, 4, 64),
+    "long": Workload("qwen3-4b", 1, 1, 16_384 - PROMPT),
+}
+
+
+def random_model(name: str, attention: str, device: str) -> Any:
+    """A model of a real shape: bf16 on a GPU, float32 on the CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    model = MODELS[name]
+    common = {"max_position_embeddings": 40_960, "attn_implementation": attention, "pad_token_id": 2, **model.shape}
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            if model.family == "llama":
+                return LlamaForCausalLM(LlamaConfig(eos_token_id=0, **common))
+            return Qwen3ForCausalLM(Qwen3Config(eos_token_id=NEVER, **common))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def stop_tokens(workload: Workload, vocabulary: int) -> list[int]:
+    """What ends a completion, the same for us and for a peer."""
+    if not workload.stops:
+        return [vocabulary - 1]
+    return random.Random(1).sample(range(1000, vocabulary), workload.stops)

@@ -1,0 +1,114 @@
+"""The learner's plan of what fits: worked out from the model's shape and free memory, corrected by what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from retrain.backends.local.model import Policy
+from retrain.capacity import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
+from retrain.config.schema import Memory
+
+GIB = 2**30
+# On the CPU small micro-batches are as fast, and memory is not measured.
+CPU_MICRO_BATCH = 8192
+
+
+class StepMemory:
+    """How large micro-batches are and how many layers are recomputed; changes only when it must."""
+
+    def __init__(self, policy: Policy, options: Memory, say: Callable[[str], None]) -> None:
+        self.device, self.say, self.options = policy.device, say, options
+        self.layers = policy.layers
+        self.micro_batch_tokens = options.micro_batch_tokens or (
+            MICRO_BATCH if self.device.type == "cuda" else CPU_MICRO_BATCH
+        )
+        self.recomputed_layers = self.layers if options.gradient_checkpointing else 0
+        self.planned_for = 0
+        """The longest sequence that the plan was made for."""
+        shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
+        rank = next(iter(policy.adapted.peft_config.values())).r
+        self.cost = TrainingCost(shape, rank, policy.dtype.itemsize) if shape is not None else None
+        self.measured = False
+
+    def prepare(self, longest: int) -> None:
+        """Plan for sequences of up to `longest` tokens, by the memory that is free now."""
+        if self.cost is None or longest <= self.planned_for:
+            return
+        first, self.planned_for = not self.planned_for, longest
+        plan = self._plan(self.cost)
+        if first or (plan.micro_batch_tokens, plan.recomputed_layers) != (
+            self.micro_batch_tokens,
+            self.recomputed_layers,
+        ):
+            self._adopt(plan, self.cost)
+
+    def _plan(self, cost: TrainingCost) -> TrainingPlan:
+        o = self.options
+        return plan_training(cost, self.room(), self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
+
+    def _adopt(self, plan: TrainingPlan, cost: TrainingCost) -> None:
+        self.micro_batch_tokens, self.recomputed_layers = plan.micro_batch_tokens, plan.recomputed_layers
+        self.say(
+            f"Memory plan: micro-batches of {plan.micro_batch_tokens} tokens, {plan.recomputed_layers or 'none'} of "
+            f"{self.layers} layers recomputed: about {plan.bytes / GIB:.1f} GiB of activations "
+            f"({cost.layer * self.layers / 2**20:.2f} MiB a token), {self.room() / GIB:.1f} GiB free."
+        )
+
+    def room(self) -> float:
+        """Bytes that a micro-batch may take: what is free on the device and in the allocator, but for a margin."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + held - SPARE * total
+
+    @contextmanager
+    def watch(self, tokens: int) -> Iterator[None]:
+        """Around the first micro-batches: compare their peak with the estimate, and plan anew where that matters."""
+        if self.cost is None or self.measured:
+            yield
+            return
+        before, peak_before = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self.device)
+        # Peaks are not reset, since others read them: one that sampling had set says nothing of training.
+        if peak > peak_before:
+            self.learn(tokens, peak - before)
+
+    def learn(self, tokens: int, measured: int) -> None:
+        """Take over what a micro-batch of so many tokens was seen to need."""
+        assert self.cost is not None
+        self.measured = True
+        logits = self.cost.logits(tokens)
+        ratio = (measured - logits) / (self.cost.bytes(tokens, self.recomputed_layers) - logits)
+        self.cost = replace(self.cost, correction=self.cost.correction * min(max(ratio, 0.25), 4.0))
+        plan = self._plan(self.cost)
+        # More room than thought changes nothing: a plan that works stays.
+        if plan.micro_batch_tokens < self.micro_batch_tokens or plan.recomputed_layers > self.recomputed_layers:
+            self._adopt(plan, self.cost)
+
+    def shrink(self, longest: int) -> bool:
+        """After running out: halve micro-batches, then recompute every layer; False when nothing is left to try."""
+        if self.micro_batch_tokens > longest:
+            self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
+            self.say(f"Out of memory; going on with micro-batches of {self.micro_batch_tokens} tokens.")
+        elif self.recomputed_layers < self.layers:
+            self.recomputed_layers = self.layers
+            self.say("Out of memory; going on with activations recomputed in every layer.")
+        else:
+            return False
+        return True
+
+    def explain(self, longest: int) -> str:
+        """Why a sequence does not fit, in numbers."""
+        said = f"one sequence of {longest} tokens does not fit into the memory of {self.device}, all layers recomputed"
+        if self.cost is not None:
+            needed, room = self.cost.bytes(longest, self.layers), self.room()
+            said += (
+                f": it needs about {self.layers} layers × {longest} tokens × {self.cost.boundary / 1024:.1f} KiB of "
+                f"layer inputs and {self.cost.layer * longest / GIB:.1f} GiB for the layer at work, "
+                f"{needed / GIB:.1f} GiB with the logits; {room / GIB:.1f} GiB are free"
+            )
+        return f"{said}.  Try: a smaller [training] max_tokens, or fewer completions a step, whose KV cache is smaller."

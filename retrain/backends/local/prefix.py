@@ -1,0 +1,171 @@
+"""Attention over a packed row in which the completions of a group may share one copy of their prompt.
+
+A prompt lies in the row once; each of its completions attends to it and to itself. Norms, projections and MLPs then see
+a prompt's tokens once a group instead of once a completion, and the gradients of all completions meet in its keys and
+values: the numbers are those of whole sequences laid end to end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrain.backends.local.attention import Scoring, causal_attention
+from retrain.backends.local.model import Policy
+
+# The largest head that flash attention's kernels take, in steps of eight.
+_FLASH_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens `start` to `start + length` of the row, preceded in their sequence by an earlier stretch's tokens."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Tokens that its last query sees."""
+        return self.prefix + self.length
+
+
+class SharedPrefixAttention:
+    """Causal attention of each stretch on its prefix and itself. Stretches lie end to end, in order, and fill the row.
+
+    Flash attention takes stretches of any lengths as they lie. Where it cannot be used, they are padded on the right to
+    the longest for this one operation; a causal query never sees what comes after it.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
+        self.stretches = stretches
+        self.device = device
+        self.longest = max(stretch.seen for stretch in stretches)
+        self.longest_query = max(stretch.length for stretch in stretches)
+        self.spread = _Spread.plan(stretches, device) if any(stretch.prefix for stretch in stretches) else None
+        self.ends_q, self.ends_k = (
+            torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+            for lengths in ([s.length for s in stretches], [s.seen for s in stretches])
+        )
+        self._padding: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if self.spread is not None:
+            k, v = (_Spreading.apply(tensor, self.spread) for tensor in (k, v))  # type: ignore[no-untyped-call]
+        output = self._flash(q, k, v, scoring) if can_flash(q, scoring) else self._padded(q, k, v, scoring)
+        return output.transpose(0, 1).unsqueeze(0)
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Queries are aligned with the end of their keys, which is what `is_causal` means to this operation."""
+        window = -1 if scoring.window is None or scoring.window >= self.longest else scoring.window - 1
+        output: Tensor = torch.ops.aten._flash_attention_forward(
+            query, key, value, self.ends_q, self.ends_k, self.longest_query, self.longest, 0.0, True, False,
+            scale=scoring.scale, window_size_left=window, window_size_right=0,
+        )[0]  # fmt: skip
+        return output
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        queries, keys, back = self._padding or self._lay_out()
+        self._padding = queries, keys, back
+        rows = (len(self.stretches), self.longest)
+
+        def pad(flat: Tensor, index: Tensor) -> Tensor:
+            return flat.index_select(0, index).reshape(*rows, *flat.shape[1:]).transpose(1, 2)
+
+        output = causal_attention(pad(query, queries), pad(key, keys), pad(value, keys), scoring)
+        return output.transpose(1, 2).flatten(0, 1).index_select(0, back)
+
+    def _lay_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Where each cell of the padded queries and keys comes from, and which cells hold the outputs."""
+        columns = np.arange(self.longest)
+        prefix, seen, start = (
+            np.array(column)[:, None]
+            for column in zip(*((s.prefix, s.seen, s.start) for s in self.stretches), strict=True)
+        )
+        keys_start = np.cumsum([0, *(s.seen for s in self.stretches[:-1])])[:, None]
+        is_query = (columns >= prefix) & (columns < seen)
+        queries = np.where(is_query, start + columns - prefix, 0)
+        keys = np.where(columns < seen, keys_start + columns, 0)
+        found = (queries.ravel(), keys.ravel(), is_query.ravel().nonzero()[0])
+        on_device = [torch.as_tensor(index).to(self.device) for index in found]
+        return on_device[0], on_device[1], on_device[2]
+
+
+def can_flash(query: Tensor, scoring: Scoring) -> bool:
+    """Whether flash attention takes these queries (tokens, heads, head size)."""
+    size = query.shape[2]
+    return scoring.softcap is None and size <= _FLASH_HEAD and size % 8 == 0 and _has_flash(query.device, query.dtype)
+
+
+def takes_uneven_lengths(policy: Policy) -> bool:
+    """Whether a model's sequences are attended to as they lie, so that padding need not be reckoned with."""
+    told = policy.causal_lm.config.get_text_config().to_dict()
+    by_us = not policy.own_attention and not told.get("attn_logit_softcapping")
+    return by_us and _has_flash(policy.device, policy.dtype)
+
+
+@functools.cache
+def _has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Flash attention is built for Ampere and newer, and for 16-bit numbers."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How a row's keys become those of every stretch, its prefix before it."""
+
+    index: Tensor
+    """For each spread key, its token in the row."""
+    own: Tensor
+    """For each token of the row, its key in its own stretch."""
+    copies: Tensor
+    """Spread keys that are copies in a prefix."""
+    copied: Tensor
+    """The token of the row that each of them copies."""
+    until: int
+    """Tokens after this one have no copies; prompts that are shared should lie first in the row."""
+
+    @classmethod
+    def plan(cls, stretches: Sequence[Stretch], device: torch.device) -> _Spread:
+        index, is_copy = [], []
+        for s in stretches:
+            index += [np.arange(s.prefix_start, s.prefix_start + s.prefix), np.arange(s.start, s.start + s.length)]
+            is_copy += [np.ones(s.prefix, bool), np.zeros(s.length, bool)]
+        tokens, copy = np.concatenate(index), np.concatenate(is_copy)
+        parts = (tokens, (~copy).nonzero()[0], copy.nonzero()[0], tokens[copy])
+        on_device = [torch.as_tensor(part).to(device) for part in parts]
+        return cls(on_device[0], on_device[1], on_device[2], on_device[3], int(parts[3].max()) + 1)
+
+
+class _Spreading(torch.autograd.Function):
+    """Keys or values of a row, copied to every stretch that sees them; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, spread: _Spread) -> Tensor:
+        """(tokens, heads, size) to (spread keys, heads, size)."""
+        ctx.spread = spread
+        return row.index_select(0, spread.index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """A token's own gradient, and those of its copies."""
+        spread: _Spread = ctx.spread
+        own = gradient.index_select(0, spread.own)
+        copies = gradient.index_select(0, spread.copies).float()
+        own[: spread.until] = own[: spread.until].float().index_add_(0, spread.copied, copies).to(own.dtype)
+        return own, None

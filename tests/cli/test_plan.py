@@ -1,0 +1,145 @@
+"""`retrain plan`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli import run
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # Whatever GPU is here, these tests know of none.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
+    write('[model]\nmodel = "./model"\n[training]\nmax_steps = 100\nmax_tokens = 512\n')
+
+
+def write(text: str, name: str = "retrain.toml") -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["plan", *arguments, "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_memory_is_told_by_part_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = plan(capsys)["memory"]
+    assert memory.pop("fits") is None, "no card is known"
+    assert memory.pop("total") == sum(memory.values())
+    assert memory["weights"] == pytest.approx(2 * 1.236e9, rel=1e-3)
+
+
+def test_a_card_tells_what_fits_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    data = plan(capsys, "--card", "H100")
+    assert data["card"]["memory"] == 80
+    assert data["memory"]["fits"] is True
+    assert data["largest_batch_size"] > 8
+    assert data["step"]["seconds"] == pytest.approx(
+        2 * (data["step"]["roofline_sample_seconds"] + data["step"]["roofline_train_seconds"])
+    )
+    assert data["run"]["seconds"] == pytest.approx(100 * data["step"]["seconds"])
+    small = plan(capsys, "--card", "H100", "--memory", "3")
+    assert small["memory"]["fits"] is False
+    assert small["largest_batch_size"] == 0
+    assert small["training"]["recomputed_layers"] == 16
+
+
+def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    data = plan(capsys, "--tflops", "100", "--bandwidth", "1000")
+    assert data["step"]["seconds"] > 0
+    assert data["memory"]["fits"] is None
+    assert run(["plan", "--card", "Voodoo"]) == 2
+    assert "H200" in capsys.readouterr().err
+    assert run(["plan", "--memory", "-1"]) == 2
+
+
+def test_measured_steps_count_more_than_the_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [{"batch_size": 8, "group_size": 16, "step_time_s": seconds} for seconds in (9.0, 3.0, 4.0)]
+    write("".join(json.dumps(step) + "\n" for step in steps), "logs/train/metrics.jsonl")
+    data = plan(capsys, "--card", "H100")
+    assert data["step"]["seconds"] == 4.0
+    assert "3 steps" in data["step"]["seconds_from"]
+    assert data["run"]["seconds"] == 400.0
+
+
+def test_a_campaign_takes_its_steps_over_its_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    step = json.dumps({"batch_size": 8, "group_size": 16, "step_time_s": 2.0}) + "\n"
+    write(step, "logs/campaign_1/runs/a_s1/metrics.jsonl")
+    write(
+        '[model]\nmodel = "./model"\n[campaign]\nseeds = [1, 2, 3]\nmax_steps = 10\nparallel = true\nmax_workers = 4\n'
+        '[[campaign.conditions]]\nadvantage_mode = "grpo"\n[[campaign.conditions]]\nadvantage_mode = "maxrl"\n'
+    )
+    campaign = plan(capsys)["campaign"]
+    assert (campaign["runs"], campaign["workers"], campaign["total_steps"]) == (6, 4, 2 * 3 * 10)
+    assert campaign["seconds"] == 60 * 2.0 / 4
+    many = plan(capsys, "--max-workers", "50")["campaign"]
+    assert (many["workers"], many["seconds"]) == (6, 20.0)
+    assert run(["plan"]) == 0
+    assert "2 conditions × 3 seeds × 10 steps = 60 steps, 4 runs at a time" in capsys.readouterr().out
+
+
+def test_without_the_models_files_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    write('[model]\nmodel = "somebody/mystery"\n')
+    data = plan(capsys, "--card", "H100")
+    assert (data["memory"], data["training"], data["largest_batch_size"]) == (None, None, None)
+    assert data["step"]["seconds"] is None
+    assert run(["plan"]) == 0
+    assert "unknown" in capsys.readouterr().out
+
+
+def test_a_config_fetched_ahead_of_the_weights_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(json.dumps(SHAPE), str(tmp_path / "hub/models--somebody--mystery/snapshots/abc/config.json"))
+    write('[model]\nmodel = "somebody/mystery"\n')
+    assert plan(capsys)["memory"]["total"] > 0
+
+
+def test_a_remote_backend_needs_no_memory_here(capsys: pytest.CaptureFixture[str]) -> None:
+    write('[model]\nmodel = "./model"\n[backend]\nbackend = "tinker"\n')
+    assert plan(capsys, "--card", "H100")["memory"] is None
+
+
+def test_a_squeeze_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    write('[squeeze]\nadapter_path = "nowhere"\n')
+    assert run(["plan"]) == 2
+    assert "no training" in capsys.readouterr().err
+
+
+def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--card", "H100"]) == 0
+    text = capsys.readouterr().out
+    for words in ("weights", "KV cache", "activations", "logits", "adapter", "fits", "largest batch_size", "a run"):
+        assert words in text
+
+
+def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    data = plan(capsys, "--card", "H100")
+    assert run(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    for key, value in data.items():
+        assert key in text
+        for inner in value if isinstance(value, dict) else {}:
+            assert inner in text
+
+
+def test_it_loads_no_torch() -> None:
+    code = "import sys\nfrom retrain.cli import run\nrun(['plan'])\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -75,7 +75,8 @@ def test_the_start_up_lines_are_the_documented_ones(tiny: Path) -> None:
     build(config_for(tiny), PlainTokenizer(), said.append, quiet)
     assert said[0] == f"Loading train model: {tiny} on cpu..."
     assert said[1].startswith("trainable params: ")
-    assert said[2] == "LocalTrainHelper ready (engine=pytorch, split_mode=False)."
+    assert said[2] == "Engine: pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
+    assert said[3] == "LocalTrainHelper ready (engine=pytorch, split_mode=False)."
 
 
 def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -130,6 +130,10 @@ def test_logprobs_by_slices_equal_those_of_the_whole_vocabulary_at_once(
     monkeypatch.setattr(made.policy, "head", lambda states: (largest.append(len(states)), head(states))[1])
     sliced, _ = backward(made, datums)
     same(sliced, whole)
+    # And when they are computed again in the backward pass.
+    monkeypatch.setitem(logprobs_module.KEPT_BYTES, "cpu", 0)
+    recomputed, _ = backward(made, datums)
+    same(recomputed, whole)
     torch.testing.assert_close(made.logprobs(packed).detach(), expected, rtol=0, atol=1e-5)
     assert max(largest) == 7
 

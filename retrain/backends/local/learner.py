@@ -89,9 +89,9 @@ class Learner:
         self._train_mode(True)
         tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
         divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
-        totals = _Totals()
-        for batch in batches:
-            packed = self.pack(batch)
+        totals = _Totals(self.policy.device)
+        # All at once, before the GPU has work: a copy to it would wait for the micro-batch under way.
+        for packed in [self.pack(batch) for batch in batches]:
             with self.memory.watch(packed.token_ids.shape[1]):
                 logprobs = self.logprobs(packed)
                 token_batch = TokenBatch(
@@ -100,7 +100,7 @@ class Learner:
                 loss = summed_loss(token_batch, self.loss) / divisor
                 loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.gather()
-            totals.add(float(loss.detach()), logprobs.detach() - packed.sampled_logprobs, packed.mask)
+            totals.add(loss.detach(), logprobs.detach() - packed.sampled_logprobs, packed.mask)
         self._train_mode(False)
         return totals
 
@@ -134,25 +134,26 @@ class Learner:
 
 
 class _Totals:
-    """Sums over the micro-batches of a step."""
+    """Sums over the micro-batches of a step, left on the device until the end so that none of them is waited for."""
 
-    def __init__(self) -> None:
-        self.loss = self.ratios = self.kl = self.tokens = self.largest = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        """Loss, ratios, divergence, tokens."""
+        self.largest = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(self, loss: float, log_ratio: Tensor, mask: Tensor) -> None:
-        chosen = log_ratio[mask > 0].double().clamp(-20, 20)
-        ratio = chosen.exp()
-        self.loss += loss
-        self.ratios += float(ratio.sum())
+    def add(self, loss: Tensor, log_ratio: Tensor, mask: Tensor) -> None:
+        taken, chosen = mask > 0, log_ratio.double().clamp(-20, 20)
+        ratio = torch.where(taken, chosen.exp(), 0.0)
         # E_sampled[r - 1 - log r] estimates KL(sampled || trained) without bias and never below zero.
-        self.kl += float((ratio - 1 - chosen).sum())
-        self.tokens += chosen.numel()
-        self.largest = max(self.largest, float(ratio.max()))
+        divergence = torch.where(taken, ratio - 1 - chosen, 0.0)
+        self.sums += torch.stack([loss.double(), ratio.sum(), divergence.sum(), taken.sum()])
+        self.largest = torch.maximum(self.largest, ratio.max())
 
     def metrics(self) -> StepMetrics:
+        loss, ratios, divergence, tokens = self.sums.tolist()
         return {
-            "loss": self.loss,
-            "ratio_mean": self.ratios / self.tokens,
-            "ratio_max": self.largest,
-            "kl_sample_train": self.kl / self.tokens,
+            "loss": loss,
+            "ratio_mean": ratios / tokens,
+            "ratio_max": float(self.largest),
+            "kl_sample_train": divergence / tokens,
         }

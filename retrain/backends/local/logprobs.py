@@ -21,6 +21,9 @@ from retrain.types import Sampling
 # Bytes of float32 logits that may exist at once.
 SLICE_BYTES = {"cpu": 32 << 20, "cuda": LOGITS_SLICE}
 
+# Bytes of logits and what becomes of them that may be kept for the backward pass instead of being computed again.
+KEPT_BYTES = {"cpu": 1 << 30}
+
 
 def token_logprobs(
     policy: Policy, hidden: Tensor, targets: Tensor, sampling: Sampling, history: History | None
@@ -36,11 +39,13 @@ def token_logprobs(
         logits = shape_logits(policy.head(states), sampling, seen, keep=wanted)
         return logits.log_softmax(1).gather(1, wanted[:, None]).squeeze(1)
 
+    # Three float32 copies: as they come, tempered, and normalised.
+    keep = 3 * 4 * len(targets) * policy.vocabulary <= KEPT_BYTES.get(hidden.device.type, 0)
     pieces = []
     for start in range(0, len(targets), rows):
         stop = min(start + rows, len(targets))
         seen = history.seen(start, stop, policy.vocabulary) if history is not None else None
-        if hidden.requires_grad:
+        if hidden.requires_grad and not keep:
             pieces.append(checkpoint(one_slice, hidden[start:stop], targets[start:stop], seen, use_reentrant=False))
         else:
             pieces.append(one_slice(hidden[start:stop], targets[start:stop], seen))

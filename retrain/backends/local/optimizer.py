@@ -42,15 +42,22 @@ class AdapterOptimizer:
         for parameter in (*self.adapter, *self.masters):
             parameter.grad = None
 
+    @torch.no_grad()
     def gather(self) -> None:
         """Add a micro-batch's gradients up in float32."""
         if not self.own_masters:
             return
-        for parameter, master in zip(self.adapter, self.masters, strict=True):
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                parameter.grad = None
+        pairs = [(p, m) for p, m in zip(self.adapter, self.masters, strict=True) if p.grad is not None]
+        # Hundreds of small matrices: one launch for many of them instead of one each.
+        fresh = [torch.empty_like(master) for _, master in pairs]
+        torch._foreach_copy_(fresh, [p.grad for p, _ in pairs if p.grad is not None])
+        known = [(m.grad, gradient) for (_, m), gradient in zip(pairs, fresh, strict=True) if m.grad is not None]
+        if known:
+            torch._foreach_add_([held for held, _ in known], [gradient for _, gradient in known])
+        for (parameter, master), gradient in zip(pairs, fresh, strict=True):
+            parameter.grad = None
+            if master.grad is None:
+                master.grad = gradient
 
     @torch.no_grad()
     def step(self) -> float | None:
@@ -63,10 +70,10 @@ class AdapterOptimizer:
         self.clear()
         return norm if finite else None
 
+    @torch.no_grad()
     def _round(self) -> None:
         if self.own_masters:
-            for parameter, master in zip(self.adapter, self.masters, strict=True):
-                parameter.copy_(master)
+            torch._foreach_copy_(tuple(self.adapter), tuple(self.masters))
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, on the CPU."""

@@ -3,9 +3,9 @@
     python benchmarks/precision.py [--workload w1] [--json FILE]
 
 Each row samples the workload twice and shows the second time; then the trainer scores the same tokens in its own
-precision: `|Δ|` is the mean absolute difference of log-probs, `ratio` the mean importance ratio, `KL` what the run would
-log as kl_sample_train. Weights are random and their last matrix is made sharper, so that the policy is about as sure of
-itself as a trained one. Needs a GPU; a value that this one cannot do is shown with its refusal.
+precision: `|Δ|` is the mean absolute difference of log-probs, `ratio` the mean importance ratio, `KL` what a run would
+log as kl_sample_train. Weights are random, and their last matrix is made sharper, so that the policy is about as sure
+of itself as a trained one. Needs a GPU; a value that this one cannot do is shown with its refusal.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for
 from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig
 
 from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import pack
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine, choice
@@ -202,7 +201,7 @@ def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(f
     prompts = random_prompts(LENGTHS)
     datums = datums_of(prompts, engine.generate(prompts, learner.sampling))
     with torch.no_grad():
-        packed = pack(datums, policy.device, with_history=False)
+        packed = learner.pack(datums)
         ratios = (learner.logprobs(packed) - packed.sampled_logprobs).exp()
     assert (ratios - 1).abs().max() < 1e-4
     assert learner.step(datums)["skipped"] == 0

@@ -16,7 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import ATTENTION_NAME, Attention
 from retrain.backends.local.model import Policy, last_hidden
-from retrain.inference_engine.pytorch.products import Fp8Product, Product, find_siblings, fits_fp8, replace_with
+from retrain.inference_engine.pytorch.products import (
+    Fp8Product,
+    Product,
+    empty_matrix,
+    find_siblings,
+    fits_fp8,
+    replace_with,
+)
 
 
 class SamplingModel:
@@ -87,7 +94,8 @@ class SamplingModel:
                 left.pop(name, None)
         for name, layer in left.items():
             module = self.causal_lm.get_submodule(name)
-            own = torch.empty_like(module.weight, dtype=self.dtype)
+            outputs, inputs = module.weight.shape
+            own = empty_matrix(outputs, inputs, self.dtype, module.weight.device)
             module.register_parameter("weight", nn.Parameter(own, requires_grad=False))
             self.folding.append(lambda layer=layer, own=own: fold(layer, own))  # type: ignore[misc]
 

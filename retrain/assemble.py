@@ -91,7 +91,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
     # Rewards start first: their processes warm up while the model loads, and a broken one fails early.
-    reward = stack.enter_context(build_reward(config.reward, paths))
+    reward = stack.enter_context(build_reward(config.reward, paths, console.say))
     console.say(f"Loading tokenizer for {config.model.model} ...")
     tokenizer = load_tokenizer(config.model.model)
     console.say("Loading vocabulary table...")

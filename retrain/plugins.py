@@ -157,9 +157,9 @@ REGISTRIES: dict[str, Registry] = {
             {
                 "match": "retrain.rewards.match:MatchReward",
                 "math": "retrain.rewards.math:MathReward",
+                "judge": "retrain.rewards.judge:JudgeReward",
                 "custom": "retrain.rewards.custom:CustomReward",
             },
-            reserved=("judge",),
         ),
         Registry(
             "data",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.rewards import Item, RewardPool
+from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
 from retrain.tokens import PromptEncoder
-from retrain.types import Completion, Example, Group, Sampling, Score
+from retrain.types import Completion, Example, Group, Sampling, Score, StepMetrics
 
 # Beyond this share of failed scores the rest says little about the policy.
 MAX_ERROR_RATE = 0.5
@@ -28,6 +28,8 @@ class Rollouts:
     groups: list[Group]
     sample_time_s: float
     score_time_s: float
+    metrics: StepMetrics = field(default_factory=dict)
+    """What the source adds to the metrics of the step."""
 
     @property
     def scores(self) -> list[Score]:
@@ -83,14 +85,15 @@ class SingleTurn:
             if len(kept) == batch_size:
                 break
         # Dead groups stay in the record: they are part of what the policy can and cannot do.
-        return Rollouts(kept + dead, sample_time, score_time)
+        # What scoring cost since the last step, an evaluation between them included.
+        return Rollouts(kept + dead, sample_time, score_time, self.scorer.reward.metrics())
 
 
 class Scorer:
     """Samples and scores a list of examples; training and evaluation both go through it."""
 
     def __init__(
-        self, encoder: PromptEncoder, reward: RewardPool, say: Callable[[str], None], progress: Progress
+        self, encoder: PromptEncoder, reward: BatchReward, say: Callable[[str], None], progress: Progress
     ) -> None:
         self.encoder = encoder
         self.reward = reward

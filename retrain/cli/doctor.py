@@ -84,7 +84,7 @@ _KEYS: dict[str, tuple[str, Test, str]] = {
     ),
     "OPENAI_API_KEY": (
         '[reward] type = "judge"',
-        lambda c: c.reward.type == "judge",
+        lambda c: "judge" in (c.reward.type, *(t.type for t in c.reward.terms)) and not _own_judge(c),
         "put OPENAI_API_KEY=... into .env",
     ),
 }
@@ -202,6 +202,11 @@ def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
             yield Check("keys", name, "missing", f"not set; needed by {why}", fix)
         else:
             yield Check("keys", name, "unused", f"not set; for {why}")
+
+
+def _own_judge(config: TrainConfig) -> bool:
+    """Whether the judge is not OpenAI's own server: one of your own may take no key."""
+    return bool(config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL"))
 
 
 def _wandb_needs_no_key() -> bool:

@@ -137,7 +137,8 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
 def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """A provider needs an id, and the other options need a provider."""
     environment = config.environment
-    if environment.provider and not environment.id:
+    # A dotted path is a class of the user's own; what it needs to know is in args.
+    if environment.provider and not environment.id and not is_dotted_path(environment.provider):
         yield Problem(
             "[environment] id",
             f"is empty, but provider is {json.dumps(environment.provider)}.",

@@ -1,0 +1,171 @@
+"""Environments: problems that bring their own scoring, and may answer back over several turns.
+
+An environment has two methods: `examples` lists its problems, `rollout` plays one of them once. It talks to the policy
+through a `Chat`, which keeps the token ids; it never sees a tokenizer, an engine or another rollout. A provider is what
+`[environment] provider` names: a function or class that takes the `[environment]` table and makes an environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from retrain.errors import ConfigError, PluginError, RetrainError
+from retrain.plugins import REGISTRIES
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+__all__ = [
+    "Chat",
+    "ChatOver",
+    "Environment",
+    "HoldsResources",
+    "Message",
+    "Outcome",
+    "Provider",
+    "Reply",
+    "Say",
+    "Tool",
+    "ToolCall",
+    "build_environment",
+    "load_split",
+]
+
+Message = Mapping[str, Any]
+"""A chat message as chat templates know it: `role`, `content`, and where there are tools `tool_calls`."""
+Tool = Mapping[str, Any]
+"""A function in JSON-schema form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+Say = Callable[[str], None]
+Provider = Callable[["schema.Environment", Say], "Environment"]
+
+
+class ChatOver(Exception):
+    """No turn is left: `max_turns` were taken, or the context is full.
+
+    An environment that catches it scores what there is; one that lets it pass scores 0. Either way the rollout is
+    counted as truncated, not as failed.
+    """
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model asked to be called. Arguments that are not a JSON object are kept as `broken`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+    broken: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said in one turn."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    cut: bool = False
+    """Whether it ended because no more tokens were allowed."""
+
+
+class Chat(Protocol):
+    """One conversation with the policy."""
+
+    @property
+    def seed(self) -> int:
+        """A number of this rollout's own, the same when the run is repeated: for anything random."""
+        ...
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Add messages (a text is one of the user) and return the model's answer. Raises ChatOver."""
+        ...
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Answer a whole history; what it shares with an earlier turn keeps that turn's tokens. Raises ChatOver."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rollout went."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Anything worth watching, logged as the mean of `env/<name>`; not part of the reward."""
+    truncated: bool = False
+    """Whether the environment itself cut it short; a ChatOver is counted without it."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Problems, and how one of them is played and scored. `rollout` is called many times at once in one event loop."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The problems to train on (`train`) or to evaluate on (`eval`); empty when there are none of the kind."""
+        ...
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """Play one example once. An error raised here is a failed rollout, which is left out and counted."""
+        ...
+
+
+@runtime_checkable
+class HoldsResources(Protocol):
+    """An environment that has something to give back at the end of a run: a server, a process, a folder."""
+
+    async def close(self) -> None:
+        """Called once, in the event loop that the rollouts ran in."""
+        ...
+
+
+def build_environment(section: schema.Environment, search_paths: Sequence[str], say: Say) -> Environment:
+    """Make the environment that `[environment]` names; the only place where a provider is looked up."""
+    who = f"environment provider {section.provider!r}"
+    provider: Any = REGISTRIES["environment"].load(section.provider, search_paths)
+    if not callable(provider):
+        raise PluginError(f"{who} is {provider!r}; it must be a function or class that takes the [environment] table.")
+    try:
+        environment = provider(section, say)
+    except RetrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{who} raised {error!r} when it was made.") from error
+    if not isinstance(environment, Environment):
+        raise PluginError(f"{who} made {environment!r}, which lacks an examples or a rollout method.")
+    return environment
+
+
+def load_split(environment: Environment, section: schema.Environment, split: str) -> Sequence[Example]:
+    """The examples of a split, checked: each has something to ask, and there is at least one."""
+    who = f"environment {section.id or section.provider!r}"
+    try:
+        examples: object = environment.examples(split)
+    except RetrainError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{who} raised {error!r} in examples({split!r}).") from error
+    if not isinstance(examples, Sequence) or isinstance(examples, str):
+        raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
+    if not len(examples):
+        raise ConfigError(_no_examples(who, split))
+    for index, example in enumerate(examples[:LOOKED_AT]):
+        if not isinstance(example, Example):
+            raise PluginError(
+                f"{who} gave {type(example).__name__} where a retrain.types.Example is needed (example {index})."
+            )
+    return examples
+
+
+LOOKED_AT = 100_000
+"""Examples checked before a run; an endless source has more."""
+
+
+def _no_examples(who: str, split: str) -> str:
+    if split == "train":
+        return (
+            f"{who} has no rows to train on: it is made for evaluation only.  "
+            'Try: one that trains, for example id = "primeintellect/gsm8k" or "primeintellect/wordle".'
+        )
+    return f"{who} has no rows to evaluate on.  Try: [eval] every = 0."

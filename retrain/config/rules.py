@@ -146,6 +146,9 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         )
     if environment.id and not environment.provider:
         yield Problem("[environment] id", "is set, but provider is empty.", 'Try: provider = "verifiers"')
+    if environment.provider and (config.eval.source or config.eval.path):
+        key = "source" if config.eval.source else "path"
+        yield Problem(f"[eval] {key}", "is set, but an environment brings its own held-out problems.", "Leave it out.")
     if environment.max_turns == 0:
         yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 

@@ -266,7 +266,10 @@ class Environment(Section):
     max_turns: Count = option(-1, "Most turns of a multi-turn rollout; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = option(False, "Install a missing environment with the Prime CLI.")
     timeout_s: float = option(
-        600.0, "Seconds that one rollout may take, all its turns and its scoring together.", gt=0, flag="--rollout-timeout-s"
+        600.0,
+        "Seconds that one rollout may take, all its turns and its scoring together.",
+        gt=0,
+        flag="--rollout-timeout-s",
     )
 
 

@@ -103,7 +103,7 @@ class Environment(Protocol):
     """Problems, and how one of them is played and scored. `rollout` is called many times at once in one event loop."""
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The problems to train on (`train`) or to evaluate on (`eval`); empty when there are none of the kind."""
+        """The problems of a split: `train`, or for evaluation what `[eval] split` says; empty when there are none."""
         ...
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
@@ -150,16 +150,24 @@ def load_split(environment: Environment, section: schema.Environment, split: str
         raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
     if not len(examples):
         raise ConfigError(_no_examples(who, split))
-    for index, example in enumerate(examples[:LOOKED_AT]):
+    for index, example in enumerate(examples[: min(len(examples), LOOKED_AT)]):
         if not isinstance(example, Example):
             raise PluginError(
                 f"{who} gave {type(example).__name__} where a retrain.types.Example is needed (example {index})."
             )
+        if not _asks_something(example.prompt):
+            raise PluginError(f"{who} has an empty prompt at row {index} (id {example.id!r}).")
     return examples
 
 
-LOOKED_AT = 100_000
-"""Examples checked before a run; an endless source has more."""
+LOOKED_AT = 1000
+"""Examples checked before a run; each is checked again when it is played."""
+
+
+def _asks_something(prompt: str | Sequence[Message]) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    return any(message.get("content") for message in prompt)
 
 
 def _no_examples(who: str, split: str) -> str:
@@ -168,4 +176,4 @@ def _no_examples(who: str, split: str) -> str:
             f"{who} has no rows to train on: it is made for evaluation only.  "
             'Try: one that trains, for example id = "primeintellect/gsm8k" or "primeintellect/wordle".'
         )
-    return f"{who} has no rows to evaluate on.  Try: [eval] every = 0."
+    return f"{who} has no rows to evaluate on ([eval] split = {split!r}).  Try: [eval] every = 0."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from retrain.errors import ConfigError, PluginError, RetrainError
-from retrain.plugins import REGISTRIES
+from retrain.plugins import REGISTRIES, make_importable
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "build_environment",
+    "evaluation_only",
     "load_split",
 ]
 
@@ -124,6 +125,8 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     """Make the environment that `[environment]` names; the only place where a provider is looked up."""
     who = f"environment provider {section.provider!r}"
     provider: Any = REGISTRIES["environment"].load(section.provider, search_paths)
+    # An installed provider may look for a module of the user's by its id.
+    make_importable(search_paths)
     if not callable(provider):
         raise PluginError(f"{who} is {provider!r}; it must be a function or class that takes the [environment] table.")
     try:
@@ -149,7 +152,7 @@ def load_split(environment: Environment, section: schema.Environment, split: str
     if not isinstance(examples, Sequence) or isinstance(examples, str):
         raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
     if not len(examples):
-        raise ConfigError(_no_examples(who, split))
+        raise _no_examples(who, split)
     for index, example in enumerate(examples[: min(len(examples), LOOKED_AT)]):
         if not isinstance(example, Example):
             raise PluginError(
@@ -170,10 +173,15 @@ def _asks_something(prompt: str | Sequence[Message]) -> bool:
     return any(message.get("content") for message in prompt)
 
 
-def _no_examples(who: str, split: str) -> str:
+def evaluation_only(who: str, reason: str) -> ConfigError:
+    """The error for an environment that cannot be trained on."""
+    return ConfigError(
+        f"{who} has no rows to train on: {reason}. It is made for evaluation.  "
+        'Try: one that trains, for example id = "primeintellect/gsm8k" or "primeintellect/wordle".'
+    )
+
+
+def _no_examples(who: str, split: str) -> ConfigError:
     if split == "train":
-        return (
-            f"{who} has no rows to train on: it is made for evaluation only.  "
-            'Try: one that trains, for example id = "primeintellect/gsm8k" or "primeintellect/wordle".'
-        )
-    return f"{who} has no rows to evaluate on ([eval] split = {split!r}).  Try: [eval] every = 0."
+        return evaluation_only(who, "its training split is empty")
+    return ConfigError(f"{who} has no rows to evaluate on ([eval] split = {split!r}).  Try: [eval] every = 0.")

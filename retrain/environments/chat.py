@@ -140,7 +140,7 @@ class PolicyChat:
             self.branches.append(branch)
         branch.parts.append(completion)
         branch.written = self.template.read(completion)
-        calls = read_calls(completion.text)
+        calls = read_calls(completion.text, self.turns)
         said: dict[str, Any] = {"role": "assistant", "content": completion.text}
         if calls:
             said["tool_calls"] = calls_to_wire(calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from retrain.environments import Message, Tool, ToolCall
@@ -30,14 +31,14 @@ def describe_tools(tools: Sequence[Tool]) -> str:
     )
 
 
-def read_calls(text: str) -> tuple[ToolCall, ...]:
+def read_calls(text: str, turn: int = 0) -> tuple[ToolCall, ...]:
     """The calls that a reply makes, in order; a call that cannot be read is kept with its text as `broken`."""
     bodies = _TAGGED.findall(text)
     if not bodies:
         whole = _call(text.strip())
-        return (_numbered(whole, 0),) if whole is not None and not whole.broken else ()
+        return (replace(whole, id=f"call_{turn}_0"),) if whole is not None and not whole.broken else ()
     calls = [_tagged_call(body) for body in bodies]
-    return tuple(_numbered(call, index) for index, call in enumerate(calls))
+    return tuple(replace(call, id=f"call_{turn}_{index}") for index, call in enumerate(calls))
 
 
 def calls_to_wire(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
@@ -94,7 +95,3 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _numbered(call: ToolCall, index: int) -> ToolCall:
-    return ToolCall(call.name, call.arguments, f"call_{index}", call.broken)

@@ -178,6 +178,7 @@ REGISTRIES: dict[str, Registry] = {
             {"pytorch": "retrain.inference_engine.pytorch:PyTorchEngine"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
         ),
+        Registry("environment", "environment provider", {"verifiers": "retrain.environments.verifiers:load"}),
         Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
     )
 }

@@ -38,7 +38,7 @@ _TINKER = Need('[backend] backend = "tinker"', lambda c: c.backend.backend != "l
 _SEMANTIC = Need('[planning] detector = "semantic"', lambda c: c.planning.detector != "regex")
 _MOVING_REFERENCE = Need("[kl] sync_ref_model = true", lambda c: c.kl.sync_ref_model)
 _ROWS = Need('[data] source = "jsonl" or "hub"', lambda c: bool(_sources(c) - {"math", "gsm8k", "arithmetic"}))
-_PROVIDER = Need('[environment] provider = "verifiers"', lambda c: c.environment.provider != "")
+_PROVIDER = Need("[environment] provider", lambda c: c.environment.provider != "")
 _JUDGE = Need(
     '[reward] type = "judge"', lambda c: "judge" in ([term.type for term in c.reward.terms] or [c.reward.type])
 )

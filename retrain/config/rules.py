@@ -128,7 +128,8 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
 def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """A provider needs an id, and the other options need a provider."""
     environment = config.environment
-    if environment.provider and not environment.id:
+    # A dotted path is a class of the user's own; what it needs to know is in args.
+    if environment.provider and not environment.id and not is_dotted_path(environment.provider):
         yield Problem(
             "[environment] id",
             f"is empty, but provider is {json.dumps(environment.provider)}.",
@@ -136,6 +137,9 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         )
     if environment.id and not environment.provider:
         yield Problem("[environment] id", "is set, but provider is empty.", 'Try: provider = "verifiers"')
+    if environment.provider and (config.eval.source or config.eval.path):
+        key = "source" if config.eval.source else "path"
+        yield Problem(f"[eval] {key}", "is set, but an environment brings its own held-out problems.", "Leave it out.")
     if environment.max_turns == 0:
         yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 

@@ -254,15 +254,23 @@ class Eval(Section):
 
 
 class Environment(Section):
-    """A verifiers environment in place of [data] and [reward]."""
+    """An environment in place of [data] and [reward]."""
 
-    provider: Literal["", "verifiers"] = option("", "Environment provider; empty trains on [data].")
+    provider: str = option(
+        "", "Environment provider: verifiers or a dotted path; empty trains on [data].", kind="environment"
+    )
     id: str = option("", "Environment id, for example primeintellect/gsm8k.", flag="--environment-id")
     args: Annotated[Table, BeforeValidator(_table_or_json)] = option(
         {}, "Arguments of the environment, as a table or a JSON string."
     )
     max_turns: Count = option(-1, "Most turns of a multi-turn rollout; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = option(False, "Install a missing environment with the Prime CLI.")
+    timeout_s: float = option(
+        600.0,
+        "Seconds that one rollout may take, all its turns and its scoring together.",
+        gt=0,
+        flag="--rollout-timeout-s",
+    )
 
 
 class Planning(Section):

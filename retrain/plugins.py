@@ -178,7 +178,15 @@ REGISTRIES: dict[str, Registry] = {
             {"pytorch": "retrain.inference_engine.pytorch:PyTorchEngine"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
         ),
-        Registry("environment", "environment provider", {"verifiers": "retrain.environments.verifiers:load"}),
+        Registry(
+            "environment",
+            "environment provider",
+            {
+                "builtin": "retrain.environments.builtin:load",
+                "verifiers": "retrain.environments.verifiers:load",
+                "reasoning_gym": "retrain.environments.reasoning_gym:load",
+            },
+        ),
         Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
     )
 }

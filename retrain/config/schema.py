@@ -257,7 +257,9 @@ class Environment(Section):
     """An environment in place of [data] and [reward]."""
 
     provider: str = option(
-        "", "Environment provider: verifiers or a dotted path; empty trains on [data].", kind="environment"
+        "",
+        "Environment provider: builtin, verifiers, reasoning_gym or a dotted path; empty trains on [data].",
+        kind="environment",
     )
     id: str = option("", "Environment id, for example primeintellect/gsm8k.", flag="--environment-id")
     args: Annotated[Table, BeforeValidator(_table_or_json)] = option(

@@ -1,0 +1,75 @@
+r"""A number is to be guessed within a few tries; after each the model is told whether to go up or down.
+
+The messages are signs that the embedded model knows (`1..9?`, then `5+?` for higher and `5-?` for lower), or sentences
+for models that read them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from retrain.environments import Chat, Outcome, Say
+from retrain.environments.args import Args, read_args
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+_GUESS = re.compile(r"\\boxed\{\s*(\d{1,6})\s*\}")
+
+
+class GuessArgs(Args):
+    """What `[environment] args` may hold."""
+
+    top: int = Field(9, ge=2, le=999)
+    """The number lies in 1 … top."""
+    tries: int = Field(4, ge=1, le=100)
+    """Guesses allowed; an answer without a guess counts as one."""
+    style: Literal["signs", "words"] = "signs"
+    """How the model is spoken to."""
+
+
+class GuessNumber:
+    r"""Guesses stand in `\boxed{}`; 1 for finding the number, 0 for not."""
+
+    def __init__(self, section: schema.Environment, say: Say) -> None:
+        self.args = read_args(GuessArgs, section)
+
+    def examples(self, split: str) -> list[Example]:
+        """Every number once; they are the same in all splits, for it is the play that is learnt."""
+        start = self._start()
+        return [
+            Example(start, str(number), id=f"1..{self.args.top}:{number}") for number in range(1, self.args.top + 1)
+        ]
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """Play until the number is found or the tries are used up."""
+        secret, message = int(example.reference), self._start()
+        guesses = 0
+        for tries in range(1, self.args.tries + 1):
+            reply = await chat.ask(message)
+            found = _GUESS.findall(reply.text)
+            guess = int(found[-1]) if found else None
+            guesses += guess is not None
+            if guess == secret:
+                return Outcome(1.0, {"tries": tries, "guesses": guesses / tries})
+            message = self._hint(guess, secret)
+        return Outcome(0.0, {"tries": self.args.tries, "guesses": guesses / self.args.tries})
+
+    def _start(self) -> str:
+        if self.args.style == "signs":
+            return f"1..{self.args.top}?"
+        return (
+            f"I am thinking of a whole number from 1 to {self.args.top}. You have {self.args.tries} tries. "
+            r"Write one guess as \boxed{number}; I will say whether my number is higher or lower."
+        )
+
+    def _hint(self, guess: int | None, secret: int) -> str:
+        if guess is None:
+            return "?" if self.args.style == "signs" else r"I see no guess. Write one as \boxed{number}."
+        if self.args.style == "signs":
+            return f"{guess}+?" if secret > guess else f"{guess}-?"
+        return f"My number is {'higher' if secret > guess else 'lower'} than {guess}."

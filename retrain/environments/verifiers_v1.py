@@ -276,4 +276,3 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
-

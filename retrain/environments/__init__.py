@@ -163,8 +163,8 @@ def load_split(environment: Environment, section: schema.Environment, split: str
     return examples
 
 
-LOOKED_AT = 1000
-"""Examples checked before a run; each is checked again when it is played."""
+LOOKED_AT = 16
+"""Examples checked before a run: some are made only when asked for, slowly. Each is checked again when played."""
 
 
 def _asks_something(prompt: str | Sequence[Message]) -> bool:

@@ -63,6 +63,7 @@ _PACKAGES: dict[str, tuple[str, Test]] = {
     "datasets": ("[data] source", lambda c: not c.environment.provider and c.data.source in ("math", "gsm8k", "hub")),
     "math-verify": ('[reward] type = "math"', lambda c: "math" in (c.reward.type, *(t.type for t in c.reward.terms))),
     "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
+    "reasoning-gym": ('[environment] provider = "reasoning_gym"', lambda c: c.environment.provider == "reasoning_gym"),
     "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
     "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
     "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
-from retrain.environments import Environment, Outcome, build_environment
+from retrain.environments import Environment, Outcome, Reply, build_environment
 from retrain.environments.builtin.calculator import calculate
+from retrain.environments.builtin.guess_number import read_guess
 from retrain.errors import ConfigError
 from retrain.testing import ScriptedChat
 from retrain.types import Example
@@ -47,7 +48,7 @@ def test_arithmetic_never_trains_on_what_it_evaluates() -> None:
 def test_a_number_is_guessed_with_hints() -> None:
     environment = build("guess-number")
     (six,) = [example for example in environment.examples("train") if example.reference == "6"]
-    outcome, asked = script(environment, six, r"maybe \boxed{5}", r"\boxed{8}", r"\boxed{1} or \boxed{6}")
+    outcome, asked = script(environment, six, r"maybe \boxed{5}", r"\boxed{8}", r"so \boxed{6}")
     assert asked == ["1..9?", "5+?", "8-?"]
     assert outcome == Outcome(1.0, {"tries": 3, "guesses": 1.0})
 
@@ -57,6 +58,13 @@ def test_tries_run_out_and_an_answer_without_a_guess_is_one() -> None:
     outcome, asked = script(environment, environment.examples("train")[0], "hm", r"\boxed{x}", r"\boxed{9}", "spare")
     assert asked == ["1..9?", "?", "?"]
     assert outcome == Outcome(0.0, {"tries": 3, "guesses": pytest.approx(1 / 3)})
+
+
+def test_only_one_guess_in_an_answer_that_ends_counts() -> None:
+    assert read_guess(Reply(r"so \boxed{6}.")) == 6
+    for text in (r"\boxed{1} or \boxed{6}", r"\boxed{6} \boxed{6}", r"\boxed{-6}", r"\boxed{}", "6", r"\boxed{1234567}"):
+        assert read_guess(Reply(text)) is None, text
+    assert read_guess(Reply(r"\boxed{6} and on", cut=True)) is None
 
 
 def test_words_say_what_signs_say() -> None:

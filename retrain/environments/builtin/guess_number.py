@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from retrain.environments import Chat, Outcome, Say
+from retrain.environments import Chat, Outcome, Reply, Say
 from retrain.environments.args import Args, read_args
 from retrain.types import Example
 
@@ -33,7 +33,7 @@ class GuessArgs(Args):
 
 
 class GuessNumber:
-    r"""Guesses stand in `\boxed{}`; 1 for finding the number, 0 for not."""
+    r"""Guesses stand in `\boxed{}`, one an answer; 1 for finding the number, 0 for not."""
 
     def __init__(self, section: schema.Environment, say: Say) -> None:
         self.args = read_args(GuessArgs, section)
@@ -51,8 +51,7 @@ class GuessNumber:
         guesses = 0
         for tries in range(1, self.args.tries + 1):
             reply = await chat.ask(message)
-            found = _GUESS.findall(reply.text)
-            guess = int(found[-1]) if found else None
+            guess = read_guess(reply)
             guesses += guess is not None
             if guess == secret:
                 return Outcome(1.0, {"tries": tries, "guesses": guesses / tries})
@@ -73,3 +72,12 @@ class GuessNumber:
         if self.args.style == "signs":
             return f"{guess}+?" if secret > guess else f"{guess}-?"
         return f"My number is {'higher' if secret > guess else 'lower'} than {guess}."
+
+
+def read_guess(reply: Reply) -> int | None:
+    """The number in the only box of an answer that came to its end.
+
+    Without both conditions it pays to write boxes until the tokens run out.
+    """
+    found = _GUESS.findall(reply.text)
+    return int(found[0]) if len(found) == 1 and not reply.cut else None

@@ -52,7 +52,7 @@ class ChatTemplate:
         """Token ids; `begins` says that the text is the beginning of a prompt."""
         # A template has already written the special tokens.
         special = begins and self.tokenizer.chat_template is None
-        return np.asarray(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int64)
+        return np.asarray(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int64)
 
     def read(self, completion: Completion) -> Written:
         """The text of sampled tokens with nothing left out, so that a template gives it back as it was."""

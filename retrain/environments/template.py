@@ -66,10 +66,12 @@ class ChatTemplate:
         if not following.startswith(text):
             return None
         rest = following[len(text) :]
+        # Plain text has no stop tokens; the one that was sampled stays where it is.
+        stop = written.stop if self.tokenizer.chat_template is not None else ""
         # Templates trim messages; the tokens keep the blanks that were sampled.
         for content in dict.fromkeys((written.content, written.content.strip())):
-            if rest.startswith(content + written.stop):
-                return rest[len(content) + len(written.stop) :]
+            if rest.startswith(content + stop):
+                return rest[len(content) + len(stop) :]
         return None
 
     def _decode(self, ids: IntArray) -> str:

@@ -137,7 +137,8 @@ class Player:
         except TimeoutError as error:
             late = f"no result after {self.rules.timeout_s:g} s of the environment's own time"
             score = Score(0.0, "timeout", late) if clock.expired() else _failed(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # SystemExit would end the event loop, and with it every other rollout.
             score = _failed(error)
         return chat, score
 
@@ -159,7 +160,7 @@ def _score(outcome: object, chat: PolicyChat) -> Score:
     )
 
 
-def _failed(error: Exception) -> Score:
+def _failed(error: BaseException) -> Score:
     return Score(0.0, "error", str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}")
 
 

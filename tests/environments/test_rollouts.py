@@ -160,6 +160,7 @@ def fails(when: str) -> Rollout:
         ("turn", "error", "KeyError: 'piece'"),
         ("never ends", "timeout", "no result after 1.5 s of the environment's own time"),
         ("inner timeout", "error", "TimeoutError: the tool was slow"),
+        ("exit", "error", "SystemExit: 3"),
         ("nan", "error", "a reward of nan"),
         ("infinite", "error", "a reward of inf"),
         ("wrong type", "error", "returned float where an Outcome is needed"),

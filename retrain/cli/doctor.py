@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
@@ -234,8 +234,22 @@ def _check_parts(config: TrainConfig) -> Iterator[Check]:
     if config.reward.custom_module:
         top = config.reward.custom_module.split(".")[0]
         yield _check_module("[reward] custom_module", top, config.plugins.search_paths)
-    if config.environment.auto_install and not shutil.which("prime"):
-        detail = "the Prime CLI is not on the path"
+    if config.environment.provider == "verifiers":
+        yield from _check_environment(config)
+
+
+def _check_environment(config: TrainConfig) -> Iterator[Check]:
+    """Whether the environment's module is there, or the Prime CLI that would install it."""
+    section = config.environment
+    module = section.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    found = _check_module("[environment] id", module, config.plugins.search_paths)
+    if found.status == "ok" or not section.auto_install:
+        fix = f"prime env install {section.id}" if "/" in section.id else found.fix
+        yield found if found.status == "ok" else replace(found, fix=fix)
+    elif shutil.which("prime") or shutil.which("uv"):
+        yield Check("parts", "[environment] id", "warning", f"there is no module {module}; the run installs it")
+    else:
+        detail = "neither the Prime CLI nor uv is on the path"
         yield Check("parts", "[environment] auto_install", "missing", detail, pip_install("prime"))
 
 

@@ -114,10 +114,14 @@ class Environment(Protocol):
 
 @runtime_checkable
 class HoldsResources(Protocol):
-    """An environment that has something to give back at the end of a run: a server, a process, a folder."""
+    """An environment with something to start before the first rollout and to give back after the last: a server."""
+
+    async def open(self) -> None:
+        """Called once, in the event loop that the rollouts will run in."""
+        ...
 
     async def close(self) -> None:
-        """Called once, in the event loop that the rollouts ran in."""
+        """Called once, in the same event loop, if `open` went well."""
         ...
 
 

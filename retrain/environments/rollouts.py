@@ -14,14 +14,16 @@ from retrain.environments import ChatOver, Environment, HoldsResources, Outcome,
 from retrain.environments.chat import Limits, PolicyChat
 from retrain.environments.template import ChatTemplate
 from retrain.environments.turns import EventLoop, TurnQueue, play
-from retrain.errors import RetrainError
+from retrain.errors import RetrainError, RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.rewards import RIGHT_FROM
 from retrain.rollout import Failures, Rollouts
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
 
-_CLOSING_S = 20.0
+# Tool servers import what they need, which takes a while; hanging there is not allowed.
+OPENING_S = 300.0
+CLOSING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class Player:
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
         """One group an example, in order, all rollouts at once."""
         started = time.perf_counter()
-        self.loop = self.loop or EventLoop()
+        loop = self.loop or self._open()
         jobs = [example for example in examples for _ in range(sampling.n)]
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
         rollouts = [self._rollout(number, example, queue) for number, example in enumerate(jobs)]
-        results: list[tuple[PolicyChat, Score]] = play(self.loop, engine, queue, rollouts)
+        results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts)
         self.failures.mind([score for _, score in results])
         groups = [
             _group(example, results[at * sampling.n : (at + 1) * sampling.n]) for at, example in enumerate(examples)
@@ -90,12 +92,27 @@ class Player:
             return
         if isinstance(self.environment, HoldsResources):
             try:
-                self.loop.submit(self.environment.close()).result(timeout=_CLOSING_S)
+                self.loop.submit(self.environment.close()).result(timeout=CLOSING_S)
             except Exception as error:
                 # The run is over; what it came to does not depend on how well the environment cleans up.
                 self.failures.say(f"The environment could not be closed: {error!r}")
         self.loop.close()
         self.loop = None
+
+    def _open(self) -> EventLoop:
+        """The event loop, with the environment ready in it."""
+        loop = EventLoop()
+        if isinstance(self.environment, HoldsResources):
+            try:
+                loop.submit(self.environment.open()).result(timeout=OPENING_S)
+            except BaseException as error:
+                loop.close()
+                if not isinstance(error, Exception) or isinstance(error, RetrainError):
+                    raise
+                late = f"it took more than {OPENING_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+                raise RolloutError(f"the environment could not be started: {late}") from error
+        self.loop = loop
+        return loop
 
     async def _rollout(self, number: int, example: Example, queue: TurnQueue) -> tuple[PolicyChat, Score]:
         clock = asyncio.timeout(self.rules.timeout_s)
@@ -120,7 +137,8 @@ class Player:
         except TimeoutError as error:
             late = f"no result after {self.rules.timeout_s:g} s of the environment's own time"
             score = Score(0.0, "timeout", late) if clock.expired() else _failed(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # SystemExit would end the event loop, and with it every other rollout.
             score = _failed(error)
         return chat, score
 
@@ -142,7 +160,7 @@ def _score(outcome: object, chat: PolicyChat) -> Score:
     )
 
 
-def _failed(error: Exception) -> Score:
+def _failed(error: BaseException) -> Score:
     return Score(0.0, "error", str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}")
 
 

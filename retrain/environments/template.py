@@ -52,7 +52,7 @@ class ChatTemplate:
         """Token ids; `begins` says that the text is the beginning of a prompt."""
         # A template has already written the special tokens.
         special = begins and self.tokenizer.chat_template is None
-        return np.asarray(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int64)
+        return np.asarray(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int64)
 
     def read(self, completion: Completion) -> Written:
         """The text of sampled tokens with nothing left out, so that a template gives it back as it was."""
@@ -66,10 +66,12 @@ class ChatTemplate:
         if not following.startswith(text):
             return None
         rest = following[len(text) :]
+        # Plain text has no stop tokens; the one that was sampled stays where it is.
+        stop = written.stop if self.tokenizer.chat_template is not None else ""
         # Templates trim messages; the tokens keep the blanks that were sampled.
         for content in dict.fromkeys((written.content, written.content.strip())):
-            if rest.startswith(content + written.stop):
-                return rest[len(content) + len(written.stop) :]
+            if rest.startswith(content + stop):
+                return rest[len(content) + len(stop) :]
         return None
 
     def _decode(self, ids: IntArray) -> str:

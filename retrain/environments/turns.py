@@ -27,6 +27,7 @@ from retrain.types import Completion, IntArray, Sampling
 PATIENCE_S = 30.0
 """How long the turns that wait are held back for rollouts that do not."""
 _BEAT_S = 0.2
+_ENDING_S = 2.0
 
 
 class EventLoop:
@@ -34,7 +35,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="environment", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self.thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
@@ -42,11 +43,23 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Stop the loop; a thread that hangs in somebody's code ends with the process."""
+        """End what still runs there; a thread that hangs in somebody's code ends with the process."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=2)
-        if not self.thread.is_alive():
+        self.thread.join(timeout=_ENDING_S)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(_cancel_all())
             self.loop.close()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 @dataclass(frozen=True)

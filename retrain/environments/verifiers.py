@@ -27,7 +27,7 @@ _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)(?:@[\w.+
 def load(section: schema.Environment, say: Say) -> Environment:
     """The environment that `[environment] id` names, by way of whichever API is installed."""
     module = module_name(section.id)
-    installed = _installed_version()
+    installed = installed_version()
     if importlib.util.find_spec(module) is None and not is_shipped(section.id):
         if not section.auto_install:
             raise ConfigError(_not_installed(section.id, module))
@@ -72,7 +72,8 @@ def import_environment(id: str) -> object:
         raise PluginError(f"environment {id!r}: importing its module {module!r} failed: {error!r}") from error
 
 
-def _installed_version() -> tuple[int, ...]:
+def installed_version() -> tuple[int, ...]:
+    """Of the verifiers package, as numbers."""
     try:
         text = version("verifiers")
     except PackageNotFoundError:

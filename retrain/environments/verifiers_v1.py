@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -49,8 +48,7 @@ class TasksetEnvironment:
         self.env = self._load(self._training_args())
         _refuse_sandboxes(self.env, self.who)
         self.client = PolicyClient()
-        self.starting = asyncio.Lock()
-        self.stack: AsyncExitStack | None = None
+        self.stack = AsyncExitStack()
 
     def examples(self, split: str) -> Sequence[Example]:
         """The rows of a split; an environment without splits has only rows to train on."""
@@ -62,7 +60,6 @@ class TasksetEnvironment:
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """One episode of a task."""
-        await self._serve()
         traces: list[Any] = []
 
         def opened(trace: Any) -> None:
@@ -78,21 +75,16 @@ class TasksetEnvironment:
                 self.client.seats.pop(trace.id, None)
         return _outcome(episode)
 
+    async def open(self) -> None:
+        """Start verifiers' server and tools, and put our client where it looks for the one of our endpoint."""
+        await self.stack.enter_async_context(self.env.serving())
+        self.env._interception.clients[_ENDPOINT.model_dump_json()] = self.client
+
     async def close(self) -> None:
-        """Stop verifiers' server."""
+        """Stop them."""
         if ChatHarness.http is not None:
             await ChatHarness.http.close()
-        if self.stack is not None:
-            await self.stack.aclose()
-
-    async def _serve(self) -> None:
-        """Start verifiers' server, once, and put our client where it looks for the one of our endpoint."""
-        async with self.starting:
-            if self.stack is None:
-                stack = AsyncExitStack()
-                await stack.enter_async_context(self.env.serving())
-                self.env._interception.clients[_ENDPOINT.model_dump_json()] = self.client
-                self.stack = stack
+        await self.stack.aclose()
 
     def _config_type(self) -> Any:
         exported = {} if is_shipped(self.section.id) else vars(import_environment(self.section.id))

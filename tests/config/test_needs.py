@@ -62,9 +62,10 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         )
         for key in ("prompt_field", "answer_field")
     ),
-    ("environment.args", {"n": 1}, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
-    ("environment.max_turns", 3, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
-    ("environment.auto_install", True, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
+    ("environment.args", {"n": 1}, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.max_turns", 3, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.auto_install", True, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.timeout_s", 5.0, "[environment] provider", [{"environment": ENVIRONMENT}]),
     *(
         (
             f"reward.judge_{key}",

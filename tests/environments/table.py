@@ -62,7 +62,9 @@ def player(environment: Environment, say: Callable[[str], None] = lambda _: None
     return Player(environment, ChatTemplate(tokenizer), rules, say, lambda *_: None)
 
 
-def play(environment: Environment, answer: Answer | TextEngine, n: int = 2, count: int = 2, **limits: Any) -> list[Group]:
+def play(
+    environment: Environment, answer: Answer | TextEngine, n: int = 2, count: int = 2, **limits: Any
+) -> list[Group]:
     """Groups of `n` rollouts of the first `count` examples."""
     engine = answer if isinstance(answer, TextEngine) else TextEngine(answer, limits.get("tokenizer"))
     own = player(environment, **limits)

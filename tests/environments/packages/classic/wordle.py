@@ -33,4 +33,4 @@ def load_environment(rows: int = 40, seed: int = 0) -> vf.Environment:
     def won(completion: list[dict[str, str]], answer: str) -> float:
         return float(solved(completion, answer))
 
-    return Wordle(dataset=Dataset.from_list(made), rubric=vf.Rubric(funcs=[won]), max_turns=6)
+    return Wordle(dataset=Dataset.from_list(made), rubric=vf.Rubric(funcs=[won]), max_turns=12)

@@ -32,7 +32,7 @@ class WordleTaskset(vf.Taskset[WordleTask, WordleConfig]):
 
 
 class WordleEnvConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig(max_turns=6)
+    player: vf.AgentConfig = vf.AgentConfig(max_turns=12)
 
 
 class WordleEnv(vf.Env[WordleEnvConfig]):

@@ -15,7 +15,7 @@ from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
 from retrain.environments import Environment, Outcome, Reply, build_environment
 from retrain.environments.builtin.calculator import calculate
-from retrain.environments.builtin.guess_number import read_guess
+from retrain.environments.builtin.guess_number import heed, read_guess
 from retrain.errors import ConfigError
 from retrain.testing import ScriptedChat
 from retrain.types import Example
@@ -50,7 +50,7 @@ def test_a_number_is_guessed_with_hints() -> None:
     (six,) = [example for example in environment.examples("train") if example.reference == "6"]
     outcome, asked = script(environment, six, r"maybe \boxed{5}", r"\boxed{8}", r"so \boxed{6}")
     assert asked == ["1..9?", "5+?", "8-?"]
-    assert outcome == Outcome(1.0, {"tries": 3, "guesses": 1.0})
+    assert outcome == Outcome(1.0, {"tries": 3, "guesses": 1.0, "heeded": 1.0})
 
 
 def test_tries_run_out_and_an_answer_without_a_guess_is_one() -> None:
@@ -58,6 +58,12 @@ def test_tries_run_out_and_an_answer_without_a_guess_is_one() -> None:
     outcome, asked = script(environment, environment.examples("train")[0], "hm", r"\boxed{x}", r"\boxed{9}", "spare")
     assert asked == ["1..9?", "?", "?"]
     assert outcome == Outcome(0.0, {"tries": 3, "guesses": pytest.approx(1 / 3)})
+
+
+def test_it_is_measured_whether_hints_are_heeded() -> None:
+    assert heed([5, 8, 6], 6) == {"heeded": 1.0}
+    assert heed([5, 2, 8, 8], 6) == {"heeded": pytest.approx(1 / 3)}  # down although up, up, and the same again
+    assert heed([5], 6) == heed([], 6) == {}
 
 
 def test_only_one_guess_in_an_answer_that_ends_counts() -> None:

@@ -7,6 +7,8 @@ for models that read them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -48,15 +50,17 @@ class GuessNumber:
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Play until the number is found or the tries are used up."""
         secret, message = int(example.reference), self._start()
-        guesses = 0
-        for tries in range(1, self.args.tries + 1):
+        guesses: list[int] = []
+        tries = 0
+        while tries < self.args.tries and secret not in guesses:
             reply = await chat.ask(message)
+            tries += 1
             guess = read_guess(reply)
-            guesses += guess is not None
-            if guess == secret:
-                return Outcome(1.0, {"tries": tries, "guesses": guesses / tries})
+            guesses += [] if guess is None else [guess]
             message = self._hint(guess, secret)
-        return Outcome(0.0, {"tries": self.args.tries, "guesses": guesses / self.args.tries})
+        return Outcome(
+            float(secret in guesses), {"tries": tries, "guesses": len(guesses) / tries, **heed(guesses, secret)}
+        )
 
     def _start(self) -> str:
         if self.args.style == "signs":
@@ -72,6 +76,12 @@ class GuessNumber:
         if self.args.style == "signs":
             return f"{guess}+?" if secret > guess else f"{guess}-?"
         return f"My number is {'higher' if secret > guess else 'lower'} than {guess}."
+
+
+def heed(guesses: Sequence[int], secret: int) -> dict[str, float]:
+    """Which share of the guesses after a hint went the way it said; nothing where there was no hint."""
+    followed = [(after > before) == (secret > before) and after != before for before, after in pairwise(guesses)]
+    return {"heeded": sum(followed) / len(followed)} if followed else {}
 
 
 def read_guess(reply: Reply) -> int | None:

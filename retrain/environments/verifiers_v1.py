@@ -122,13 +122,10 @@ class TasksetEnvironment:
     def _load(self, args: Mapping[str, Any]) -> Any:
         """The environment with every agent pinned to this process: its defaults would start remote sandboxes."""
         roles = agent_config_fields(env_config_type(self.section.id)())
-        agent: dict[str, Any] = {"harness": {"id": HARNESS_ID}, "runtime": {"type": "subprocess"}}
-        if self.section.max_turns > 0:
-            agent["max_turns"] = self.section.max_turns
         settings = {
             "taskset": {**args, "id": self.section.id},
             "interception": {"type": "server"},
-            **dict.fromkeys(roles, agent),
+            **{name: self._agent(role.max_turns) for name, role in roles.items()},
         }
         try:
             return vf.load_environment(resolve_env_config(settings))
@@ -136,6 +133,12 @@ class TasksetEnvironment:
             raise ConfigError(f"{self.who} does not take these args:", tuple(_problems(error))) from error
         except Exception as error:
             raise PluginError(f"{self.who} could not be set up: {type(error).__name__}: {error}") from error
+
+    def _agent(self, own_cap: int | None) -> dict[str, Any]:
+        agent: dict[str, Any] = {"harness": {"id": HARNESS_ID}, "runtime": {"type": "subprocess"}}
+        if self.section.max_turns > 0:
+            agent["max_turns"] = min(own_cap or self.section.max_turns, self.section.max_turns)
+        return agent
 
     def _rows(self, taskset: Any, prefix: str) -> list[Example]:
         try:

@@ -14,13 +14,14 @@ from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
 from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.folder import RunFolder
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
-from retrain.rollout import RolloutSource, Scorer, SingleTurn
+from retrain.rollout import RolloutSource, SamplesAndScores, Scorer, SingleTurn
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
@@ -90,20 +91,18 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     config = folder.config
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
-    # Rewards start first: their processes warm up while the model loads, and a broken one fails early.
-    reward = stack.enter_context(build_reward(config.reward, paths))
+    # Rewards and environments start first: they warm up while the model loads, and a broken one fails early.
+    problems = EnvironmentProblems(config, console) if config.environment.provider else DataProblems(config, console)
+    stack.callback(problems.close)
     console.say(f"Loading tokenizer for {config.model.model} ...")
     tokenizer = load_tokenizer(config.model.model)
     console.say("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
-    encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, console.say)
-    examples = _load_training_examples(config, encoder, console.say)
-    held_out = _load_held_out(config)
+    examples, held_out = problems.load(tokenizer)
     backend = _build_backend(config, tokenizer, console)
-    _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
     credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
-    scorer = Scorer(encoder, reward, console.say, console.progress)
+    scorer = problems.scorer(backend.capabilities.context_length)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
@@ -123,6 +122,33 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
     )
+
+
+class DataProblems:
+    """Examples of `[data]`, scored by `[reward]`."""
+
+    def __init__(self, config: TrainConfig, console: Console) -> None:
+        self.config = config
+        self.console = console
+        self.stack = ExitStack()
+        self.reward = self.stack.enter_context(build_reward(config.reward, config.plugins.search_paths, console.say))
+
+    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The problems to train on and those to evaluate on."""
+        config, say = self.config, self.console.say
+        self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, say)
+        self.examples = _load_training_examples(config, self.encoder, say)
+        self.held_out = _load_held_out(config)
+        return self.examples, self.held_out
+
+    def scorer(self, context: int) -> SamplesAndScores:
+        """What samples and scores them, once it is known how many tokens the model holds."""
+        _check_context(self.config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
+        return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
+
+    def close(self) -> None:
+        """End the reward's processes."""
+        self.stack.close()
 
 
 def _load_training_examples(
@@ -190,7 +216,9 @@ def build_planning(config: TrainConfig, texts: Sequence[str]) -> PlanningMasks:
     )
 
 
-def _build_evaluator(config: TrainConfig, scorer: Scorer, held_out: Sequence[Example], sampling: Sampling) -> Evaluator:
+def _build_evaluator(
+    config: TrainConfig, scorer: SamplesAndScores, held_out: Sequence[Example], sampling: Sampling
+) -> Evaluator:
     own = replace(
         sampling,
         n=config.eval.samples,

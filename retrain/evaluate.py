@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.inference_engine import InferenceEngine
-from retrain.rollout import Scorer
+from retrain.rollout import SamplesAndScores
 from retrain.types import Example, Sampling, StepMetrics
 
 Z95 = 1.959963984540054
@@ -68,7 +68,9 @@ class Evaluation:
 class Evaluator:
     """Evaluates every so many steps."""
 
-    def __init__(self, scorer: Scorer, examples: Sequence[Example], sampling: Sampling, every: int, k: int) -> None:
+    def __init__(
+        self, scorer: SamplesAndScores, examples: Sequence[Example], sampling: Sampling, every: int, k: int
+    ) -> None:
         self.scorer = scorer
         self.examples = examples
         self.sampling = sampling

@@ -22,7 +22,9 @@ CONFIG_FILE = "config.toml"
 # A resume may change these: they say how long, where and how fast, not what is being learnt.
 FREE_TO_CHANGE = (
     "backend.devices", "backend.adapter_path", "training.max_steps", "training.save_every", "training.keep",
-    "training.record", "memory.", "eval.", "reward.timeout_s", "reward.workers", "logging.", "resume.", "plugins.",
+    "training.record", "memory.", "eval.", "reward.timeout_s", "reward.workers",
+    "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
+    "reward.judge_completion_price", "logging.", "resume.", "plugins.",
     "inference.url", "campaign.", "squeeze.",
 )  # fmt: skip
 

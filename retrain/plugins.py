@@ -157,9 +157,9 @@ REGISTRIES: dict[str, Registry] = {
             {
                 "match": "retrain.rewards.match:MatchReward",
                 "math": "retrain.rewards.math:MathReward",
+                "judge": "retrain.rewards.judge:JudgeReward",
                 "custom": "retrain.rewards.custom:CustomReward",
             },
-            reserved=("judge",),
         ),
         Registry(
             "data",
@@ -177,6 +177,15 @@ REGISTRIES: dict[str, Registry] = {
             "inference engine",
             {"pytorch": "retrain.inference_engine.pytorch:build"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
+        ),
+        Registry(
+            "environment",
+            "environment provider",
+            {
+                "builtin": "retrain.environments.builtin:load",
+                "verifiers": "retrain.environments.verifiers:load",
+                "reasoning_gym": "retrain.environments.reasoning_gym:load",
+            },
         ),
         Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
     )

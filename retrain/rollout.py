@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +12,10 @@ import numpy as np
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.rewards import Item, RewardPool
+from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
 from retrain.tokens import PromptEncoder
-from retrain.types import Completion, Example, Group, Sampling, Score
+from retrain.types import Completion, Example, Group, Metric, Sampling, Score
 
 # Beyond this share of failed scores the rest says little about the policy.
 MAX_ERROR_RATE = 0.5
@@ -28,6 +28,8 @@ class Rollouts:
     groups: list[Group]
     sample_time_s: float
     score_time_s: float
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """What the source of the groups has to say of them, for the step's metrics."""
 
     @property
     def scores(self) -> list[Score]:
@@ -54,11 +56,23 @@ class RolloutSource(Protocol):
         ...
 
 
+class SamplesAndScores(Protocol):
+    """Turns examples into scored groups: by one answer each, or by an environment's own loop."""
+
+    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+        """One group of `sampling.n` an example, in order."""
+        ...
+
+    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """What else is to be logged of a step's groups."""
+        ...
+
+
 class SingleTurn:
-    """One prompt, one answer, one score."""
+    """Draws a step's examples, and fresh ones in place of those that taught nothing."""
 
     def __init__(
-        self, order: ExampleOrder, scorer: Scorer, sampling: Sampling, seed: int, resample_rounds: int = 0
+        self, order: ExampleOrder, scorer: SamplesAndScores, sampling: Sampling, seed: int, resample_rounds: int = 0
     ) -> None:
         self.order = order
         self.scorer = scorer
@@ -83,20 +97,20 @@ class SingleTurn:
             if len(kept) == batch_size:
                 break
         # Dead groups stay in the record: they are part of what the policy can and cannot do.
-        return Rollouts(kept + dead, sample_time, score_time)
+        groups = kept + dead
+        return Rollouts(groups, sample_time, score_time, self.scorer.describe(groups))
 
 
 class Scorer:
     """Samples and scores a list of examples; training and evaluation both go through it."""
 
     def __init__(
-        self, encoder: PromptEncoder, reward: RewardPool, say: Callable[[str], None], progress: Progress
+        self, encoder: PromptEncoder, reward: BatchReward, say: Callable[[str], None], progress: Progress
     ) -> None:
         self.encoder = encoder
         self.reward = reward
-        self.say = say
         self.progress = progress
-        self.shown_error = False
+        self.failures = Failures("Scoring", "completions", say)
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
         """One group an example, in order."""
@@ -112,7 +126,7 @@ class Scorer:
             for completion in group
         ]
         scores = self.reward.score(items)
-        self._mind_errors(scores)
+        self.failures.mind(scores)
         groups, at = [], 0
         for example, prompt, completions in zip(examples, prompts, completions_PG, strict=True):
             own = tuple(scores[at : at + len(completions)])
@@ -120,19 +134,33 @@ class Scorer:
             at += len(completions)
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
 
-    def _mind_errors(self, scores: Sequence[Score]) -> None:
-        """Show the first failure in full; stop when failures outnumber scores."""
+    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """What scoring cost since the last step, an evaluation between them included."""
+        return self.reward.metrics()
+
+
+class Failures:
+    """Shows the first failure in full, and stops a run when failures outnumber scores."""
+
+    def __init__(self, what: str, things: str, say: Callable[[str], None]) -> None:
+        self.what = what
+        self.things = things
+        self.say = say
+        self.shown = False
+
+    def mind(self, scores: Sequence[Score]) -> None:
+        """Look at the scores of one batch."""
         failed = [score for score in scores if not score.counts]
-        if failed and not self.shown_error:
-            self.shown_error = True
-            self.say(
-                f"Scoring failed for {len(failed)} of {len(scores)} completions; they are left out. The first one:"
-            )
+        if failed and not self.shown:
+            self.shown = True
+            of = f"{len(failed)} of {len(scores)} {self.things}"
+            self.say(f"{self.what} failed for {of}; they are left out. The first one:")
             self.say(failed[0].detail.rstrip() or failed[0].outcome)
         if len(failed) > MAX_ERROR_RATE * len(scores):
             last = (failed[0].detail.strip() or failed[0].outcome).splitlines()[-1]
+            what = self.what[0].lower() + self.what[1:]
             raise RolloutError(
-                f"scoring failed for {len(failed)} of {len(scores)} completions ({failed[0].outcome}: {last})."
+                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {last})."
             )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from retrain.backends import Capabilities
+from retrain.environments import ChatOver, Message, Reply, Tool
+from retrain.environments.tools import read_calls
 from retrain.inference_engine import InferenceEngine
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
@@ -44,6 +46,29 @@ class ScriptedEngine:
 
     def shutdown(self) -> None:
         """A script holds nothing."""
+
+
+class ScriptedChat:
+    """A `retrain.environments.Chat` whose answers are given; when they run out, the conversation is over."""
+
+    def __init__(self, answers: Sequence[str], seed: int = 0) -> None:
+        self.answers = list(answers)
+        self.seed = seed
+        self.transcript: list[Message] = []
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Take the next answer."""
+        messages = [{"role": "user", "content": new}] if isinstance(new, str) else new
+        self.transcript += messages if isinstance(messages, Sequence) else [messages]
+        if not self.answers:
+            raise ChatOver("the script has ended")
+        text = self.answers.pop(0)
+        self.transcript.append({"role": "assistant", "content": text})
+        return Reply(text, read_calls(text))
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Take the next answer; what the history adds to the transcript is written down."""
+        return await self.ask(history[len(self.transcript) :], tools)
 
 
 class FakeBackend:

@@ -176,6 +176,7 @@ def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credi
         "group_size": parts.config.training.group_size,
         "reward_errors": rollouts.errors,
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
+        **rollouts.metrics,
         **credit.metrics(),
         **parts.backpressure.metrics(),
     }

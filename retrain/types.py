@@ -76,6 +76,8 @@ class Completion:
     segments: tuple[Segment, ...] = ()
     """The rows this completion is trained as, where it did not simply follow its group's prompt: a conversation whose
     template rewrites earlier turns has one a turn. Together they cover all tokens, in order."""
+    transcript: tuple[Mapping[str, Any], ...] = ()
+    """The messages of a conversation, each with its role; empty where there was only a prompt and an answer."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import pytest
 
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
-from retrain.rewards import Item
+from retrain.rewards import BatchReward, Item
 from retrain.rollout import Scorer, SingleTurn, has_signal
 from retrain.testing import ScriptedEngine
-from retrain.types import Completion, Example, Group, IntArray, Outcome, Sampling, Score
+from retrain.types import Completion, Example, Group, IntArray, Outcome, Sampling, Score, StepMetrics
 
 EXAMPLES = [Example(f"problem {n}", str(n), meta={"level": n}) for n in range(5)]
 
@@ -24,16 +24,22 @@ class CodeEncoder:
         return np.array([ord(character) for character in example.prompt])
 
 
-class WordReward:
+class WordReward(BatchReward):
     """Outcomes are written in the answers."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
 
-    def score(self, items: Sequence[Item]) -> list[Score]:
+    def score(self, items: Sequence[Item]) -> list[Score]:  # type: ignore[override]
         self.items += items
         outcomes: list[Outcome] = [item.response.split()[0] for item in items]  # type: ignore[misc]
         return [Score(float(o == "right"), o, f"Traceback\n{o} in detail" if o == "error" else "") for o in outcomes]
+
+    def metrics(self) -> StepMetrics:
+        return {"words": len(self.items)}
+
+    def close(self) -> None:
+        pass
 
 
 def scorer(said: list[str] | None = None) -> Scorer:
@@ -121,7 +127,9 @@ def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
         return "right" if index == 0 and (prompt[-1] - ord("0")) % 2 else "wrong"
 
     source = SingleTurn(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), 0, resample_rounds=20)
-    groups = source.collect(ScriptedEngine(odd), step=0, batch_size=3).groups
+    rollouts = source.collect(ScriptedEngine(odd), step=0, batch_size=3)
+    groups = rollouts.groups
+    assert rollouts.metrics == {"words": 2 * len(groups)}
     live = [has_signal(group) for group in groups]
     assert live == sorted(live, reverse=True)
     assert sum(live) == 3

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,7 @@ _PACKAGES: dict[str, tuple[str, Test]] = {
     "datasets": ("[data] source", lambda c: not c.environment.provider and c.data.source in ("math", "gsm8k", "hub")),
     "math-verify": ('[reward] type = "math"', lambda c: "math" in (c.reward.type, *(t.type for t in c.reward.terms))),
     "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
+    "reasoning-gym": ('[environment] provider = "reasoning_gym"', lambda c: c.environment.provider == "reasoning_gym"),
     "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
     "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
     "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),
@@ -84,7 +85,7 @@ _KEYS: dict[str, tuple[str, Test, str]] = {
     ),
     "OPENAI_API_KEY": (
         '[reward] type = "judge"',
-        lambda c: c.reward.type == "judge",
+        lambda c: "judge" in (c.reward.type, *(t.type for t in c.reward.terms)) and not _own_judge(c),
         "put OPENAI_API_KEY=... into .env",
     ),
 }
@@ -204,6 +205,11 @@ def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
             yield Check("keys", name, "unused", f"not set; for {why}")
 
 
+def _own_judge(config: TrainConfig) -> bool:
+    """Whether the judge is not OpenAI's own server: one of your own may take no key."""
+    return bool(config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL"))
+
+
 def _wandb_needs_no_key() -> bool:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return True
@@ -228,8 +234,22 @@ def _check_parts(config: TrainConfig) -> Iterator[Check]:
     if config.reward.custom_module:
         top = config.reward.custom_module.split(".")[0]
         yield _check_module("[reward] custom_module", top, config.plugins.search_paths)
-    if config.environment.auto_install and not shutil.which("prime"):
-        detail = "the Prime CLI is not on the path"
+    if config.environment.provider == "verifiers":
+        yield from _check_environment(config)
+
+
+def _check_environment(config: TrainConfig) -> Iterator[Check]:
+    """Whether the environment's module is there, or the Prime CLI that would install it."""
+    section = config.environment
+    module = section.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    found = _check_module("[environment] id", module, config.plugins.search_paths)
+    if found.status == "ok" or not section.auto_install:
+        fix = f"prime env install {section.id}" if "/" in section.id else found.fix
+        yield found if found.status == "ok" else replace(found, fix=fix)
+    elif shutil.which("prime") or shutil.which("uv"):
+        yield Check("parts", "[environment] id", "warning", f"there is no module {module}; the run installs it")
+    else:
+        detail = "neither the Prime CLI nor uv is on the path"
         yield Check("parts", "[environment] auto_install", "missing", detail, pip_install("prime"))
 
 

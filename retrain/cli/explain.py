@@ -97,6 +97,7 @@ def explain(config: TrainConfig, file: str) -> dict[str, Any]:
         "adapter": _adapter(config) if config.kind == "squeeze" else None,
         "model": model if trains else None,
         "engine": _engine(config) if trains else None,
+        "problems": _problems(config) if trains else None,
         "runs": runs,
         "runs_at_once": runs_at_once(config, len(runs)),
         "step": step if trains else None,
@@ -157,6 +158,16 @@ def _engine(config: TrainConfig) -> dict[str, Any]:
         "backend": config.backend.backend,
         "devices": config.backend.devices,
     }
+
+
+def _problems(config: TrainConfig) -> str:
+    """Where the problems and their scores come from."""
+    environment = config.environment
+    if environment.provider:
+        turns = f", at most {environment.max_turns} turns" if environment.max_turns > 0 else ""
+        return f"environment {environment.id or environment.provider} ({environment.provider}){turns}"
+    rewards = "+".join(term.type for term in config.reward.terms) or config.reward.type
+    return f"data {config.data.source}, reward {rewards}"
 
 
 def _adapter(config: TrainConfig) -> dict[str, Any]:
@@ -293,6 +304,7 @@ def _summary(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{model['name']} ({_FOUND[model['found']]})"),
         ("parameters", f"{parameters} (from {model['parameters_from']})" if model["parameters"] else parameters),
         ("trainable", trainable),
+        ("problems", data["problems"]),
         ("engine", f"{engine['name']}{' at ' + engine['url'] if engine['url'] else ''}"),
         ("backend", f"{engine['backend']} on {engine['devices']}"),
         ("completions", f"{step['completions']:,} a step ({step['prompts']:,} prompts)"),

@@ -424,12 +424,73 @@ def test_what_was_praised_becomes_likelier_and_survives_a_resume(tmp_path: Path)
 ''',
 )
 
+_ENVIRONMENT = Scaffold(
+    "Environment",
+    ("[environment]", 'provider = "$name.Environment"', "args = { tries = 3 }"),
+    '''"""An environment: a word is to be guessed from its letters in the wrong order, within a few tries."""
+
+from retrain.config.schema import Environment as Section
+from retrain.environments import Chat, Outcome, Say
+from retrain.types import Example
+
+WORDS = {"train": ("cat", "tree", "water", "bread"), "test": ("dog", "stone")}
+
+
+class Environment:
+    """Made once a run; many rollouts are then played at once, so nothing of one rollout is kept on `self`."""
+
+    def __init__(self, section: Section, say: Say) -> None:
+        self.tries = int(section.args.get("tries", 3))
+
+    def examples(self, split: str) -> list[Example]:
+        """The problems to train on, and under another name those to evaluate on."""
+        words = WORDS.get(split, ())
+        return [Example("Unscramble: " + "".join(sorted(word)), reference=word, id=word) for word in words]
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """Play one problem once. When no turn is left, `chat.ask` raises ChatOver: a reward of 0."""
+        assert isinstance(example.prompt, str)
+        message = example.prompt
+        for tries in range(1, self.tries + 1):
+            reply = await chat.ask(message)
+            if example.reference in reply.text.lower().split():
+                return Outcome(1.0, {"tries": tries})
+            message = "No. It begins with " + example.reference[:tries] + "."
+        return Outcome(0.0, {"tries": self.tries})
+''',
+    """import asyncio
+
+from retrain.config.schema import Environment as Section
+from retrain.environments import build_environment, load_split
+from retrain.testing import ScriptedChat
+
+SECTION = Section(provider="$name.Environment", args={"tries": 2})
+
+
+def test_a_second_try_is_given_a_hint() -> None:
+    environment = build_environment(SECTION, (), print)
+    example = load_split(environment, SECTION, "train")[0]
+    chat = ScriptedChat(["act", "it is cat"])
+    outcome = asyncio.run(environment.rollout(example, chat))
+    assert (outcome.reward, outcome.metrics) == (1.0, {"tries": 2})
+    asked = [message["content"] for message in chat.transcript if message["role"] == "user"]
+    assert asked == ["Unscramble: act", "No. It begins with c."]
+
+
+def test_no_try_is_left_in_the_end() -> None:
+    environment = build_environment(SECTION, (), print)
+    example = load_split(environment, SECTION, "test")[0]
+    assert asyncio.run(environment.rollout(example, ScriptedChat(["god", "gdo", "dog"]))).reward == 0.0
+""",
+)
+
 SCAFFOLDS: dict[str, Scaffold] = {
     "advantage": _ADVANTAGE,
     "transform": _TRANSFORM,
     "algorithm": _ALGORITHM,
     "reward": _REWARD,
     "data": _DATA,
+    "environment": _ENVIRONMENT,
     "planning": _PLANNING,
     "engine": _ENGINE,
     "backend": _BACKEND,

@@ -38,7 +38,10 @@ _TINKER = Need('[backend] backend = "tinker"', lambda c: c.backend.backend != "l
 _SEMANTIC = Need('[planning] detector = "semantic"', lambda c: c.planning.detector != "regex")
 _MOVING_REFERENCE = Need("[kl] sync_ref_model = true", lambda c: c.kl.sync_ref_model)
 _ROWS = Need('[data] source = "jsonl" or "hub"', lambda c: bool(_sources(c) - {"math", "gsm8k", "arithmetic"}))
-_PROVIDER = Need('[environment] provider = "verifiers"', lambda c: c.environment.provider != "")
+_PROVIDER = Need("[environment] provider", lambda c: c.environment.provider != "")
+_JUDGE = Need(
+    '[reward] type = "judge"', lambda c: "judge" in ([term.type for term in c.reward.terms] or [c.reward.type])
+)
 _ZERO_3 = Need("[distributed] zero_stage = 3", lambda c: c.distributed.zero_stage == 3)
 
 # What is not here although it can be without effect, and why it stays accepted:
@@ -72,6 +75,7 @@ NEEDS: dict[str, Need] = {
     "reward.custom_function": Need(
         '[reward] type = "custom"', lambda c: c.reward.type == "custom" and not c.reward.terms
     ),
+    **{option.path: _JUDGE for option in all_options() if option.path.startswith("reward.judge_")},
     **_switch("teaching", "enabled", Need("[teaching] enabled = true", lambda c: c.teaching.enabled)),
     "distributed.offload_optimizer": Need("[distributed] zero_stage = 1 or 3", lambda c: c.distributed.zero_stage != 0),
     "distributed.offload_parameters": _ZERO_3,

@@ -109,9 +109,8 @@ def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
 
 
 def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
-    """A custom reward names its module, a judge its model, and weighted terms do the same."""
+    """A custom reward names its module, and weighted terms do the same."""
     reward = config.reward
-    types = [term.type for term in reward.terms] or [reward.type]
     for index, term in enumerate(reward.terms):
         where = f"[reward] terms[{index}]."
         yield from _check_custom(where, term)
@@ -124,20 +123,13 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "[reward] custom_module", "is set, but terms replace it.", "Try: put custom_module into a term of its own"
         )
-    if "judge" in types and not reward.judge_model:
-        yield Problem(
-            "[reward] judge_model", 'is empty, but [reward] type is "judge".', 'Try: judge_model = "gpt-4o-mini"'
-        )
-    if reward.judge_model and "judge" not in types:
-        yield Problem(
-            "[reward] judge_model", f"is set, but [reward] type is {json.dumps(types[0])}.", 'Try: type = "judge"'
-        )
 
 
 def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """A provider needs an id, and the other options need a provider."""
     environment = config.environment
-    if environment.provider and not environment.id:
+    # A dotted path is a class of the user's own; what it needs to know is in args.
+    if environment.provider and not environment.id and not is_dotted_path(environment.provider):
         yield Problem(
             "[environment] id",
             f"is empty, but provider is {json.dumps(environment.provider)}.",
@@ -145,6 +137,9 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         )
     if environment.id and not environment.provider:
         yield Problem("[environment] id", "is set, but provider is empty.", 'Try: provider = "verifiers"')
+    if environment.provider and (config.eval.source or config.eval.path):
+        key = "source" if config.eval.source else "path"
+        yield Problem(f"[eval] {key}", "is set, but an environment brings its own held-out problems.", "Leave it out.")
     if environment.max_turns == 0:
         yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 
@@ -299,6 +294,31 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
 
 
+def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
+    """A judge that is not shown the answer cannot grade it, and a misspelt variable would be shown as it stands."""
+    text = config.reward.judge_prompt
+    if text and "{response}" not in text:
+        yield Problem("[reward] judge_prompt", "lacks {response}.")
+    known = ("question", "reference", "response")
+    # What follows a letter or a backslash is LaTeX: \\frac{a}{b}.
+    for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text):
+        if name not in known:
+            yield Problem(
+                "[reward] judge_prompt",
+                f"has {{{name}}}, which it does not know.",
+                "It knows {question}, {reference} and {response}.",
+            )
+
+
+def judge_address_holds_no_password(config: TrainConfig) -> Iterator[Problem]:
+    """A run writes its configuration down; keys come from the environment."""
+    url = config.reward.judge_base_url
+    if url and not _URL.fullmatch(url):
+        yield Problem("[reward] judge_base_url", f"is {url!r}, not a URL.", "Try: http://localhost:8000/v1")
+    elif "@" in url.split("//")[-1].split("/")[0]:
+        yield Problem("[reward] judge_base_url", "holds a password.", "Try: put the key into OPENAI_API_KEY, in .env")
+
+
 def values_can_be_written(config: TrainConfig) -> Iterator[Problem]:
     """A run writes its configuration down as TOML, which has no null and holds only whole Unicode characters."""
     for path, value in values_of(config).items():
@@ -335,6 +355,8 @@ VALUE_RULES: tuple[Rule, ...] = (
     urls_are_urls,
     strategic_grams_can_be_read,
     templates_name_their_variables,
+    judge_prompt_names_its_variables,
+    judge_address_holds_no_password,
     conditions_override_real_options,
 )
 RELATION_RULES: tuple[Rule, ...] = (

@@ -256,15 +256,25 @@ class Eval(Section):
 
 
 class Environment(Section):
-    """A verifiers environment in place of [data] and [reward]."""
+    """An environment in place of [data] and [reward]."""
 
-    provider: Literal["", "verifiers"] = option("", "Environment provider; empty trains on [data].")
+    provider: str = option(
+        "",
+        "Environment provider: builtin, verifiers, reasoning_gym or a dotted path; empty trains on [data].",
+        kind="environment",
+    )
     id: str = option("", "Environment id, for example primeintellect/gsm8k.", flag="--environment-id")
     args: Annotated[Table, BeforeValidator(_table_or_json)] = option(
         {}, "Arguments of the environment, as a table or a JSON string."
     )
     max_turns: Count = option(-1, "Most turns of a multi-turn rollout; -1 leaves it to the environment.", ge=-1)
     auto_install: bool = option(False, "Install a missing environment with the Prime CLI.")
+    timeout_s: float = option(
+        600.0,
+        "Seconds that one rollout may take, all its turns and its scoring together.",
+        gt=0,
+        flag="--rollout-timeout-s",
+    )
 
 
 class Planning(Section):
@@ -305,7 +315,7 @@ class Sepa(Section):
 class RewardTerm(Section):
     """One term of a weighted reward."""
 
-    type: str = option("match", "match, math, custom or a dotted path.", kind="reward")
+    type: str = option("match", "match, math, judge, custom or a dotted path.", kind="reward")
     weight: float = option(1.0, "Factor of this term in the sum.")
     custom_module: str = option("", "Module of a custom term.")
     custom_function: str = option("score", "Function of a custom term.", min_length=1)
@@ -315,7 +325,20 @@ class Reward(Section):
     """How a completion is scored."""
 
     type: str = option("match", "match, math, judge, custom or a dotted path.", kind="reward", flag="--reward-type")
-    judge_model: str = option("", "Model that judges, for example gpt-4o-mini.", flag="--reward-judge-model")
+    judge_model: str = option("", "Model that judges; empty takes gpt-4o-mini.", flag="--reward-judge-model")
+    judge_base_url: str = option(
+        "", "OpenAI-compatible address of the judge; empty takes OPENAI_BASE_URL, then OpenAI's own."
+    )
+    judge_prompt: str = option(
+        "", "What the judge is asked; knows {question}, {reference} and {response}. Empty takes the built-in prompt."
+    )
+    judge_concurrency: Count = option(32, "Most requests to the judge at a time.", ge=1, le=1024)
+    judge_timeout_s: float = option(60.0, "Seconds that one request to the judge may take.", gt=0, le=3600)
+    judge_cache: str = option(
+        "~/.cache/retrain/judge", "Folder that keeps verdicts for later runs; empty keeps them for this one only."
+    )
+    judge_prompt_price: float = option(0.0, "Price of a million tokens sent to the judge; 0 is unknown.", ge=0)
+    judge_completion_price: float = option(0.0, "Price of a million tokens from the judge; 0 is unknown.", ge=0)
     custom_module: str = option("", "Module path of a custom reward.", flag="--reward-custom-module")
     custom_function: str = option("score", "Function in that module.", min_length=1, flag="--reward-custom-function")
     timeout_s: float = option(

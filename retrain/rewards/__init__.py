@@ -1,20 +1,22 @@
 r"""Rewards: how a completion is scored, and the pool of killable processes that does it.
 
-Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify) and `custom` (a function of yours); several
-can be weighed against each other. None of them runs in the training process.
+Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify), `custom` (a function of yours) and `judge` (a
+language model elsewhere, which needs no process); several can be weighed against each other.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
+from retrain.rewards.batch import RIGHT_FROM, BatchReward
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.sandbox import RIGHT_FROM, RewardPool
+from retrain.rewards.sandbox import RewardPool
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, RewardSpec, TermSpec
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RIGHT_FROM",
+    "BatchReward",
     "Item",
     "Reward",
     "RewardPool",
@@ -33,6 +36,10 @@ __all__ = [
     "load_reward",
     "read_spec",
 ]
+
+
+JUDGE = "judge"
+"""The one reward that waits for somebody else: it scores a batch itself, and no worker process loads it."""
 
 
 @runtime_checkable
@@ -54,9 +61,27 @@ def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> Rewar
     return RewardSpec((only,), search_paths=folders)
 
 
-def build_reward(section: schema.Reward, search_paths: Sequence[str] = ()) -> RewardPool:
-    """Start the pool that scores as `[reward]` says; a reward that cannot be loaded is a PluginError here."""
-    return RewardPool(read_spec(section, search_paths), timeout_s=section.timeout_s, workers=section.workers)
+def build_reward(
+    section: schema.Reward, search_paths: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+) -> BatchReward:
+    """Start what scores as `[reward]` says; a reward that cannot be loaded is a PluginError here."""
+    spec = read_spec(section, search_paths)
+    judged = tuple(term for term in spec.terms if term.type == JUDGE)
+    if not judged:
+        return RewardPool(spec, timeout_s=section.timeout_s, workers=section.workers)
+    from retrain.rewards.judge import JudgeReward  # noqa: PLC0415  (loads an HTTP client, which no worker needs)
+    from retrain.rewards.panel import Panel  # noqa: PLC0415
+
+    judge = JudgeReward(section, say)
+    if not spec.weighted:
+        return judge
+    try:
+        others = replace(spec, terms=tuple(term for term in spec.terms if term.type != JUDGE))
+        pool = RewardPool(others, timeout_s=section.timeout_s, workers=section.workers) if others.terms else None
+    except BaseException:
+        judge.close()
+        raise
+    return Panel(judge, judged, pool)
 
 
 def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:

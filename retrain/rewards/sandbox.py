@@ -14,17 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from retrain.errors import PluginError
+from retrain.rewards.batch import RIGHT_FROM, BatchReward
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
-from retrain.types import Outcome, Score
-
-RIGHT_FROM = 0.5
-"""A reward of this much or more counts as a right answer."""
+from retrain.types import Outcome, Score, StepMetrics
 
 # Importing a user's module may load a model of its own; that is allowed, hanging there is not.
 START_LIMIT_S = 300.0
@@ -36,7 +32,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-class RewardPool:
+class RewardPool(BatchReward):
     """Scores completions in worker processes; usable from any thread, one call at a time.
 
     `workers = 0` takes one for each core. `memory_mb` caps the address space of a worker; 0 leaves it alone.
@@ -87,13 +83,9 @@ class RewardPool:
                 self._discard(worker)
             self._selector.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
-        self.close()
+    def metrics(self) -> StepMetrics:
+        """Nothing but the time it takes, which the rollouts count."""
+        return {}
 
     def _top_up(self) -> None:
         while len(self._workers) < self._size:

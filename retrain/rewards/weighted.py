@@ -33,7 +33,7 @@ class WeightedReward:
     """`Σ weight · term`. A term that raises makes the whole score an error: a part of a sum would mislead."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        self._terms = list(zip(_distinct([term.name for term in terms]), terms, strict=True))
+        self._terms = list(zip(distinct_names([term.name for term in terms]), terms, strict=True))
         self._extras = {name: extras_of(term.reward) for name, term in self._terms}
 
     @property
@@ -64,7 +64,7 @@ class WeightedReward:
         return self.total(self.score_terms(response, reference, {}))
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct_names(names: Sequence[str]) -> list[str]:
     """Number the repeats: `match`, `match#2`."""
     seen: dict[str, int] = {}
     result = []

@@ -83,7 +83,7 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
     """One row for each completion of a group; a score that failed has no reward but says why."""
     rows = []
     for completion, score in zip(group.completions_G, group.scores_G, strict=True):
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "prompt": prompt_text(group.example),
             "completion": completion.text,
@@ -91,6 +91,8 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
             "num_tokens": len(completion.token_ids_T),
             "outcome": score.outcome,
         }
+        if completion.transcript:
+            row["transcript"] = completion.transcript
         rows.append(row | ({"detail": score.detail} if score.detail and not score.counts else {}))
     return rows
 

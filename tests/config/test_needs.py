@@ -62,9 +62,28 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         )
         for key in ("prompt_field", "answer_field")
     ),
-    ("environment.args", {"n": 1}, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
-    ("environment.max_turns", 3, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
-    ("environment.auto_install", True, '[environment] provider = "verifiers"', [{"environment": ENVIRONMENT}]),
+    ("environment.args", {"n": 1}, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.max_turns", 3, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.auto_install", True, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    ("environment.timeout_s", 5.0, "[environment] provider", [{"environment": ENVIRONMENT}]),
+    *(
+        (
+            f"reward.judge_{key}",
+            value,
+            '[reward] type = "judge"',
+            [{"reward": {"type": "judge"}}, {"reward": {"terms": [{}, {"type": "judge"}]}}],
+        )
+        for key, value in (
+            ("model", "gpt"),
+            ("base_url", "http://a:1"),
+            ("prompt", "{response}"),
+            ("concurrency", 2),
+            ("timeout_s", 1.0),
+            ("cache", ""),
+            ("prompt_price", 0.1),
+            ("completion_price", 0.1),
+        )
+    ),
     (
         "reward.custom_function",
         "grade",

@@ -26,10 +26,16 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("ratio_cap_lets_ratios_of_one_pass", {"loss": {"ratio_cap": 0.0}}),
     ("ratio_cap_lets_ratios_of_one_pass", {"loss": {"type": "ppo", "ratio_cap": 1.0}}),
     ("rewards_are_complete", {"reward": {"type": "custom", "custom_module": "mine"}}),
-    ("rewards_are_complete", {"reward": {"type": "judge", "judge_model": "gpt-4o-mini"}}),
+    ("rewards_are_complete", {"reward": {"type": "judge"}}),
+    ("judge_address_holds_no_password", {"reward": {"type": "judge", "judge_base_url": "http://a:1/v1/@b"}}),
+    (
+        "judge_prompt_names_its_variables",
+        {"reward": {"type": "judge", "judge_prompt": r"{question} \boxed{x} \frac{a}{b} {response}"}},
+    ),
     ("rewards_are_complete", {"reward": {"terms": [{"type": "custom", "custom_module": "mine"}]}}),
-    ("rewards_are_complete", {"reward": {"judge_model": "gpt-4o-mini", "terms": [{"type": "judge"}]}}),
+    ("rewards_are_complete", {"reward": {"terms": [{"type": "judge"}]}}),
     ("environment_is_complete", {"environment": {**ENVIRONMENT, "max_turns": 1}}),
+    ("environment_is_complete", {"environment": {"provider": "mine.Environment"}}),
     ("data_source_is_complete", {"data": {"source": "jsonl", "path": "problems.jsonl"}}),
     ("data_source_is_complete", {"data": {"source": "mine.Source", "path": "problems.txt"}}),
     ("data_source_is_complete", {"data": {"source": "hub", "id": "openai/gsm8k"}}),
@@ -71,6 +77,18 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "judge_address_holds_no_password",
+        {"reward": {"type": "judge", "judge_base_url": "http://me:word@a/v1"}},
+        "[reward] judge_base_url holds a password",
+    ),
+    ("judge_address_holds_no_password", {"reward": {"type": "judge", "judge_base_url": "a:1"}}, "'a:1', not a URL"),
+    ("judge_prompt_names_its_variables", {"reward": {"type": "judge", "judge_prompt": "ok?"}}, "lacks {response}"),
+    (
+        "judge_prompt_names_its_variables",
+        {"reward": {"type": "judge", "judge_prompt": "{response} {answer}"}},
+        "has {answer}, which it does not know.  It knows",
+    ),
     ("names_are_known", {"inference": {"engine": "vlm"}}, "[inference] engine 'vlm' is not a known inference engine"),
     ("names_are_known", {"backend": {"backend": ""}}, "[backend] backend '' is not a known backend"),
     (
@@ -93,10 +111,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("rewards_are_complete", {"reward": {"type": "custom"}}, "[reward] custom_module is empty"),
     ("rewards_are_complete", {"reward": {"custom_module": "mine"}}, "[reward] custom_module is set"),
-    ("rewards_are_complete", {"reward": {"type": "judge"}}, "[reward] judge_model is empty"),
-    ("rewards_are_complete", {"reward": {"judge_model": "gpt"}}, "[reward] judge_model is set"),
     ("rewards_are_complete", {"reward": {"terms": [{"type": "custom"}]}}, "[reward] terms[0].custom_module is empty"),
-    ("rewards_are_complete", {"reward": {"terms": [{"type": "judge"}]}}, "[reward] judge_model is empty"),
     (
         "rewards_are_complete",
         {"reward": {"type": "custom", "custom_module": "mine", "terms": [{}]}},
@@ -104,6 +119,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("environment_is_complete", {"environment": {"provider": "verifiers"}}, "[environment] id is empty"),
     ("environment_is_complete", {"environment": {"id": "a/b"}}, "[environment] id is set, but provider is empty"),
+    (
+        "environment_is_complete",
+        {"environment": ENVIRONMENT, "eval": {"every": 5, "source": "gsm8k"}},
+        "[eval] source is set, but an environment brings its own held-out problems",
+    ),
     ("environment_is_complete", {"environment": {"max_turns": 0}}, "[environment] max_turns must be -1 or at least 1"),
     ("data_source_is_complete", {"data": {"source": "jsonl"}}, "[data] path is empty"),
     ("data_source_is_complete", {"data": {"path": "a.jsonl"}}, "[data] path is set"),

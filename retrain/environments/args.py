@@ -1,0 +1,40 @@
+"""`[environment] args` of an environment that declares them as a pydantic model."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from retrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+
+class Args(BaseModel):
+    """Arguments of one environment: strict, and closed to names it does not know."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+A = TypeVar("A", bound=Args)
+
+
+def read_args(model: type[A], section: schema.Environment) -> A:
+    """Check `args` against a model; all that is wrong with them comes in one error."""
+    try:
+        return model.model_validate(section.args)
+    except ValidationError as error:
+        problems = tuple(_problem(model, detail["loc"], detail["type"], detail["msg"]) for detail in error.errors())
+    raise ConfigError(f"[environment] id = {section.id!r} cannot take these args:", problems)
+
+
+def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: str) -> Problem:
+    where = f"[environment] args.{'.'.join(map(str, place))}"
+    if kind != "extra_forbidden":
+        return Problem(where, f"is not valid: {text}.")
+    close = get_close_matches(str(place[-1]), list(model.model_fields), n=1)
+    hint = f"Did you mean {close[0]}?" if close else f"It takes: {', '.join(model.model_fields) or 'none'}."
+    return Problem(where, "is not known.", hint)

@@ -1,0 +1,93 @@
+r"""A number is to be guessed within a few tries; after each the model is told whether to go up or down.
+
+The messages are signs that the embedded model knows (`1..9?`, then `5+?` for higher and `5-?` for lower), or sentences
+for models that read them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from retrain.environments import Chat, Outcome, Reply, Say
+from retrain.environments.args import Args, read_args
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+_GUESS = re.compile(r"\\boxed\{\s*(\d{1,6})\s*\}")
+
+
+class GuessArgs(Args):
+    """What `[environment] args` may hold."""
+
+    top: int = Field(9, ge=2, le=999)
+    """The number lies in 1 … top."""
+    tries: int = Field(4, ge=1, le=100)
+    """Guesses allowed; an answer without a guess counts as one."""
+    style: Literal["signs", "words"] = "signs"
+    """How the model is spoken to."""
+
+
+class GuessNumber:
+    r"""Guesses stand in `\boxed{}`, one an answer; 1 for finding the number, 0 for not."""
+
+    def __init__(self, section: schema.Environment, say: Say) -> None:
+        self.args = read_args(GuessArgs, section)
+
+    def examples(self, split: str) -> list[Example]:
+        """Every number once; they are the same in all splits, for it is the play that is learnt."""
+        start = self._start()
+        return [
+            Example(start, str(number), id=f"1..{self.args.top}:{number}") for number in range(1, self.args.top + 1)
+        ]
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """Play until the number is found or the tries are used up."""
+        secret, message = int(example.reference), self._start()
+        guesses: list[int] = []
+        tries = 0
+        while tries < self.args.tries and secret not in guesses:
+            reply = await chat.ask(message)
+            tries += 1
+            guess = read_guess(reply)
+            guesses += [] if guess is None else [guess]
+            message = self._hint(guess, secret)
+        return Outcome(
+            float(secret in guesses), {"tries": tries, "guesses": len(guesses) / tries, **heed(guesses, secret)}
+        )
+
+    def _start(self) -> str:
+        if self.args.style == "signs":
+            return f"1..{self.args.top}?"
+        return (
+            f"I am thinking of a whole number from 1 to {self.args.top}. You have {self.args.tries} tries. "
+            r"Write one guess as \boxed{number}; I will say whether my number is higher or lower."
+        )
+
+    def _hint(self, guess: int | None, secret: int) -> str:
+        if guess is None:
+            return "?" if self.args.style == "signs" else r"I see no guess. Write one as \boxed{number}."
+        if self.args.style == "signs":
+            return f"{guess}+?" if secret > guess else f"{guess}-?"
+        return f"My number is {'higher' if secret > guess else 'lower'} than {guess}."
+
+
+def heed(guesses: Sequence[int], secret: int) -> dict[str, float]:
+    """Which share of the guesses after a hint went the way it said; nothing where there was no hint."""
+    followed = [(after > before) == (secret > before) and after != before for before, after in pairwise(guesses)]
+    return {"heeded": sum(followed) / len(followed)} if followed else {}
+
+
+def read_guess(reply: Reply) -> int | None:
+    """The number in the only box of an answer that came to its end.
+
+    Without both conditions it pays to write boxes until the tokens run out.
+    """
+    found = _GUESS.findall(reply.text)
+    return int(found[0]) if len(found) == 1 and not reply.cut else None

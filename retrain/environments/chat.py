@@ -1,0 +1,213 @@
+"""A conversation with the policy that keeps every token as it was sampled.
+
+A later turn extends the tokens of the earlier ones by what the chat template adds. Where the template rewrites what
+was said before, as some do with thoughts, or the environment asks about another history, the turn starts a branch of
+its own: a row that is trained by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from retrain.environments import ChatOver, Message, Reply, Tool
+from retrain.environments.template import ChatTemplate, Written
+from retrain.environments.tools import calls_to_wire, read_calls
+from retrain.errors import RolloutError
+from retrain.types import Completion, IntArray, Segment
+
+Sample = Callable[[IntArray, int], Awaitable[Completion]]
+"""Draws one completion of a prompt, of at most so many tokens."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far one conversation may go."""
+
+    max_tokens: int
+    """Of one turn."""
+    context: int
+    """Of everything."""
+    max_turns: int = -1
+    max_prompt_tokens: int = 0
+
+
+@dataclass
+class Branch:
+    """A run of turns in which each extends the tokens of the one before."""
+
+    prompt_ids: IntArray
+    history: list[Message] = field(default_factory=list)
+    """What was said, as the environment knows it."""
+    shown: list[Message] = field(default_factory=list)
+    """The same as the template is given it: replies with every character that was sampled."""
+    text: str = ""
+    """What the template wrote for the last turn's prompt."""
+    written: Written = field(default_factory=lambda: Written("", ""))
+    """The last reply."""
+    parts: list[Completion] = field(default_factory=list)
+    """Sampled and inserted tokens in turn."""
+
+    def ids(self) -> IntArray:
+        """Every token so far."""
+        return np.concatenate([self.prompt_ids, *(part.token_ids_T for part in self.parts)])
+
+
+class PolicyChat:
+    """The `Chat` that environments are given."""
+
+    def __init__(self, template: ChatTemplate, sample: Sample, limits: Limits, seed: int) -> None:
+        self.template = template
+        self.sample = sample
+        self.limits = limits
+        self.seed = seed
+        self.branches: list[Branch] = []
+        self.transcript: list[Message] = []
+        self.turns = 0
+        self.truncated = False
+        self.finish_reason = "stop"
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Add messages and return the model's answer."""
+        if isinstance(new, str):
+            new = ({"role": "user", "content": new},)
+        elif not isinstance(new, Sequence):
+            new = (new,)
+        before = self.branches[-1].history if self.branches else []
+        return await self.reply_to([*before, *new], tools)
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Answer a whole history, extending the branch that it continues."""
+        if self.turns == self.limits.max_turns:
+            self._end(f"{self.turns} turns were taken")
+        messages = [clean(message) for message in history]
+        if not any(message["content"].strip() for message in messages):
+            raise RolloutError("the environment asked with an empty prompt.")
+        branch, ids = self._place(messages, tools)
+        room = self.limits.context - len(ids)
+        if room < 1 and not self.turns:
+            raise RolloutError(f"the first prompt has {len(ids)} tokens; the context holds {self.limits.context}.")
+        if room < 1:
+            self._end("the context is full")
+        completion = await self.sample(ids, min(self.limits.max_tokens, room))
+        return self._take(branch, messages, ids, completion)
+
+    def completion(self) -> Completion:
+        """All branches as one completion; rows are told apart where there are several."""
+        parts = [part for branch in self.branches for part in branch.parts]
+        if not parts:
+            return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "", "stop", transcript=self._told())
+        entropies = [part.entropies_T for part in parts if part.entropies_T is not None]
+        sampled = [_mask(part) for part in parts]
+        return Completion(
+            token_ids_T=np.concatenate([part.token_ids_T for part in parts]),
+            logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
+            text="\n\n".join(m["content"] for m in self.transcript if m["role"] == "assistant"),
+            finish_reason="length" if self.finish_reason == "length" else "stop",
+            entropies_T=np.concatenate(entropies) if len(entropies) == len(parts) else None,
+            sampled_T=None if all(mask.all() for mask in sampled) else np.concatenate(sampled),
+            segments=self._segments(),
+            transcript=self._told(),
+        )
+
+    def _place(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[Branch, IntArray]:
+        """The branch that a history belongs to, a new one if need be, and the prompt of its next turn."""
+        for branch in reversed(self.branches):
+            known = len(branch.history)
+            if len(messages) <= known or not all(map(same, branch.history, messages)):
+                continue
+            shown = [*branch.shown, *messages[known:]]
+            text = self.template.render(shown, tools)
+            added = self.template.text_after(branch.text, branch.written, text)
+            if added is not None:
+                branch.shown, branch.text = shown, text
+                return branch, np.concatenate([branch.ids(), self.template.encode(added, begins=False)])
+        text = self.template.render(messages, tools)
+        ids = self.template.encode(text, begins=True)
+        if self.limits.max_prompt_tokens:
+            ids = ids[-self.limits.max_prompt_tokens :]
+        return Branch(ids, shown=list(messages), text=text), ids
+
+    def _take(self, branch: Branch, messages: list[Message], ids: IntArray, completion: Completion) -> Reply:
+        """Write a sampled turn down."""
+        inserted = ids[len(branch.ids()) :]
+        if len(inserted):
+            branch.parts.append(_inserted(inserted, completion.entropies_T is not None))
+        if not branch.parts:
+            self.branches.append(branch)
+        branch.parts.append(completion)
+        branch.written = self.template.read(completion)
+        calls = read_calls(completion.text, self.turns)
+        said: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        if calls:
+            said["tool_calls"] = calls_to_wire(calls)
+        self._tell(messages, said)
+        branch.history = [*messages, said]
+        branch.shown = [*branch.shown, {"role": "assistant", "content": branch.written.content}]
+        self.turns += 1
+        self.finish_reason = completion.finish_reason
+        return Reply(completion.text, calls, completion.finish_reason == "length")
+
+    def _tell(self, messages: list[Message], said: Message) -> None:
+        """The transcript: what no branch had yet, and the answer to it."""
+        known = max(_shared(branch.history, messages) for branch in self.branches)
+        self.transcript += [*messages[known:], said]
+
+    def _end(self, why: str) -> None:
+        self.truncated = True
+        raise ChatOver(why)
+
+    def _told(self) -> tuple[Message, ...]:
+        return tuple(self.transcript)
+
+    def _segments(self) -> tuple[Segment, ...]:
+        rows, at = [], 0
+        for branch in self.branches:
+            length = sum(len(part.token_ids_T) for part in branch.parts)
+            rows.append(Segment(branch.prompt_ids, at, at + length))
+            at += length
+        return tuple(rows)
+
+
+def clean(message: Message) -> Message:
+    """A message with plain text for content; anything but text is refused."""
+    kept = {key: value for key, value in message.items() if key in ("role", "tool_calls", "tool_call_id", "name")}
+    return {**{key: value for key, value in kept.items() if value}, "content": text_of(message.get("content"))}
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise RolloutError(f"a message of the environment has {type(content).__name__} for content.")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise RolloutError(f"the environment sent a message with {kind!r} in it; retrain trains on text only.")
+        texts.append(str(part["text"]))
+    return "".join(texts)
+
+
+def same(one: Message, other: Message) -> bool:
+    """Whether two messages say the same. Calls are told by their text already, and are spelt in many ways."""
+    return bool(one["role"] == other["role"] and one["content"] == other["content"])
+
+
+def _shared(history: Sequence[Message], messages: Sequence[Message]) -> int:
+    """How many messages two histories begin with in common."""
+    return next((n for n, pair in enumerate(zip(history, messages, strict=False)) if not same(*pair)), len(history))
+
+
+def _mask(part: Completion) -> np.ndarray:
+    return part.sampled_T if part.sampled_T is not None else np.ones(len(part.token_ids_T), dtype=np.bool_)
+
+
+def _inserted(ids: IntArray, with_entropies: bool) -> Completion:
+    """Tokens that the environment wrote; the log-probs are placeholders that nothing reads."""
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return Completion(ids, zeros, "", "stop", zeros if with_entropies else None, np.zeros(len(ids), dtype=np.bool_))

@@ -1,0 +1,202 @@
+"""Tasks of the reasoning-gym package: made as they are needed, and scored by its own scorers.
+
+Its scorers are wrapped. One that raises on nonsense has seen a wrong answer; the crumbs that several give to any
+answer whatever are no reward; a task that pays nonsense in full is named before training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, overload
+
+from pydantic import Field
+
+from retrain.environments import Chat, Message, Outcome, Say
+from retrain.environments.args import Args, read_args
+from retrain.errors import ConfigError, MissingExtraError
+from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+MIX = "composite"
+CRUMB = 0.05
+"""What scorers give for a try: any text at all may earn this much, so it counts as nothing."""
+_NONSENSE = "zzz"
+_TRIED = 3
+_KEPT = 4096
+
+
+class MixedTask(Args):
+    """One task of a mix."""
+
+    weight: float = Field(1.0, gt=0)
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class GymArgs(Args):
+    """What `[environment] args` may hold."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the task, as reasoning-gym calls them."""
+    tasks: dict[str, MixedTask] = Field(default_factory=dict)
+    """The tasks of a mix, by name; for id = "composite" only."""
+    size: int = Field(10_000, ge=1, le=10**9)
+    """Problems to train on."""
+    held_out: int = Field(500, ge=1, le=10**9)
+    """Problems behind those, for evaluation."""
+    seed: int = Field(0, ge=0, le=2**31)
+    prompt: str = "default"
+    """Which of reasoning-gym's system prompts; empty for none. The answer stands in <answer> tags."""
+    partial: bool = True
+    """Whether an answer that is partly right earns a part; otherwise it earns nothing."""
+
+
+class Items(Sequence[Example]):
+    """Problems `start` … of a task, each made when it is asked for."""
+
+    def __init__(self, gym: ReasoningGym, places: range) -> None:
+        self._gym = gym
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Items: ...
+    def __getitem__(self, index: int | slice) -> Example | Items:
+        if isinstance(index, slice):
+            return Items(self._gym, self._places[index])
+        return self._gym.example(self._places[index])
+
+
+class ReasoningGym:
+    """One task of reasoning-gym, or a weighted mix of several; one answer each."""
+
+    def __init__(self, section: schema.Environment, say: Say) -> None:
+        self.args = read_args(GymArgs, section)
+        self._package = _import_package()
+        self._system = _system_prompt(self._package, self.args.prompt)
+        self._dataset = _make_dataset(self._package, section.id, self.args)
+        self.entry = lru_cache(maxsize=_KEPT)(self._make_entry)
+        for line in self._oddities(section.id):
+            say(line)
+
+    def examples(self, split: str) -> Items:
+        """The first `size` problems for training, those behind them for every other split."""
+        size = self.args.size
+        return Items(self, range(size) if split == "train" else range(size, size + self.args.held_out))
+
+    def example(self, place: int) -> Example:
+        """Problem number `place`. Five tasks have no reference: they are scored by playing the answer."""
+        entry = self.entry(place)
+        system: tuple[Message, ...] = ({"role": "system", "content": self._system},) if self._system else ()
+        task = str(entry["metadata"].get("source_dataset", ""))
+        return Example(
+            prompt=(*system, {"role": "user", "content": entry["question"]}),
+            reference="" if entry["answer"] is None else str(entry["answer"]),
+            id=f"{task}:{place}",
+            meta={"place": place, "task": task},
+        )
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """Ask once, and let the task's own scorer read what stands between the answer tags."""
+        place = example.meta["place"]
+        assert isinstance(place, int) and not isinstance(example.prompt, str)
+        reply = await chat.ask(example.prompt)
+        answer = self._package.utils.extract_answer(reply.text)
+        # Some scorers play a game or solve an equation; the other rollouts go on meanwhile.
+        value = await asyncio.to_thread(self._score, answer, self.entry(place))
+        metrics = {"answered": float(answer is not None), "scorer_raised": float(value is None)}
+        return Outcome(self._reward(value or 0.0), metrics)
+
+    def _make_entry(self, place: int) -> Mapping[str, Any]:
+        entry: Mapping[str, Any] = self._dataset[place]
+        return entry
+
+    def _score(self, answer: str | None, entry: Mapping[str, Any]) -> float | None:
+        """What the scorer says; None when it raised, which it does on answers it cannot read."""
+        if answer is None:
+            return 0.0
+        try:
+            return float(self._dataset.score_answer(answer, entry))
+        except Exception:
+            return None
+
+    def _reward(self, value: float) -> float:
+        if not self.args.partial:
+            return float(value >= 1.0)
+        return value if value > CRUMB else 0.0
+
+    def _oddities(self, task: str) -> list[str]:
+        """What is wrong with how the task scores, seen on its first problems."""
+        lines = {}
+        for place in range(min(_TRIED, self.args.size)):
+            entry = self.entry(place)
+            name = entry["metadata"].get("source_dataset", task)
+            if (self._score(_NONSENSE, entry) or 0.0) > CRUMB:
+                lines[name, "nonsense"] = f"Warning: the reasoning-gym task {name} rewards nonsense."
+            if entry["answer"] is not None and self._score(str(entry["answer"]), entry) != 1.0:
+                lines[name, "answer"] = f"Warning: the reasoning-gym task {name} does not accept its own answer."
+        return list(lines.values())
+
+
+def load(section: schema.Environment, say: Say) -> ReasoningGym:
+    """What `[environment] provider = "reasoning_gym"` makes of its id."""
+    return ReasoningGym(section, say)
+
+
+def _import_package() -> Any:
+    try:
+        import reasoning_gym  # noqa: PLC0415  (an optional extra that takes seconds to import)
+        import reasoning_gym.utils  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "reasoning_gym":
+            raise
+        raise MissingExtraError(
+            '[environment] provider = "reasoning_gym" needs a package that is not installed.  '
+            'Try: pip install -e ".[reasoning-gym]" in a checkout, or pip install reasoning-gym'
+        ) from error
+    return reasoning_gym
+
+
+def _system_prompt(package: Any, name: str) -> str:
+    known: Mapping[str, str] = package.utils.SYSTEM_PROMPTS
+    if name and name not in known:
+        raise ConfigError(f"[environment] args.prompt = {name!r} is not known.  Known: {', '.join(known)}, or empty.")
+    return known[name] if name else ""
+
+
+def _make_dataset(package: Any, task: str, args: GymArgs) -> Any:
+    """The dataset of a task, long enough for both splits."""
+    known = sorted(package.factory.DATASETS)
+    size = args.size + args.held_out
+    _check_tasks(task, args, known)
+    try:
+        if task != MIX:
+            return package.create_dataset(task, size=size, seed=args.seed, **args.config)
+        spec = package.composite.DatasetSpec
+        parts = [spec(name=name, weight=part.weight, config=part.config) for name, part in args.tasks.items()]
+        return package.create_dataset(MIX, size=size, seed=args.seed, datasets=parts)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym refused the settings of {task!r}: {error}") from error
+
+
+def _check_tasks(task: str, args: GymArgs, known: Sequence[str]) -> None:
+    if task == MIX and (not args.tasks or args.config):
+        raise ConfigError(
+            f'[environment] id = "{MIX}" needs args.tasks, and settings in them.  '
+            "Try: args = { tasks = { chain_sum = { weight = 2.0 }, leg_counting = {} } }"
+        )
+    if task != MIX and args.tasks:
+        raise ConfigError(f'[environment] args.tasks is set, but id is "{task}".  Try: id = "{MIX}"')
+    for where, name in (("id", task), *(("args.tasks", name) for name in args.tasks)):
+        if name not in known or (name == MIX and where != "id"):
+            close = get_close_matches(name, known, n=3)
+            hint = f"Did you mean {' or '.join(close)}?" if close else f"It has {len(known)}, for example chain_sum."
+            raise ConfigError(f"[environment] {where} names {name!r}, which reasoning-gym does not have.  {hint}")

@@ -1,0 +1,182 @@
+"""Plays examples of an environment with the policy and turns what came of it into scored groups."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from retrain.environments import ChatOver, Environment, HoldsResources, Outcome, Say
+from retrain.environments.chat import Limits, PolicyChat
+from retrain.environments.template import ChatTemplate
+from retrain.environments.turns import EventLoop, TurnQueue, play
+from retrain.errors import RetrainError, RolloutError
+from retrain.inference_engine import InferenceEngine, Progress
+from retrain.rewards import RIGHT_FROM
+from retrain.rollout import Failures, Rollouts
+from retrain.seeding import derive_seed
+from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
+
+# Tool servers import what they need, which takes a while; hanging there is not allowed.
+OPENING_S = 300.0
+CLOSING_S = 20.0
+
+
+@dataclass(frozen=True)
+class RolloutScore(Score):
+    """A score with what the environment measured on the way."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    turns: int = 0
+    forks: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every rollout of a run."""
+
+    limits: Limits
+    timeout_s: float
+    """For the environment's own work; time spent sampling is not counted."""
+
+
+class Player:
+    """Samples and scores like a `Scorer`, but by an environment's own loop."""
+
+    def __init__(
+        self, environment: Environment, template: ChatTemplate, rules: Rules, say: Say, progress: Progress
+    ) -> None:
+        self.environment = environment
+        self.template = template
+        self.rules = rules
+        self.progress = progress
+        self.failures = Failures("The environment", "rollouts", say)
+        self.loop: EventLoop | None = None
+
+    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+        """One group an example, in order, all rollouts at once."""
+        started = time.perf_counter()
+        loop = self.loop or self._open()
+        jobs = [example for example in examples for _ in range(sampling.n)]
+        queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
+        rollouts = [self._rollout(number, example, queue) for number, example in enumerate(jobs)]
+        results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts)
+        self.failures.mind([score for _, score in results])
+        groups = [
+            _group(example, results[at * sampling.n : (at + 1) * sampling.n]) for at, example in enumerate(examples)
+        ]
+        return Rollouts(groups, time.perf_counter() - started, 0.0)
+
+    def describe(self, groups: Sequence[Group]) -> StepMetrics:
+        """What the environment measured: means of its values, and counts of what went wrong."""
+        scores = [score for group in groups for score in group.scores_G]
+        counted = [score for score in scores if isinstance(score, RolloutScore) and score.counts]
+        names = sorted({name for score in counted for name in score.metrics})
+        means = {f"env/{n}": _mean([score.metrics[n] for score in counted if n in score.metrics]) for n in names}
+        return {
+            **means,
+            "turns": _mean([score.turns for score in counted]),
+            "truncated": sum(score.truncated for score in counted),
+            "env_forks": sum(score.forks for score in counted),
+            "rollout_errors": sum(not score.counts for score in scores),
+        }
+
+    def close(self) -> None:
+        """Give back what the environment holds, and end the event loop."""
+        if self.loop is None:
+            return
+        if isinstance(self.environment, HoldsResources):
+            try:
+                self.loop.submit(self.environment.close()).result(timeout=CLOSING_S)
+            except Exception as error:
+                # The run is over; what it came to does not depend on how well the environment cleans up.
+                self.failures.say(f"The environment could not be closed: {error!r}")
+        self.loop.close()
+        self.loop = None
+
+    def _open(self) -> EventLoop:
+        """The event loop, with the environment ready in it."""
+        loop = EventLoop()
+        if isinstance(self.environment, HoldsResources):
+            try:
+                loop.submit(self.environment.open()).result(timeout=OPENING_S)
+            except BaseException as error:
+                loop.close()
+                if not isinstance(error, Exception) or isinstance(error, RetrainError):
+                    raise
+                late = f"it took more than {OPENING_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+                raise RolloutError(f"the environment could not be started: {late}") from error
+        self.loop = loop
+        return loop
+
+    async def _rollout(self, number: int, example: Example, queue: TurnQueue) -> tuple[PolicyChat, Score]:
+        clock = asyncio.timeout(self.rules.timeout_s)
+
+        async def sample(ids: IntArray, max_tokens: int) -> Completion:
+            # The engine's time is not the environment's: other rollouts may be what it is busy with.
+            due, paused = clock.when(), asyncio.get_running_loop().time()
+            clock.reschedule(None)
+            try:
+                return await queue.sample(number, ids, max_tokens)
+            finally:
+                if due is not None and not clock.expired():
+                    clock.reschedule(due + asyncio.get_running_loop().time() - paused)
+
+        seed = derive_seed(queue.sampling.seed, "rollout", number)
+        chat = PolicyChat(self.template, sample, self.rules.limits, seed)
+        try:
+            async with clock:
+                score = _score(await self.environment.rollout(example, chat), chat)
+        except ChatOver:
+            score = _score(Outcome(0.0), chat)
+        except TimeoutError as error:
+            late = f"no result after {self.rules.timeout_s:g} s of the environment's own time"
+            score = Score(0.0, "timeout", late) if clock.expired() else _failed(error)
+        except (Exception, SystemExit) as error:
+            # SystemExit would end the event loop, and with it every other rollout.
+            score = _failed(error)
+        return chat, score
+
+
+def _score(outcome: object, chat: PolicyChat) -> Score:
+    if not isinstance(outcome, Outcome):
+        return Score(0.0, "error", f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
+    if not math.isfinite(outcome.reward):
+        return Score(0.0, "error", f"the environment gave a reward of {outcome.reward}.")
+    if not chat.turns:
+        return Score(0.0, "error", "the environment asked the model nothing.")
+    return RolloutScore(
+        float(outcome.reward),
+        "right" if outcome.reward >= RIGHT_FROM else "wrong",
+        metrics={name: float(value) for name, value in outcome.metrics.items()},
+        turns=chat.turns,
+        forks=max(0, len(chat.branches) - 1),
+        truncated=chat.truncated or outcome.truncated,
+    )
+
+
+def _failed(error: BaseException) -> Score:
+    return Score(0.0, "error", str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}")
+
+
+def _group(example: Example, results: Sequence[tuple[PolicyChat, Score]]) -> Group:
+    """Rollouts of one example. Most begin with the same prompt; one that does not is a row with a prompt of its own."""
+    prompts = [chat.branches[0].prompt_ids for chat, _ in results if chat.branches]
+    prompt = prompts[0] if prompts else np.zeros(0, np.int64)
+    completions = []
+    for chat, _ in results:
+        completion = chat.completion()
+        rows = completion.segments
+        if len(rows) == 1 and np.array_equal(rows[0].prompt_ids, prompt):
+            completion = replace(completion, segments=())
+        completions.append(completion)
+    return Group(example, prompt, tuple(completions), tuple(score for _, score in results))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,97 @@
+"""Tools: how they are described where a chat template has no format for them, and how a model's calls are read.
+
+Read are the tags that Qwen, Hermes and most open models use, and a bare JSON object, as Llama 3 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from retrain.environments import Message, Tool, ToolCall
+
+_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+# Qwen3-Coder writes parameters as tags of their own.
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """A system message for models whose template says nothing of tools."""
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+    return "\n".join(
+        [
+            "You can call these functions:",
+            *lines,
+            'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
+        ]
+    )
+
+
+def read_calls(text: str, turn: int = 0) -> tuple[ToolCall, ...]:
+    """The calls that a reply makes, in order; a call that cannot be read is kept with its text as `broken`."""
+    bodies = _TAGGED.findall(text)
+    if not bodies:
+        whole = _call(text.strip())
+        return (replace(whole, id=f"call_{turn}_0"),) if whole is not None and not whole.broken else ()
+    calls = [_tagged_call(body) for body in bodies]
+    return tuple(replace(call, id=f"call_{turn}_{index}") for index, call in enumerate(calls))
+
+
+def calls_to_wire(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as a message carries them: OpenAI's form, arguments as JSON text."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.broken or json.dumps(dict(call.arguments))},
+        }
+        for call in calls
+    ]
+
+
+def without_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The same conversation for a template that knows only system, user and assistant."""
+    plain: list[Message] = [
+        {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
+        for message in messages
+    ]
+    if not tools:
+        return plain
+    told = describe_tools(tools)
+    if plain and plain[0]["role"] == "system":
+        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
+    return [{"role": "system", "content": told}, *plain]
+
+
+def _tagged_call(body: str) -> ToolCall:
+    function = _FUNCTION.search(body)
+    if function is not None:
+        return ToolCall(function[1], {name: _value(value) for name, value in _PARAMETER.findall(function[2])})
+    return _call(body) or ToolCall("", {}, broken=body)
+
+
+def _call(text: str) -> ToolCall | None:
+    """A JSON object with a name and arguments; None when it is no such thing."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _value(arguments)
+    if not isinstance(arguments, Mapping):
+        return ToolCall(found["name"], {}, broken=text)
+    return ToolCall(found["name"], arguments)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

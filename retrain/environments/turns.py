@@ -1,0 +1,196 @@
+"""Between the rollouts, which run in an event loop of their own thread, and the engine, which runs in the caller's.
+
+An engine that serves turns is given each as it comes. Every other engine gets them in rounds: once all live rollouts
+wait for an answer, their turns are one batch, in an order that depends on nothing but the rollouts' numbers. So a run
+repeats to the bit unless an environment is slower than `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from retrain.errors import RolloutError
+from retrain.inference_engine import InferenceEngine, Progress, ServesTurns, Turn
+from retrain.rollout import check_completions
+from retrain.seeding import derive_seed
+from retrain.types import Completion, IntArray, Sampling
+
+PATIENCE_S = 30.0
+"""How long the turns that wait are held back for rollouts that do not."""
+_BEAT_S = 0.2
+_ENDING_S = 2.0
+
+
+class EventLoop:
+    """An event loop in a daemon thread: what blocks in it can be left behind."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self.thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """End what still runs there; a thread that hangs in somebody's code ends with the process."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout=_ENDING_S)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(_cancel_all())
+            self.loop.close()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    rollout: int
+    turn: Turn
+
+
+class TurnQueue:
+    """The `Turns` of one batch of rollouts."""
+
+    def __init__(self, sampling: Sampling, rollouts: int, blocked_after_s: float, progress: Progress) -> None:
+        self.sampling = replace(sampling, n=1)
+        self.blocked_after_s = blocked_after_s
+        self.progress = progress
+        self.live = set(range(rollouts))
+        self.pending: list[_Pending] = []
+        self.asked = [0] * rollouts
+        self.changed = threading.Condition()
+        self.beat = time.monotonic()
+
+    async def sample(self, rollout: int, prompt_ids: IntArray, max_tokens: int) -> Completion:
+        """Wait for the completion of one turn; called in the event loop."""
+        loop, answered = asyncio.get_running_loop(), asyncio.Event()
+        answer: Future[Completion] = Future()
+        # Not wrap_future: a rollout that is given up must not cancel a future that the engine is about to fill.
+        answer.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
+        seed = derive_seed(self.sampling.seed, f"turn/{rollout}", self.asked[rollout])
+        turn = Turn(prompt_ids, replace(self.sampling, max_tokens=max_tokens, seed=seed), answer)
+        with self.changed:
+            self.asked[rollout] += 1
+            self.pending.append(_Pending(rollout, turn))
+            self.changed.notify()
+        await answered.wait()
+        return answer.result()
+
+    def leave(self, rollout: int) -> None:
+        """A rollout that has ended; called in the event loop."""
+        with self.changed:
+            self.live.discard(rollout)
+            self.changed.notify()
+
+    async def keep_beating(self) -> None:
+        """Show that the event loop is alive."""
+        while True:
+            self.beat = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
+
+    def take(self, wait: bool) -> list[Turn]:
+        """Every turn that is pending. With `wait`, at least one, or none once no more will ever come."""
+        return [pending.turn for pending in self._take(lambda: bool(self.pending) or not wait)]
+
+    def take_round(self) -> list[Turn]:
+        """A turn of every live rollout, by number; of those that have one when the others take too long."""
+        started = time.monotonic()
+
+        def is_whole() -> bool:
+            waiting = {pending.rollout for pending in self.pending}
+            return waiting >= self.live or (bool(waiting) and time.monotonic() - started > PATIENCE_S)
+
+        return [pending.turn for pending in sorted(self._take(is_whole), key=lambda pending: pending.rollout)]
+
+    def _take(self, is_ready: Callable[[], bool]) -> list[_Pending]:
+        started = time.monotonic()
+        with self.changed:
+            while self.live and not is_ready():
+                self.changed.wait(timeout=1.0)
+                silent = time.monotonic() - max(started, self.beat)
+                if silent > self.blocked_after_s:
+                    raise RolloutError(
+                        f"the environment has blocked every rollout for {silent:.0f} s: a call in it does not return "
+                        "and does not await.  Try: await asyncio.to_thread(...) around it, or a larger "
+                        "[environment] timeout_s."
+                    )
+            taken, self.pending = self.pending, []
+        self.progress("rollouts", len(self.asked) - len(self.live), len(self.asked))
+        return taken
+
+
+def play(
+    loop: EventLoop, engine: InferenceEngine, queue: TurnQueue, rollouts: Sequence[Coroutine[Any, Any, Any]]
+) -> list[Any]:
+    """Run rollouts to their end, sampling their turns in this thread; their results, in order."""
+    running = loop.submit(_run_all(queue, rollouts))
+    try:
+        if isinstance(engine, ServesTurns):
+            engine.serve(queue)
+        else:
+            _serve_in_rounds(engine, queue)
+        if queue.live:
+            raise RolloutError(f"the inference engine stopped serving while {len(queue.live)} rollouts were going on.")
+        results: list[Any] = running.result()
+        return results
+    except BaseException:
+        running.cancel()
+        raise
+
+
+async def _run_all(queue: TurnQueue, rollouts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def run(number: int, rollout: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await rollout
+        finally:
+            queue.leave(number)
+
+    beating = asyncio.create_task(queue.keep_beating())
+    try:
+        return await asyncio.gather(*(run(number, rollout) for number, rollout in enumerate(rollouts)))
+    finally:
+        beating.cancel()
+
+
+def _serve_in_rounds(engine: InferenceEngine, queue: TurnQueue) -> None:
+    number = 0
+    while turns := queue.take_round():
+        # Near the end of the context a turn has less room, and an engine takes one limit a batch.
+        turns.sort(key=lambda turn: -turn.sampling.max_tokens)
+        for limit, alike in groupby(turns, key=lambda turn: turn.sampling.max_tokens):
+            seed = derive_seed(queue.sampling.seed, "round", number)
+            _answer(engine, list(alike), replace(queue.sampling, max_tokens=limit, seed=seed))
+            number += 1
+
+
+def _answer(engine: InferenceEngine, turns: list[Turn], sampling: Sampling) -> None:
+    """One batch. The first turns of a group share their prompt, which is then prefilled once."""
+    groups = [list(group) for _, group in groupby(turns, key=lambda turn: turn.prompt_ids.tobytes())]
+    if len({len(group) for group in groups}) > 1:
+        groups = [[turn] for turn in turns]
+    sampling = replace(sampling, n=len(groups[0]))
+    drawn = engine.generate([np.asarray(group[0].prompt_ids) for group in groups], sampling)
+    check_completions(engine, drawn, len(groups), sampling.n)
+    for group, completions in zip(groups, drawn, strict=True):
+        for turn, completion in zip(group, completions, strict=True):
+            turn.answer.set_result(completion)

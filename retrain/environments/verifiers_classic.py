@@ -1,0 +1,236 @@
+"""The verifiers API of 0.1.14 to 0.3: `load_environment` makes an Environment with datasets, a loop and a rubric."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from difflib import get_close_matches
+from typing import Any
+
+import verifiers as vf
+from verifiers.clients import Client
+from verifiers.types import Response, ResponseMessage, ToolCall
+
+from retrain.config import schema
+from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
+from retrain.environments.chat import text_of
+from retrain.environments.tools import calls_to_wire
+from retrain.environments.verifiers import NEEDS_V1, import_environment
+from retrain.errors import ConfigError, PluginError, Problem, RolloutError
+from retrain.types import Example
+
+_failures: ContextVar[list[str]] = ContextVar("failures")
+"""What went wrong in the reward functions of the rollout at hand: a rubric would score it 0."""
+
+
+class ClassicEnvironment:
+    """A classic environment, its loop and its rubric, with the policy as its model."""
+
+    def __init__(self, section: schema.Environment, say: Say) -> None:
+        self.section = section
+        self.say = say
+        self.who = f"environment {section.id!r}"
+        self.rows: dict[str, Mapping[str, Any]] = {}
+        self.env = self._load()
+        if section.max_turns > 0 and isinstance(self.env, vf.MultiTurnEnv):
+            own = self.env.max_turns
+            self.env.max_turns = min(own, section.max_turns) if own > 0 else section.max_turns
+        for rubric in _rubrics(self.env.rubric):
+            if any(rubric._is_group_func(reward) for reward in rubric.funcs):
+                raise ConfigError(f"{self.who} scores the rollouts of a group together; retrain scores each one alone.")
+            rubric.funcs = [_watched(reward) for reward in rubric.funcs]
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The environment's training rows, or for any other split its evaluation rows."""
+        if split == "train":
+            try:
+                rows = self.env.get_dataset()
+            except ValueError as error:
+                raise evaluation_only(self.who, str(error)) from error
+            self.say("Training on the environment's training rows")
+            return self._examples(rows, "")
+        if self.env.eval_dataset is None and not vars(self.env).get("eval_dataset_source"):
+            # verifiers would fall back to the training rows.
+            return []
+        return self._examples(self.env.get_eval_dataset(), f"{split}/")
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """One rollout by the environment's own loop, scored by its rubric."""
+        failures: list[str] = []
+        _failures.set(failures)
+        state = await self.env.rollout(dict(self.rows[example.id]), PolicyClient(chat), "policy", {})
+        if state.get("error") is not None:
+            raise RolloutError(_reason(state["error"]))
+        await self.env.rubric.score_rollout(state)
+        if failures:
+            raise RolloutError(failures[0])
+        metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
+        capped = state.get("stop_condition") == "max_turns_reached" and self.env.max_turns > 1
+        return Outcome(float(state["reward"]), metrics, truncated=bool(state.get("is_truncated")) or capped)
+
+    def _load(self) -> Any:
+        load = vars(import_environment(self.section.id)).get("load_environment")
+        if not callable(load):
+            raise ConfigError(
+                f"{self.who} has no load_environment: it is written for verifiers 0.4 or later, "
+                f"and an earlier one is installed.  Try: {NEEDS_V1}"
+            )
+        args = _checked_args(self.section.args, inspect.signature(load))
+        try:
+            env = load(**args)
+        except TypeError as error:
+            raise ConfigError(f"{self.who} does not take these args: {error}") from error
+        except Exception as error:
+            raise PluginError(f"{self.who} could not be set up: {type(error).__name__}: {error}") from error
+        if not isinstance(env, vf.Environment):
+            raise PluginError(f"{self.who}: load_environment returned {type(env).__name__}, not an Environment.")
+        return env
+
+    def _examples(self, rows: Any, prefix: str) -> list[Example]:
+        examples = []
+        for index, row in enumerate(rows):
+            row["example_id"] = row.get("example_id", index)
+            prompt = row["prompt"]
+            if not isinstance(prompt, str):
+                prompt = tuple(self._message(message, index) for message in prompt)
+            example = Example(prompt, str(row.get("answer") or ""), f"{prefix}{index}")
+            self.rows[example.id] = row
+            examples.append(example)
+        return examples
+
+    def _message(self, message: Mapping[str, Any], index: int) -> dict[str, str]:
+        try:
+            return {"role": str(message["role"]), "content": text_of(message.get("content"))}
+        except RolloutError as error:
+            raise PluginError(f"{self.who}, row {index}: {error}") from error
+
+
+class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
+    """The model of one rollout: its chat."""
+
+    def __init__(self, chat: Chat) -> None:
+        super().__init__(chat)
+        self.chat = chat
+
+    async def get_response(
+        self, prompt: Any, model: str, sampling_args: Any, tools: Sequence[Any] | None = None, **_: Any
+    ) -> Any:
+        """One turn."""
+        history = [_to_wire(message) for message in prompt]
+        offered = [
+            {"type": "function", "function": {key: tool[key] for key in ("name", "description", "parameters")}}
+            for tool in tools or ()
+        ]
+        try:
+            reply = await self.chat.reply_to(history, offered)
+        except ChatOver as over:
+            raise vf.OverlongPromptError(str(over)) from over
+        except RolloutError as error:
+            raise vf.ModelError(str(error)) from error
+        calls = [ToolCall(id=call["id"], **call["function"]) for call in calls_to_wire(reply.tool_calls)]
+        message = ResponseMessage(
+            content=reply.text,
+            tool_calls=calls or None,
+            finish_reason="length" if reply.cut else "tool_calls" if calls else "stop",
+            is_truncated=reply.cut,
+        )
+        return Response(id="policy", created=int(time.time()), model=model, message=message)
+
+    def setup_client(self, config: Any) -> Any:
+        """Never needed: the client is the chat."""
+        return self.chat
+
+    async def to_native_tool(self, tool: Any) -> Any:
+        """The same."""
+        return tool
+
+    async def to_native_prompt(self, messages: Any) -> Any:
+        """The same."""
+        return messages, {}
+
+    async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as a response."""
+        return await self.get_response(*args, **kwargs)
+
+    async def raise_from_native_response(self, response: Any) -> None:
+        """A response of ours is always whole."""
+
+    async def from_native_response(self, response: Any) -> Any:
+        """The same."""
+        return response
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def _to_wire(message: Any) -> dict[str, Any]:
+    plain = dict(message) if isinstance(message, Mapping) else message.model_dump()
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = [part if isinstance(part, dict) else part.model_dump() for part in content]
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_call_to_wire(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _call_to_wire(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "function" in call:
+        return call
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": call["name"], "arguments": call["arguments"]},
+    }
+
+
+def _checked_args(args: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The arguments, if the environment takes each of them."""
+    parameters = signature.parameters
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(args)
+    # What a classic environment trains on is its training split by definition.
+    wanted = {name: value for name, value in args.items() if (name, value) != ("split", "train") or name in parameters}
+    problems = []
+    for name in wanted:
+        if name not in parameters:
+            close = get_close_matches(name, parameters, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(parameters) or 'nothing'}."
+            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
+    if problems:
+        raise ConfigError("the environment's arguments are wrong:", tuple(problems))
+    return wanted
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    """A rubric, or those of a group of them."""
+    members = vars(rubric).get("rubrics")
+    if members is None:
+        yield rubric
+    for member in members or ():
+        yield from _rubrics(member)
+
+
+def _watched(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same reward function, whose error is noted before the rubric makes a 0 of it."""
+
+    @functools.wraps(reward)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = reward(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            _failures.get().append(f"its reward {reward.__name__} raised {type(error).__name__}: {error}")
+            raise
+
+    return watched
+
+
+def _reason(error: object) -> str:
+    """An error of verifiers says little; its cause says more."""
+    cause = error.__cause__ if isinstance(error, BaseException) else None
+    return f"{type(error).__name__}: {error}" + (
+        f" ({cause})" if cause is not None and str(cause) != str(error) else ""
+    )

@@ -1,0 +1,98 @@
+"""The program that plays a verifiers task, inside this process: ask the model, call the tools it asks for, repeat.
+
+verifiers would start a script for each turn, or a remote sandbox. Its contract is that every model call goes through
+its own loopback server; that is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+from verifiers.v1 import Harness, HarnessConfig, ProgramResult
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+__all__ = ["HARNESS_ID", "ChatHarness", "ChatHarnessConfig"]
+
+HARNESS_ID = "retrain_chat_harness"
+# verifiers finds harnesses by the name of a top-level module.
+sys.modules[HARNESS_ID] = sys.modules[__name__]
+
+
+class ChatHarnessConfig(HarnessConfig):  # type: ignore[misc]  # verifiers is not analysed
+    """Nothing to set."""
+
+
+class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
+    """A chat loop with the task's tools."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    http: aiohttp.ClientSession | None = None
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+    ) -> Any:
+        """Go on from the task's prompt, or from the conversation it was replaced by, until no tool is called."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with AsyncExitStack() as stack:
+            servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
+            tools, dispatch, connections = await connect_mcp(servers, stack)
+            while True:
+                reply = await self._ask(endpoint, secret, {"model": ctx.model, "messages": messages, "tools": tools})
+                if isinstance(reply, str):
+                    return ProgramResult(exit_code=1, stdout="", stderr=reply)
+                messages.append(reply)
+                if not reply.get("tool_calls"):
+                    return ProgramResult(exit_code=0, stdout="", stderr="")
+                for call in reply["tool_calls"]:
+                    content = await _call(connections, dispatch, call["function"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+    async def _ask(self, endpoint: str, secret: str, body: dict[str, Any]) -> dict[str, Any] | str:
+        """The assistant's message, or why there is none: a limit was reached, or the model could not be asked."""
+        if not body["tools"]:
+            del body["tools"]
+        if ChatHarness.http is None or ChatHarness.http.closed:
+            # One for all rollouts; each would cost tens of milliseconds.
+            ChatHarness.http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with ChatHarness.http.post(f"{endpoint}/chat/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                return await response.text()
+            message: dict[str, Any] = (await response.json())["choices"][0]["message"]
+            return message
+
+
+async def _call(connections: Any, dispatch: Mapping[str, Any], function: Mapping[str, str]) -> Any:
+    """What a tool said. A call that cannot be made is the model's mistake, and it is told so."""
+    name = function["name"]
+    if name not in dispatch:
+        return f"There is no tool {name!r}. Tools: {', '.join(dispatch)}."
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError as error:
+        return f"The arguments are not valid JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "The arguments must be a JSON object."
+    return await call_mcp(connections, dispatch, name, arguments)
+
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -1,0 +1,273 @@
+"""The verifiers API of 0.4 and later: a taskset gives the rows, an Env plays them, tasks score themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any, Literal, get_args, get_origin
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.clients.train import serialize_completion, tool_to_wire
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.utils.loaders import env_config_type, resolve_env_config, taskset_config_type
+
+from retrain.config import schema
+from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
+from retrain.environments.tools import calls_to_wire
+from retrain.environments.verifiers import NEEDS_CLASSIC, import_environment, is_shipped
+from retrain.environments.verifiers_harness import HARNESS_ID, ChatHarness
+from retrain.errors import ConfigError, PluginError, Problem, RolloutError
+from retrain.types import Example
+
+MOST_ROWS = 100_000
+"""Of a taskset without end."""
+SPLIT_FIELDS = ("split", "dataset_split")
+_TEST_SPLITS = ("test", "eval", "validation", "val", "dev")
+# Never contacted: it is the key under which our own client is filed.
+_ENDPOINT = TrainClientConfig(base_url="http://policy.invalid/v1")
+
+
+class TasksetEnvironment:
+    """A taskset and the Env that plays it, with every agent in this process and the policy as its model."""
+
+    def __init__(self, section: schema.Environment, say: Say) -> None:
+        self.section = section
+        self.say = say
+        self.who = f"environment {section.id!r}"
+        self.fields = self._config_type().model_fields
+        _check_names(section.args, self.fields)
+        self.split_field = next((name for name in SPLIT_FIELDS if name in self.fields), "")
+        self.tasks: dict[str, Any] = {}
+        self.env = self._load(self._training_args())
+        _refuse_sandboxes(self.env, self.who)
+        self.client = PolicyClient()
+        self.stack = AsyncExitStack()
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of a split; an environment without splits has only rows to train on."""
+        if split == "train":
+            return self._rows(self.env.taskset, "")
+        if not self.split_field or split == getattr(self.env.taskset.config, self.split_field):
+            return []
+        return self._rows(self._load({**self.section.args, self.split_field: split}).taskset, f"{split}/")
+
+    async def rollout(self, example: Example, chat: Chat) -> Outcome:
+        """One episode of a task."""
+        traces: list[Any] = []
+
+        def opened(trace: Any) -> None:
+            traces.append(trace)
+            self.client.seats[trace.id] = (chat, trace)
+
+        try:
+            episode = await self.env.run_episode(
+                self.tasks[example.id], ModelContext(model="policy", client=_ENDPOINT), on_trace=opened
+            )
+        finally:
+            for trace in traces:
+                self.client.seats.pop(trace.id, None)
+        return _outcome(episode)
+
+    async def open(self) -> None:
+        """Start verifiers' server and tools, and put our client where it looks for the one of our endpoint."""
+        await self.stack.enter_async_context(self.env.serving())
+        self.env._interception.clients[_ENDPOINT.model_dump_json()] = self.client
+
+    async def close(self) -> None:
+        """Stop them."""
+        if ChatHarness.http is not None:
+            await ChatHarness.http.close()
+        await self.stack.aclose()
+
+    def _config_type(self) -> Any:
+        exported = {} if is_shipped(self.section.id) else vars(import_environment(self.section.id))
+        try:
+            return taskset_config_type(self.section.id)
+        except (AttributeError, TypeError, ValueError) as error:
+            if callable(exported.get("load_environment")):
+                raise ConfigError(
+                    f"{self.who} is written for verifiers before 0.4, and {vf.__name__} is all that is installed.  "
+                    f"Try: {NEEDS_CLASSIC}"
+                ) from error
+            raise PluginError(f"{self.who}: {error}") from error
+
+    def _training_args(self) -> dict[str, Any]:
+        """The arguments, with the training split where none was asked for; says which split it is."""
+        args = dict(self.section.args)
+        if not self.split_field:
+            self.say("The environment has no splits; all of its rows are trained on")
+            return args
+        field = self.fields[self.split_field]
+        default, allowed = field.default, _choices(field.annotation)
+        if self.split_field not in args:
+            if allowed and "train" not in allowed:
+                raise evaluation_only(self.who, f"its {self.split_field} can only be {' or '.join(map(repr, allowed))}")
+            args[self.split_field] = "train"
+        chosen = args[self.split_field]
+        if chosen in _TEST_SPLITS:
+            self.say(f"Warning: {self.split_field} = {chosen!r} is asked for: this trains on what is held out")
+        elif default in _TEST_SPLITS:
+            self.say(f"Warning: the environment's own default is its {default!r} split; {chosen!r} is used")
+        else:
+            self.say(f"Training on split {chosen!r}")
+        return args
+
+    def _load(self, args: Mapping[str, Any]) -> Any:
+        """The environment with every agent pinned to this process: its defaults would start remote sandboxes."""
+        roles = agent_config_fields(env_config_type(self.section.id)())
+        settings = {
+            "taskset": {**args, "id": self.section.id},
+            "interception": {"type": "server"},
+            **{name: self._agent(role.max_turns) for name, role in roles.items()},
+        }
+        try:
+            return vf.load_environment(resolve_env_config(settings))
+        except ValidationError as error:
+            raise ConfigError(f"{self.who} does not take these args:", tuple(_problems(error))) from error
+        except Exception as error:
+            raise PluginError(f"{self.who} could not be set up: {type(error).__name__}: {error}") from error
+
+    def _agent(self, own_cap: int | None) -> dict[str, Any]:
+        agent: dict[str, Any] = {"harness": {"id": HARNESS_ID}, "runtime": {"type": "subprocess"}}
+        if self.section.max_turns > 0:
+            agent["max_turns"] = min(own_cap or self.section.max_turns, self.section.max_turns)
+        return agent
+
+    def _rows(self, taskset: Any, prefix: str) -> list[Example]:
+        try:
+            tasks = list(islice(taskset, MOST_ROWS))
+        except Exception as error:
+            raise PluginError(f"{self.who} could not load its rows: {type(error).__name__}: {error}") from error
+        if len(tasks) == MOST_ROWS and not taskset.bounded:
+            self.say(f"The environment has no end; its first {MOST_ROWS:,} rows are used")
+        examples = [_example(task, f"{prefix}{task.data.idx}", self.who) for task in tasks]
+        self.tasks |= {example.id: task for example, task in zip(examples, tasks, strict=True)}
+        return examples
+
+
+class PolicyClient(vf.Client):  # type: ignore[misc]  # verifiers is not analysed
+    """Answers verifiers' model calls with the chat of the rollout that they belong to."""
+
+    def __init__(self) -> None:
+        self.seats: dict[str, tuple[Chat, Any]] = {}
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """One turn."""
+        chat, trace = self.seats[session_id or ""]
+        history = [message_to_wire(message) for message in turn.prompt]
+        try:
+            reply = await chat.reply_to(history, [tool_to_wire(tool) for tool in turn.tools or ()])
+        except ChatOver:
+            # A rollout that has stopped commits no further turn, whatever is returned here.
+            trace.stop("max_total_tokens")
+            return _response("", [], cut=True)
+        except RolloutError as error:
+            raise vf.ProviderError(str(error), status_code=400) from error
+        return _response(reply.text, calls_to_wire(reply.tool_calls), reply.cut)
+
+
+def _response(text: str, calls: Sequence[Mapping[str, Any]], cut: bool) -> Any:
+    tool_calls = [vf.ToolCall(id=call["id"], **call["function"]) for call in calls]
+    response = vf.Response(
+        id="policy",
+        created=int(time.time()),
+        model="policy",
+        message=vf.AssistantMessage(content=text, tool_calls=tool_calls or None),
+        finish_reason="length" if cut else "tool_calls" if tool_calls else "stop",
+    )
+    response.raw = serialize_completion(response, "policy")
+    return response
+
+
+def _outcome(episode: Any) -> Outcome:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise RolloutError(f"{errors[0].type}: {errors[0].message}" if errors else "the episode failed without a word.")
+    if len(episode.traces) != 1:
+        raise RolloutError(
+            f"the environment played {len(episode.traces)} agents in one episode; retrain trains environments with one."
+        )
+    (trace,) = episode.traces
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
+    if unscored:
+        raise RolloutError(f"the reward {unscored[0]!r} was not computed.")
+    rewards = {name: reward.score for name, reward in trace.rewards.items()}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return Outcome(trace.reward, {**metrics, **rewards}, truncated=trace.is_truncated)
+
+
+def _example(task: Any, id: str, who: str) -> Example:
+    data = task.data
+    if data.prompt is None:
+        # The environment opens the conversation itself.
+        return Example(data.description or data.name or f"task {id}", _reference(data), id)
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        if not data.prompt.strip():
+            raise PluginError(f"{who} has an empty prompt at row {id}.")
+        return Example(
+            (*system, {"role": "user", "content": data.prompt}) if system else data.prompt, _reference(data), id
+        )
+    messages = [message_to_wire(message) for message in data.prompt]
+    for message in messages:
+        if not isinstance(message.get("content") or "", str):
+            raise PluginError(f"{who} has more than text in its prompt at row {id}; retrain trains on text only.")
+    told = [{"role": str(message["role"]), "content": str(message.get("content") or "")} for message in messages]
+    return Example((*system, *told), _reference(data), id)
+
+
+def _reference(data: Any) -> str:
+    return str(data.model_dump().get("answer", ""))
+
+
+def _refuse_sandboxes(env: Any, who: str) -> None:
+    """Everything runs on this machine, in this process or a child of it."""
+    if env._task_cls.NEEDS_CONTAINER:
+        raise ConfigError(f"{who} needs a container; retrain plays environments in its own process only.")
+    servers = [*env.taskset.toolsets(env.taskset.config), *env._task_cls.toolsets(env.taskset.config.task)]
+    for server in servers:
+        if server.config.url is None and server.config.runtime.type != "subprocess":
+            raise ConfigError(
+                f"{who} runs its tools in a {server.config.runtime.type!r} runtime; retrain takes only subprocess.  "
+                "Try: set its runtime in args."
+            )
+
+
+def _check_names(args: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    known = [name for name in fields if name != "id"]
+    problems = []
+    for name in args:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(known)}."
+            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
+    if problems:
+        raise ConfigError("the environment's arguments are wrong:", tuple(problems))
+
+
+def _problems(error: ValidationError) -> list[Problem]:
+    """What pydantic says of each argument."""
+    found = []
+    for each in error.errors():
+        place = ".".join(str(part) for part in each["loc"] if part != "taskset")
+        found.append(Problem(f"[environment] args.{place}", f"is {each['input']!r}: {each['msg']}."))
+    return found
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()

@@ -1,0 +1,62 @@
+"""Weighted terms of which a judge is one: the pool computes the others while the judge is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from retrain.rewards.batch import RIGHT_FROM, BatchReward
+from retrain.rewards.custom import check_bounds
+from retrain.rewards.judge import JudgeReward
+from retrain.rewards.weighted import WeightedScore, distinct_names
+from retrain.rewards.wire import Item, TermSpec
+from retrain.types import Score, StepMetrics
+
+
+class Panel(BatchReward):
+    """`Σ weight · term`, the judge's terms and those that `pool` has already added up; it owns both.
+
+    What fails for one of them fails for the item: a part of a sum would mislead.
+    """
+
+    def __init__(self, judge: JudgeReward, terms: Sequence[TermSpec], pool: BatchReward | None) -> None:
+        self._judge = judge
+        self._pool = pool
+        self._weights = dict(zip(distinct_names([term.name for term in terms]), (t.weight for t in terms), strict=True))
+
+    def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
+        """Score every item, in order."""
+        asked = self._judge.begin(items)
+        try:
+            computed = self._pool.score(items) if self._pool else [WeightedScore(0.0, "wrong")] * len(items)
+            return [self._add(one, other) for one, other in zip(computed, asked.result(), strict=True)]
+        except BaseException:
+            asked.cancel()
+            raise
+
+    def metrics(self) -> StepMetrics:
+        """Those of the judge and of the pool."""
+        return self._judge.metrics() | (self._pool.metrics() if self._pool else {})
+
+    def close(self) -> None:
+        """Close both."""
+        with ExitStack() as stack:
+            stack.callback(self._judge.close)
+            if self._pool:
+                stack.callback(self._pool.close)
+
+    def _add(self, computed: Score, judged: Score) -> Score:
+        if not computed.counts:
+            return computed
+        if not judged.counts:
+            return replace(judged, detail=f"{judged.detail}\nin the reward term 'judge'")
+        assert isinstance(computed, WeightedScore)
+        terms = {**computed.terms, **dict.fromkeys(self._weights, judged.value)}
+        try:
+            value = check_bounds(
+                computed.value + judged.value * sum(self._weights.values()), "the weighted terms add up to"
+            )
+        except ValueError as error:
+            return Score(0.0, "error", f"ValueError: {error}")
+        return WeightedScore(value, "right" if value >= RIGHT_FROM else "wrong", terms=terms)

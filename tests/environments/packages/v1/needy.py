@@ -1,0 +1,1 @@
+"""An environment that needs a package which is not there."""

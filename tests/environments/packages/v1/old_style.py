@@ -1,0 +1,4 @@
+"""An environment in the style of verifiers before 0.4."""
+
+
+def load_environment() -> None: ...

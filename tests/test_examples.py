@@ -1,0 +1,103 @@
+"""Every file of examples/ runs: the TOML files for a step on the CPU, the script as it stands with small numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli import run
+from retrain.config import load_config
+from retrain.tracking.console import Console
+from retrain.trainer import train
+from tests.e2e.tiny import write_model, write_tokenizer
+from tests.rewards.judge_server import JudgeServer, completion, refusal
+
+FOLDER = Path(__file__).parents[1] / "examples"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+SMALL = {"training.max_steps": 1, "training.batch_size": 2, "training.group_size": 2, "training.max_tokens": 12}
+
+
+def run_small(name: str, folder: Path, **overrides: Any) -> dict[str, Any]:
+    """One small step of an example; returns its metrics."""
+    own = {
+        **SMALL,
+        "training.seed": 1,
+        "backend.adapter_path": str(folder / "adapter"),
+        "logging.log_dir": str(folder / "logs"),
+        "eval.every": 0,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    train(load_config(FOLDER / f"{name}.toml", own), console=Console(StringIO()))
+    metrics: dict[str, Any] = json.loads((folder / "logs" / "metrics.jsonl").read_text())
+    return metrics
+
+
+def test_every_example_is_described_and_every_file_described_is_there() -> None:
+    described = set(re.findall(r"^\| `(\S+)`", (FOLDER / "README.md").read_text(), re.MULTILINE))
+    assert described == {path.name for path in FOLDER.iterdir() if path.suffix in (".toml", ".py")}
+    for path in FOLDER.glob("*.toml"):
+        load_config(path)
+
+
+def test_arithmetic_runs(tmp_path: Path) -> None:
+    assert run_small("arithmetic", tmp_path)["reward_errors"] == 0
+
+
+def test_guess_number_runs_over_several_turns(tmp_path: Path) -> None:
+    metrics = run_small("guess_number", tmp_path)
+    assert 1 <= metrics["turns"] <= 4 and metrics["rollout_errors"] == 0
+    (path,) = (tmp_path / "logs").rglob("generations.jsonl")
+    (line, *_) = path.read_text().splitlines()
+    assert "1..9?" in line
+
+
+def test_calculator_runs_on_a_model_that_knows_nothing(tmp_path: Path) -> None:
+    model = write_tokenizer(write_model(tmp_path / "model"), TEMPLATE)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 4096}))
+    metrics = run_small("calculator", tmp_path, model__model=str(model), backend__devices="cpu")
+    assert metrics["rollout_errors"] == 0 and metrics["env/calls"] == 0
+
+
+def test_judge_runs_and_counts_its_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-a-test")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with JudgeServer(lambda body: completion("yes" if len(str(body)) % 2 else "no")) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        metrics = run_small("judge", tmp_path, reward__judge_cache=str(tmp_path / "cache"), reward__workers=1)
+    assert 2 <= metrics["judge_requests"] + metrics["judge_cached"] <= 5
+    assert metrics["judge_prompt_tokens"] == 100 * metrics["judge_requests"]
+    written = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert written and not any(b"sk-of-a-test" in path.read_bytes() for path in written)
+
+
+def test_a_judge_that_refuses_the_key_ends_the_run_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with JudgeServer(lambda body: refusal(401, "Incorrect API key provided: sk-wrong")) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        flags = ["--log-dir", str(tmp_path / "logs"), "--adapter-path", str(tmp_path / "adapter")]
+        assert run([str(FOLDER / "judge.toml"), *flags]) == 2
+    printed = "".join(capfd.readouterr())
+    assert "401 Unauthorized" in printed and "sk-wrong" not in printed and "Loading tokenizer" not in printed
+
+
+def test_the_plain_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = importlib.util.spec_from_file_location("rl_loop", FOLDER / "rl_loop.py")
+    assert found is not None and found.loader is not None
+    loop = importlib.util.module_from_spec(found)
+    found.loader.exec_module(loop)
+    flags = ["--steps", "2", "--batch", "2", "--group", "4", "--max-tokens", "24", "--held-out", "4"]
+    history = loop.main(flags)
+    assert len(history) == 2 and all(0 <= reward <= 1 for reward in history)
+    assert "held-out after:" in capsys.readouterr().out

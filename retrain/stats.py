@@ -6,8 +6,8 @@
     seeds_for_power(effect) -> int              seeds that find an effect of so many standard deviations
     sequential_test(differences, max_seeds)     may we stop? valid although one looks after every seed
 
-The paired t-test decides: with five seeds no sign-flip test can go below 2/32, and a percentile bootstrap covers 85 to
-92 %. The sign-flip p-value and a studentised bootstrap interval, which assume no normal distribution, stand beside it.
+The paired t-test decides: with five seeds no sign-flip test can go below 2/32, and a percentile bootstrap covers 84 to
+90 %. The sign-flip p-value and a studentised bootstrap interval, which assume no normal distribution, stand beside it.
 """
 
 from __future__ import annotations

@@ -295,6 +295,11 @@ def test_a_wrong_table_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_squeeze_cannot_be_resumed(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([write_table(tmp_path, adapter_path=str(adapter)), "--force-resume"]) == 2
+    assert "no run to resume" in capsys.readouterr().err
+
+
 def test_an_adapter_on_tinker_is_fetched_and_deleted_again(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

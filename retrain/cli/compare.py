@@ -187,6 +187,8 @@ def explanation_lines(data: dict[str, Any]) -> list[str]:
         if test["bootstrap_interval"]:
             low, high = test["bootstrap_interval"]
             lines.append(f"  Studentised bootstrap: {low:+.4f} to {high:+.4f}.")
+        elif test["interval"]:
+            lines.append("  Studentised bootstrap: none, too few of the differences are distinct.")
         if test["permutation_p"] is not None:
             least = f" ({seeds} seeds cannot give less than {_p(2 / 2**seeds)})" if seeds <= 6 else ""
             lines.append(f"  Sign-flip p = {_p(test['permutation_p'])}{least}.")

@@ -115,6 +115,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             }
             parts.backpressure.observe(metrics)
             progress.batch_size = parts.backpressure.recommend(progress.batch_size)
+            metrics |= parts.backpressure.metrics()
             if last:
                 parts.jsonl.write(EVALS, [last.record(step)])
             if training.record:
@@ -178,7 +179,6 @@ def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credi
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **rollouts.metrics,
         **credit.metrics(),
-        **parts.backpressure.metrics(),
     }
 
 

@@ -448,7 +448,9 @@ class Squeeze(Section):
 
     min_variance_retention: float = option(0.95, "Share of variance the recommended rank must keep.", gt=0, le=1)
     adapter_path: str = option("", "Adapter folder; a campaign fills it in by itself.", flag="--squeeze-adapter-path")
-    source_rank: Count = option(0, "Rank the adapter should have; 0 reads it from [model] lora_rank.", ge=0)
+    source_rank: Count = option(
+        0, "Rank the adapter must have; 0 takes any, and remarks on one that is not [model] lora_rank.", ge=0
+    )
     target_ranks: tuple[Annotated[Count, Field(ge=1)], ...] = option(
         (), "Ranks to evaluate; empty takes powers of two.", strict=False
     )

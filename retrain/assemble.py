@@ -17,6 +17,7 @@ from retrain.data import Endless, ExampleOrder, load_examples
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.folder import RunFolder
+from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
@@ -29,6 +30,9 @@ from retrain.tracking import Tracker, Trackers
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import BoolArray, Example, Group, Sampling
+
+MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
+"""Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
 
 
 @dataclass
@@ -71,12 +75,17 @@ class PlanningMasks:
 
 
 @contextmanager
-def assemble(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> Iterator[Parts]:
+def assemble(
+    config: TrainConfig,
+    force_resume: bool = False,
+    console: Console | None = None,
+    make_backend: MakeBackend | None = None,
+) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console or Console(), stack)
+            parts = _build(config, force_resume, console or Console(), stack, make_backend)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -84,7 +93,9 @@ def assemble(config: TrainConfig, force_resume: bool = False, console: Console |
         yield parts
 
 
-def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack) -> Parts:
+def _build(
+    config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, make_backend: MakeBackend | None
+) -> Parts:
     folder = RunFolder(config, force_resume, console.say)
     stack.callback(folder.close)
     config = folder.config
@@ -100,7 +111,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, console.say)
     examples = _load_training_examples(config, encoder, console.say)
     held_out = _load_held_out(config)
-    backend = _build_backend(config, tokenizer, console)
+    backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
     credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
     scorer = Scorer(encoder, reward, console.say, console.progress)
@@ -160,10 +171,9 @@ def _load_held_out(config: TrainConfig) -> Sequence[Example]:
     return held_out[: config.eval.max_examples]
 
 
-def _build_backend(config: TrainConfig, tokenizer: Any, console: Console) -> Backend:
+def _find_backend(config: TrainConfig) -> MakeBackend:
     make: Any = REGISTRIES["backend"].load(config.backend.backend, config.plugins.search_paths)
-    backend: Backend = make(config, tokenizer, console.say, console.progress)
-    return backend
+    return make  # type: ignore[no-any-return]
 
 
 def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from retrain.cli import main
+from retrain import cli
 
 # From Linux's sys/prctl.h: the signal to receive when the parent ends.
 _PR_SET_PDEATHSIG = 1
@@ -23,6 +23,7 @@ def end_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """`retrain` with the arguments of this process."""
     end_with_parent()
-    main()
+    cli.main()

@@ -19,6 +19,7 @@ from retrain.errors import CheckpointError
 from retrain.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
+_CHILD = "from retrain.campaign.child import main; main()"
 _ERROR_LINES = 3
 _ERROR_CHARACTERS = 2000
 
@@ -73,7 +74,9 @@ class LocalProcesses:
         for name, process in gone.items():
             del self.running[name]
             process.close()
-        return [Ended(name, process.exit_code() or 0, read_error(process.folder)) for name, process in gone.items()]
+        return [
+            Ended(name, process.exit_code() or 0, read_error(process.folder / STDERR)) for name, process in gone.items()
+        ]
 
     def stop(self) -> None:
         """As Ctrl-C would."""
@@ -97,7 +100,7 @@ class RunProcess:
         resume = ["--resume", str(folder)] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "retrain.campaign.child", str(folder / CONFIG_FILE), *resume],
+            [sys.executable, "-c", _CHILD, str(folder / CONFIG_FILE), *resume],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],
@@ -145,10 +148,10 @@ def has_checkpoint(folder: Path) -> bool:
     return True
 
 
-def read_error(folder: Path) -> str:
-    """The last lines that a run wrote to its standard error."""
+def read_error(path: Path) -> str:
+    """The last lines of a file of errors."""
     try:
-        text = (folder / STDERR).read_bytes()[-_ERROR_CHARACTERS:].decode("utf-8", "replace")
+        text = path.read_bytes()[-_ERROR_CHARACTERS:].decode("utf-8", "replace")
     except OSError:
         return ""
     return "\n".join([line for line in text.splitlines() if line.strip()][-_ERROR_LINES:])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import Ended, RunProcess, has_checkpoint, prepare_folder, read_error
+from retrain.campaign.processes import STDERR, Ended, RunProcess, has_checkpoint, prepare_folder, read_error
 from retrain.config import dump_config, load_config
 from retrain.errors import ConfigError, MissingExtraError
 from retrain.folder import CONFIG_FILE, LOCK_FILE
@@ -148,7 +148,7 @@ class RayCluster:
 
     def poll(self) -> list[Ended]:
         """Take over what the runs' folders gained."""
-        ended = []
+        ended: list[Ended] = []
         for flight in list(self.flights.values()):
             if flight.update is None:
                 if time.monotonic() - flight.asked_at >= POLL_S:
@@ -175,7 +175,7 @@ class RayCluster:
         if update.exit_code is not None:
             del self.flights[name]
             flight.actor.clean.remote()
-            yield Ended(name, update.exit_code, read_error(folder))
+            yield Ended(name, update.exit_code, read_error(folder / STDERR))
 
     def _send_again(self, flight: _Flight, error: str) -> Iterator[Ended]:
         """The machine or its worker is gone: another one goes on with the last checkpoint that came over."""

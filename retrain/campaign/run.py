@@ -16,6 +16,7 @@ from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Ended, Executor, LocalProcesses
 from retrain.campaign.progress import RunProgress, is_finished, is_held, read_progress, read_tail
 from retrain.campaign.screen import Screen, format_rate, format_seconds
+from retrain.campaign.shared import SharedModelProcess, refuse_unshared
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.absent import refuse_absent_parts
@@ -45,7 +46,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     if held:
         raise ConfigError(f"{held[0]} of {folder} is still running on its own.  Try: wait for it, or stop it")
     screen = Screen()
-    executor = build_executor(config, runs, screen.say)
+    executor = build_executor(config, folder, runs, screen.say)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
@@ -215,13 +216,16 @@ def choose_folder(config: TrainConfig) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def build_executor(config: TrainConfig, runs: Sequence[Run], say: Callable[[str], None]) -> Executor:
+def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], say: Callable[[str], None]) -> Executor:
     """Where the runs execute."""
     assert config.campaign is not None
     if config.campaign.executor == "ray":
         from retrain.campaign.ray import RayCluster  # noqa: PLC0415  (an optional extra)
 
         return RayCluster(config.campaign.gpus_per_run, say)
+    if config.campaign.share_model:
+        refuse_unshared(runs)
+        return SharedModelProcess(folder)
     return LocalProcesses()
 
 

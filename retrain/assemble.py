@@ -27,6 +27,7 @@ from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
 from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
 from retrain.tracking import Tracker, Trackers
+from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import BoolArray, Example, Group, Sampling
@@ -129,7 +130,7 @@ def _build(
         sepa=SEPAController(config.sepa),
         backpressure=NoBackPressure(),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder)]),
+        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say)]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
@@ -210,9 +211,14 @@ def _build_evaluator(config: TrainConfig, scorer: Scorer, held_out: Sequence[Exa
     return Evaluator(scorer, held_out, own, config.eval.every, config.eval.k or config.eval.samples)
 
 
-def _optional_trackers(config: TrainConfig, folder: RunFolder) -> list[Tracker]:
-    if not config.logging.wandb_project:
-        return []
-    from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and only wanted when asked for)
+def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+    trackers: list[Tracker] = []
+    if config.logging.wandb_project:
+        from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and seldom asked for)
 
-    return [WandbTracker(folder.path)]
+        trackers.append(InBackground("wandb", WandbTracker(folder.path), say))
+    if config.logging.trackio_project:
+        from retrain.tracking.trackio import TrackioTracker  # noqa: PLC0415  (an optional extra)
+
+        trackers.append(InBackground("trackio", TrackioTracker(folder.path), say))
+    return trackers

@@ -129,6 +129,8 @@ def _find_problems(config: TrainConfig) -> Iterator[Problem]:
         for path, _ in condition_overrides(condition):
             if path in _NOT_IN_CONDITIONS:
                 yield Problem(f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions.")
+    if config.squeeze is not None and config.squeeze.adapter_path:
+        yield Problem("[squeeze] adapter_path", "is set, but a campaign analyses the adapter of its first run.")
     if campaign.gpus_per_run > 1 and campaign.gpus_per_run != int(campaign.gpus_per_run):
         yield Problem(
             "[campaign] gpus_per_run", f"is {campaign.gpus_per_run}; above 1 Ray gives whole GPUs.", "Try: 2.0"

@@ -7,6 +7,7 @@ import json
 import os
 import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ def read_progress(folder: Path) -> RunProgress:
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
     )
+
+
+def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
+    """Steps left of runs that go on or are to come, at the mean pace so far, so many runs at a time."""
+    paces = [run.step_seconds for run in runs if run.step_seconds is not None]
+    open_runs = [run for run in runs if run.status in ("running", "pending")]
+    if not paces:
+        return None
+    left = sum((run.max_steps or 0) - run.step for run in open_runs)
+    return left * sum(paces) / len(paces) / max(1, min(at_once, len(open_runs)))
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:

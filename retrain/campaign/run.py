@@ -11,12 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from retrain.campaign.decide import EarlyLook, refuse_few_seeds, stopped_early, summarise
 from retrain.campaign.manifest import MANIFEST, Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Ended, Executor, LocalProcesses
-from retrain.campaign.progress import RunProgress, is_finished, is_held, read_progress, read_tail
+from retrain.campaign.progress import RunProgress, is_finished, is_held, read_progress, read_tail, seconds_left
 from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess, refuse_unshared
+from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.absent import refuse_absent_parts
@@ -39,6 +41,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
         refuse_absent_parts(run.config)
+    if config.campaign is not None and config.campaign.stop_when:
+        refuse_few_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         _refuse_other_campaign(earlier, runs)
@@ -75,18 +79,22 @@ class Campaign:
         self.running: dict[str, float] = {}
         """When each of them was started."""
         self.next_start = 0.0
+        self.early_look = EarlyLook(runs, manifest) if self.settings.stop_when else None
+        self.squeeze = FirstRunAnalysis(config, manifest)
         at_once = self.settings.max_workers or len(runs)
         self.slots = at_once if self.settings.parallel or self.settings.share_model else 1
 
     def run(self, told: list[int]) -> int:
         """Until nothing is left, or a signal comes."""
         self._introduce()
+        self._look()
         try:
             while (self.pending or self.running) and not told:
                 self._start_some()
                 for ended in self.executor.poll():
                     self._note_end(ended)
-                self.screen.show(self._progress(), self._seconds_left())
+                self.squeeze.collect(self.screen.say)
+                self._show()
                 time.sleep(POLL_S)
             if told:
                 self._stop(told)
@@ -133,8 +141,23 @@ class Campaign:
         )
         rate = format_rate((facts["final"] or {}).get("correct_rate"))
         self.screen.say(f"{run.name}: {status} at step {facts['step']} in {format_seconds(seconds)}, correct {rate}")
+        if status == "finished":
+            self.squeeze.begin(run)
+            self._look()
         if status == "failed":
             self.screen.say(f"  {ended.error or f'exit code {ended.exit_code}'}\n  All it wrote: {run.folder}")
+
+    def _look(self) -> None:
+        """Leave out what a sequential test has made needless."""
+        if self.early_look is None:
+            return
+        for sentence in self.early_look.look():
+            self.screen.say(sentence)
+        needless = [run for run in self.pending if self.early_look.is_settled(run.condition)]
+        self.pending = [run for run in self.pending if run not in needless]
+        self.early_look.table["skipped"] = sorted({*self.early_look.table["skipped"], *(run.name for run in needless)})
+        for run in needless:
+            self.manifest.note(run.name, status="skipped")
 
     def _stop(self, told: list[int]) -> None:
         """Runs save and end; those that take too long, or a second signal, end at once."""
@@ -148,6 +171,14 @@ class Campaign:
                 self.executor.kill()
             time.sleep(POLL_S)
 
+    def _show(self, force: bool = False) -> None:
+        if not self.screen.is_due() and not force:
+            return
+        progress = self._progress()
+        # Runs that share a model take their steps in turn.
+        left = seconds_left(list(progress.values()), 1 if self.settings.share_model else self.slots)
+        self.screen.show(progress, left)
+
     def _progress(self) -> dict[str, RunProgress]:
         """How each run stands; the campaign knows the status better than the folder."""
         shown = {}
@@ -157,24 +188,17 @@ class Campaign:
             shown[name] = replace(progress, status=status, max_steps=run.max_steps)
         return shown
 
-    def _seconds_left(self) -> float | None:
-        """Steps left of all runs at the mean pace so far, shared by the slots."""
-        progress = self._progress()
-        paces = [run.step_seconds for run in progress.values() if run.step_seconds is not None]
-        if not paces:
-            return None
-        left = sum((run.max_steps or 0) - run.step for run in progress.values() if run.status in ("running", "pending"))
-        # Runs that share a model take their steps in turn.
-        at_once = 1 if self.settings.share_model else min(self.slots, max(1, len(self.pending) + len(self.running)))
-        return left * sum(paces) / len(paces) / at_once
-
     def _conclude(self, stopped: bool) -> int:
         statuses = [self.manifest[name]["status"] for name in self.runs]
         bad = [name for name in self.runs if self.manifest[name]["status"] == "failed"]
         whole = all(status in ("finished", "skipped") for status in statuses)
         self.manifest.end("interrupted" if stopped else "finished" if whole else "failed")
-        self.screen.show(self._progress(), None, force=True)
+        self._show(force=True)
         folder = self.manifest.folder
+        if not stopped:
+            self.squeeze.collect(self.screen.say, wait=True)
+            for line in (*summarise(self.manifest), *stopped_early(self.manifest.table)):
+                self.screen.say(line)
         if whole:
             self.screen.say(f"Done: {len(statuses)} runs in {folder}.")
             return 0

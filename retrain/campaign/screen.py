@@ -52,11 +52,12 @@ class Screen:
             # Nobody listens any more; a campaign does not end for that.
             sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (for as long as the program lives)
 
-    def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None, force: bool = False) -> None:
-        """Draw how the runs stand, unless that was done a moment ago."""
-        every = LIVE_EVERY_S if self.live is not None else PLAIN_EVERY_S
-        if time.monotonic() - self.drawn_at < every and not force:
-            return
+    def is_due(self) -> bool:
+        """Whether some time has passed since the runs were shown."""
+        return time.monotonic() - self.drawn_at >= (LIVE_EVERY_S if self.live is not None else PLAIN_EVERY_S)
+
+    def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None) -> None:
+        """Draw how the runs stand."""
         self.drawn_at = time.monotonic()
         done = sum(run.status in ("finished", "skipped") for run in runs.values())
         summary = f"{done} of {len(runs)} runs done, about {format_seconds(left_seconds)} left"
@@ -64,12 +65,15 @@ class Screen:
             rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))
             self.live.update(draw_table([(name, *cells(run)) for name, run in rows], summary), refresh=True)
             return
-        for name, run in runs.items():
+        going = [(name, run) for name, run in runs.items() if run.status == "running"]
+        for name, run in going:
             # A pipe is not told what it was told before.
-            if run.status == "running" and run.step > self.shown.get(name, 0):
+            if run.step > self.shown.get(name, 0):
                 self.shown[name] = run.step
                 step, eta, correct = cells(run)[1:4]
                 self.say(f"  {name}: step {step}, correct {correct}, {eta} left")
+        if going:
+            self.say(f"  {summary}")
 
 
 def cells(run: RunProgress) -> tuple[str, ...]:
@@ -77,7 +81,7 @@ def cells(run: RunProgress) -> tuple[str, ...]:
     return (
         run.status,
         f"{run.step}/{run.max_steps}" if run.max_steps is not None else str(run.step),
-        format_seconds(run.eta_seconds),
+        format_seconds(run.eta_seconds) if run.status == "running" else "-",
         format_rate(run.correct_rate),
         format_rate(run.held_out),
         f"{format_seconds(run.quiet_seconds)} ago" if run.quiet_seconds is not None else "-",

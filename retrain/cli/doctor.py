@@ -64,6 +64,7 @@ _PACKAGES: dict[str, tuple[str, Test]] = {
     "math-verify": ('[reward] type = "math"', lambda c: "math" in (c.reward.type, *(t.type for t in c.reward.terms))),
     "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
     "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
+    "trackio": ("[logging] trackio_project", lambda c: bool(c.logging.trackio_project)),
     "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
     "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),
     "ray": ('[campaign] executor = "ray"', lambda c: c.campaign is not None and c.campaign.executor == "ray"),

@@ -51,6 +51,8 @@ class WandbTracker:
             resume="allow",
             # Several runs of one process are open at once when they share a model.
             reinit="create_new",
+            # It would wrap the standard output of the whole process, from a thread.
+            settings=wandb.Settings(console="off"),
         )
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
@@ -73,6 +75,7 @@ def log_squeeze(config: TrainConfig, folder: Path, analysis: Mapping[str, Any]) 
         config={key: value for key, value in analysis.items() if key != "ranks"},
         dir=str(folder),
         reinit="create_new",
+        settings=wandb.Settings(console="off"),
     )
     columns = ["rank", "mean", "minimum", "maximum"]
     table = wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in analysis["ranks"]])

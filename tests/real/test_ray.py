@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.real.conftest import Prepare
+from .conftest import Prepare
 
 pytestmark = pytest.mark.real
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from retrain.advantages import CreditAssigner
 from retrain.backends import Backend
-from retrain.backpressure import BackPressure, NoBackPressure
+from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
@@ -128,7 +128,7 @@ def _build(
         credit=credit,
         planning=build_planning(config, texts) if credit.needs_planning else None,
         sepa=SEPAController(config.sepa),
-        backpressure=NoBackPressure(),
+        backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
         tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say)]),
         jsonl=jsonl,
@@ -209,6 +209,14 @@ def _build_evaluator(config: TrainConfig, scorer: Scorer, held_out: Sequence[Exa
         seed=derive_seed(config.training.seed, "eval"),
     )
     return Evaluator(scorer, held_out, own, config.eval.every, config.eval.k or config.eval.samples)
+
+
+def _build_backpressure(config: TrainConfig) -> BackPressure:
+    if not config.backpressure.enabled:
+        return NoBackPressure()
+    # As the model is loaded: in bf16 on a GPU, in float32 on a CPU, unless told otherwise.
+    wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and config.backend.devices == "cpu")
+    return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 
 def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:

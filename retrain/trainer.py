@@ -123,6 +123,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             }
             parts.backpressure.observe(metrics)
             progress.batch_size = parts.backpressure.recommend(progress.batch_size)
+            metrics |= parts.backpressure.metrics()
             if last:
                 parts.jsonl.write(EVALS, [last.record(step)])
             if training.record:
@@ -185,7 +186,6 @@ def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credi
         "reward_errors": rollouts.errors,
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **credit.metrics(),
-        **parts.backpressure.metrics(),
     }
 
 

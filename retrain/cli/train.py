@@ -94,6 +94,11 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run what the file describes."""
     refuse_absent_parts(config)
+    if config.squeeze is not None and config.kind == "squeeze":
+        from retrain.squeeze import squeeze  # noqa: PLC0415  (loads PyTorch)
+
+        squeeze(config.squeeze, _say, config.model.lora_rank)
+        return 0
     from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
 
     try:

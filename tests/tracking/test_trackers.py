@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,18 @@ def test_wandb_without_a_key_says_how_to_log_in(tmp_path: Path, monkeypatch: pyt
 
 
 def read_wandb(folder: Path) -> list[Any]:
-    """Every record of the offline runs below a folder. Their files are LevelDB logs of wandb's own messages."""
+    """Every record of the offline run below a folder, once wandb's own process has written the last one."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        records = scan_wandb(folder)
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError("the run did not end")
+
+
+def scan_wandb(folder: Path) -> list[Any]:
+    """The records so far. The files are LevelDB logs of wandb's own messages."""
     from wandb.proto import wandb_internal_pb2
 
     records = []

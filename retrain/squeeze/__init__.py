@@ -1,0 +1,7 @@
+"""LoRA-Squeeze (arXiv 2602.10993): which rank a trained adapter needed, and the adapter at that rank."""
+
+from retrain.squeeze.analyze import Analysis, RankVariance, analyze_adapter
+from retrain.squeeze.compress import compress_adapter
+from retrain.squeeze.run import squeeze
+
+__all__ = ["Analysis", "RankVariance", "analyze_adapter", "compress_adapter", "squeeze"]

@@ -1,0 +1,91 @@
+"""An adapter at a lower rank: each layer's update replaced by the nearest one of rank k (Eckart and Young 1936)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from retrain.errors import ConfigError
+from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
+from retrain.squeeze.analyze import torch_device
+
+
+def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: int, device: str = "cpu") -> Path:
+    """Write the adapter at `rank` into `output_path`, in PEFT layout; an adapter that is there is replaced."""
+    source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
+    place = torch_device(device)
+    _require_room(source, target)
+    with Adapter(source) as adapter:
+        if not 1 <= rank <= adapter.rank:
+            raise ConfigError(f"[squeeze] compress_to = {rank} is not within the adapter's rank of {adapter.rank}.")
+        tensors = {name: adapter.tensor(name) for name in adapter.others}
+        for pair, a, b in adapter.factors(place):
+            low_a, low_b = truncate(a, b, rank)
+            tensors[pair.a] = low_a.to("cpu", adapter.tensor(pair.a).dtype).contiguous()
+            tensors[pair.b] = low_b.to("cpu", adapter.tensor(pair.b).dtype).contiguous()
+        config = scale_config(adapter.config, adapter.rank, rank)
+    _write(target, config, tensors)
+    return target
+
+
+@torch.no_grad()
+def truncate(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors of the best rank-k approximation of B·A, its singular values shared out evenly between them."""
+    q_b, r_b = torch.linalg.qr(b.double())
+    q_a, r_a = torch.linalg.qr(a.T.double())
+    u, values, v = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
+    kept = min(rank, len(values))
+    roots = values[:kept].sqrt()
+    low_b = torch.zeros(b.shape[0], rank, dtype=torch.float64, device=b.device)
+    low_a = torch.zeros(rank, a.shape[1], dtype=torch.float64, device=a.device)
+    low_b[:, :kept] = (q_b @ u[:, :kept]) * roots
+    low_a[:kept] = (q_a @ v[:kept].T * roots).T
+    return low_a, low_b
+
+
+def scale_config(config: dict[str, Any], source_rank: int, rank: int) -> dict[str, Any]:
+    """The adapter's settings at another rank, with alpha such that the factor on B·A stays what it was.
+
+    PEFT multiplies by alpha / r, and by alpha / sqrt(r) with use_rslora.
+    """
+    ratio = math.sqrt(rank / source_rank) if config.get("use_rslora") else rank / source_rank
+
+    def scaled(alpha: float) -> float:
+        value = alpha * ratio
+        return int(value) if float(value).is_integer() else value
+
+    # What PEFT takes where a file says nothing.
+    alpha = config.get("lora_alpha", 8)
+    patterns = {name: scaled(value) for name, value in (config.get("alpha_pattern") or {}).items()}
+    return config | {"r": rank, "lora_alpha": scaled(alpha), "alpha_pattern": patterns, "rank_pattern": {}}
+
+
+def _require_room(source: Path, target: Path) -> None:
+    if target.resolve() == source.resolve():
+        raise ConfigError("[squeeze] output_path is the adapter itself, which stays as it is.  Try: another folder")
+    held = list(target.iterdir()) if target.is_dir() else []
+    if (target.exists() and not target.is_dir()) or (held and not (target / CONFIG).is_file()):
+        raise ConfigError(f"[squeeze] output_path = {str(target)!r} holds something other than an adapter.")
+
+
+def _write(target: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Written beside and renamed: a kill leaves no half adapter under the name that was asked for."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})
+        (draft / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(draft, target)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigError(f"[squeeze] output_path = {str(target)!r} cannot be written: {error}.") from error

@@ -1,0 +1,72 @@
+"""What a [squeeze] table asks for, done: fetch, analyse, print, compress. Campaigns call it after their first run."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from retrain.config.schema import Squeeze
+from retrain.errors import ConfigError, MissingExtraError
+from retrain.squeeze.analyze import Analysis, analyze_adapter
+from retrain.squeeze.compress import compress_adapter
+
+REMOTE = "tinker://"
+
+
+def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0) -> Analysis:
+    """Analyse the adapter of a [squeeze] table, and compress it where the table names an output.
+
+    `trained_rank` is what the configuration says the adapter was trained with; a difference is remarked on.
+    """
+    if not settings.adapter_path:
+        raise ConfigError(
+            '[squeeze] adapter_path is empty.  Try: adapter_path = "logs/train/checkpoints/step_000020/adapter"'
+        )
+    if settings.compress_to and not settings.output_path:
+        raise ConfigError('[squeeze] compress_to is set, but output_path is empty.  Try: output_path = "small_adapter"')
+    with local_folder(settings.adapter_path) as folder:
+        analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
+        _check_rank(settings, analysis.source_rank, trained_rank, say)
+        say(f"{settings.adapter_path}: {analysis.layers} layers, rank {analysis.source_rank}")
+        if analysis.untrained:
+            say(f"{len(analysis.untrained)} layers have no update and are left out, the first {analysis.untrained[0]}.")
+        say(analysis.table())
+        kept = 100 * settings.min_variance_retention
+        if all(row.mean < settings.min_variance_retention for row in analysis.ranks):
+            say(f"No evaluated rank keeps {kept:g}% of the variance, so rank {analysis.source_rank} is recommended.")
+        else:
+            say(f"Recommended rank: {analysis.recommended_rank} (keeps at least {kept:g}% of the variance)")
+        if settings.output_path:
+            rank = settings.compress_to or analysis.recommended_rank
+            written = compress_adapter(folder, settings.output_path, rank, settings.device)
+            say(f"Wrote the adapter at rank {rank} to {written}")
+    return analysis
+
+
+def _check_rank(settings: Squeeze, found: int, trained_rank: int, say: Callable[[str], None]) -> None:
+    if settings.source_rank and settings.source_rank != found:
+        raise ConfigError(f"[squeeze] source_rank = {settings.source_rank}, but the adapter has rank {found}.")
+    if not settings.source_rank and trained_rank and trained_rank != found:
+        say(f"Note: the adapter has rank {found}, while [model] lora_rank is {trained_rank}.")
+
+
+@contextmanager
+def local_folder(adapter_path: str) -> Iterator[Path]:
+    """The adapter's folder; one on Tinker is fetched, and deleted again afterwards."""
+    if not adapter_path.startswith(REMOTE):
+        yield Path(adapter_path).expanduser()
+        return
+    try:
+        # By name: it needs the extra, without which the rest of this package works.
+        tinker: Any = importlib.import_module("retrain.backends.tinker")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"[squeeze] adapter_path = {adapter_path!r} needs the Tinker client ({error}).  "
+            'Try: pip install -e ".[tinker]"'
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="retrain_squeeze_") as scratch:
+        yield tinker.fetch_adapter(adapter_path, Path(scratch))

@@ -3,8 +3,9 @@
     python benchmarks/campaign.py [--runs 4] [--steps 5] [--layers 0] [--width 512] [--device cpu]
 
 Without --layers the embedded model learns arithmetic. With it, a random Qwen3 model of that size is trained on random
-rewards: what a step costs does not depend on what it learns. Wall time is of the whole command; memory is the most that
-all its processes held at once, as Linux counts it (shared pages once), and on a GPU what nvidia-smi says.
+rewards: what a step costs does not depend on what it learns. Wall and CPU time are of the whole command, all processes
+together; memory is the most that they held at once, as Linux counts it (shared pages once), and on a GPU what nvidia-smi
+says. "per run" is the CPU time of a run against that of one alone; on a busy machine it says more than wall time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -95,6 +97,12 @@ def memory_of(root: int) -> int:
     return total
 
 
+def cpu_seconds() -> float:
+    """Of everything this process started and that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def gpu_memory() -> int:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) * 2**20
@@ -106,7 +114,7 @@ def measure(folder: Path, name: str, seeds: list[int], share: bool, options: arg
         device=options.device, model=model, name=name, seeds=seeds, steps=options.steps, share=str(share).lower()
     )
     (folder / f"{name}.toml").write_text(text)
-    started = time.perf_counter()
+    started, before = time.perf_counter(), cpu_seconds()
     process = subprocess.Popen(
         [sys.executable, "-m", "retrain", f"{name}.toml"], cwd=folder, stdout=subprocess.DEVNULL, env=os.environ
     )
@@ -119,7 +127,8 @@ def measure(folder: Path, name: str, seeds: list[int], share: bool, options: arg
     assert process.returncode == 0, f"{name} failed; see {folder}"
     runs = json.loads((folder / name / "manifest.json").read_text())["runs"]
     assert [run["step"] for run in runs] == [options.steps] * len(seeds)
-    return {"seconds": time.perf_counter() - started, "memory": most, "gpu": most_gpu}
+    wall, cpu = time.perf_counter() - started, cpu_seconds() - before
+    return {"wall": wall, "cpu": cpu, "memory": most, "gpu": most_gpu}
 
 
 def main() -> None:
@@ -143,11 +152,12 @@ def main() -> None:
         }
         results = {title: measure(folder, *case, options) for title, case in cases.items()}
     first = next(iter(results.values()))
-    print(f"| {'':<24} | wall s | per run | memory MB | GPU MB |\n|---|---|---|---|---|")
+    print("| | wall s | CPU s | per run | memory MB | GPU MB |\n|---|---|---|---|---|---|")
     for title, (_, used, _) in cases.items():
         r = results[title]
-        share = r["seconds"] / len(used) / first["seconds"]
-        print(f"| {title:<24} | {r['seconds']:.1f} | {share:.2f} | {r['memory'] / 1e6:.0f} | {r['gpu'] / 1e6:.0f} |")
+        share = r["cpu"] / len(used) / first["cpu"]
+        memory, gpu = r["memory"] / 1e6, r["gpu"] / 1e6
+        print(f"| {title} | {r['wall']:.1f} | {r['cpu']:.1f} | {share:.2f} | {memory:.0f} | {gpu:.0f} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The campaign of examples/, with fewer seeds and steps: real training, one model for all runs, and all that follows."""
+"""The campaign of examples/, with fewer seeds and steps: real training, one model, and all that follows."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
     sent = []
     monkeypatch.setattr("retrain.tracking.wandb.log_squeeze", lambda config, folder, found: sent.append(found))
     tables = {"squeeze": {}, "logging": {"wandb_project": "tests"}}
-    run_with(
-        FakeExecutor(with_adapter), campaign_config(tmp_path / "a", tables), monkeypatch
-    )
+    run_with(FakeExecutor(with_adapter), campaign_config(tmp_path / "a", tables), monkeypatch)
     assert [found["run"] for found in sent] == ["grpo+none_s1"]
 
     def fail(*given: object) -> None:
@@ -68,4 +66,3 @@ def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
     assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
     assert "Warning: wandb did not take the analysis: no network" in capsys.readouterr().out
     assert manifest_of(tmp_path / "b")["squeeze"]["source_rank"] == 8
-

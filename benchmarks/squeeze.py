@@ -2,7 +2,8 @@
 
     python benchmarks/squeeze.py [--layers 36] [--rank 128] [--compress-to 32]
 
-Targets: the analysis takes at most 20 s on two cores, and its memory stays within twice the adapter.
+Targets: the analysis takes at most 20 s on two cores, and its memory stays within twice the adapter. It runs in one
+thread, and its processor time is held against the target: on a machine that others use, the clock says little.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHILD = """
 import json, resource, sys, time
 import torch
 from retrain.squeeze import analyze_adapter, compress_adapter
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 def cpu():
@@ -82,7 +83,7 @@ def main() -> int:
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             seconds, cpu, memory = json.loads(done.stdout)
             print(f"{task:<10}{seconds:>9.1f}{cpu:>8.1f}{memory / 1e9:>7.2f} GB{memory / size:>10.2f}x")
-            missed |= task == "analyse" and (seconds > MOST_SECONDS or memory > MOST_TIMES * size)
+            missed |= task == "analyse" and (cpu > MOST_SECONDS or memory > MOST_TIMES * size)
     print(f"targets of the analysis: {'MISSED' if missed else 'met'}")
     return int(missed)
 

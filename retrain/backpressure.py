@@ -7,6 +7,7 @@ X(p) = γ p / (1 + σ(p−1) + κ p(p−1)), with contention σ, crosstalk κ an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,8 @@ from retrain.config.schema import Backpressure
 from retrain.types import StepMetrics
 
 WINDOW = 100
+# Steps of every size that are kept beyond the window: a law that forgot the sizes it left could not be fitted any more.
+KEPT_PER_SIZE = 4
 # The law has three parameters.
 LEAST_SIZES = 3
 # A step this much slower than the law says waits for memory: it swaps, spills or recomputes.
@@ -117,8 +120,10 @@ class USLBackPressure:
         self.group_size = group_size
         self.bytes_per_weight = bytes_per_weight
         self.seen: list[tuple[int, float]] = []
-        """(completions at a time, tokens a second) of the last steps."""
+        """(completions at a time, tokens a second) of the last steps, and of a few of each size before them."""
         self.observed = 0
+        self.fresh = True
+        """Whether this process has not taken a step yet; the first one loads, compiles and allocates."""
         self.throughput: float | None = None
         self.law: USL | None = None
         self.action: Action = "explore"
@@ -132,7 +137,8 @@ class USLBackPressure:
         seconds = [float(metrics[key] or 0.0) for key in ("sample_time_s", "score_time_s", "train_time_s")]
         tokens = float(metrics["tokens_per_s"] or 0.0) * seconds[0]
         self.observed += 1
-        if tokens <= 0 or sum(seconds) <= 0:
+        fresh, self.fresh = self.fresh, False
+        if fresh or tokens <= 0 or sum(seconds) <= 0:
             return
         p = int(metrics["batch_size"] or 0) * int(metrics["group_size"] or 0)
         throughput = tokens / sum(seconds)
@@ -140,10 +146,9 @@ class USLBackPressure:
         decay = self.settings.ema_decay
         # The running mean is of one size: it begins anew where the size changes.
         self.throughput = decay * (self.throughput or 0.0) + (1 - decay) * throughput if same_size else throughput
-        self.seen = [*self.seen, (p, throughput)][-WINDOW:]
+        self.seen = _newest([*self.seen, (p, throughput)])
         if not self.warming_up:
             sizes, throughputs = np.array(self.seen, dtype=np.float64).T
-            # A window that holds one size has nothing new to say about the law.
             self.law = fit_usl(sizes, throughputs) or self.law
 
     @property
@@ -232,6 +237,17 @@ class USLBackPressure:
         self.throughput = state["throughput"]
         self.law = USL(**state["law"]) if state["law"] is not None else None
         self.action = state["action"]
+
+
+def _newest(seen: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The last steps, and the last few of each size."""
+    counts: Counter[int] = Counter()
+    kept = []
+    for age, (p, throughput) in enumerate(reversed(seen)):
+        counts[p] += 1
+        if age < WINDOW or counts[p] <= KEPT_PER_SIZE:
+            kept.append((p, throughput))
+    return kept[::-1]
 
 
 def _ladder(low: int, high: int) -> list[int]:

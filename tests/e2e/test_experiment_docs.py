@@ -1,0 +1,92 @@
+"""Every command in the pages on statistics, squeeze and back pressure is run, on the embedded model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+
+DOCS = Path(__file__).parents[2] / "docs"
+RUN = """
+[backend]
+devices = "cpu"
+adapter_path = "adapter"
+
+[model]
+model = "builtin:tiny"
+lora_rank = 4
+
+[training]
+max_steps = 2
+batch_size = 2
+group_size = 4
+max_tokens = 8
+save_every = 1
+
+[data]
+source = "arithmetic"
+
+[eval]
+every = 2
+max_examples = 4
+
+[reward]
+workers = 1
+"""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each command; a shell loop is unrolled."""
+
+    def unroll(match: re.Match[str]) -> str:
+        name, values, body = match.groups()
+        return "".join(body.replace(f"${name}", value) for value in values.split())
+
+    for block in blocks(page, "bash"):
+        text = re.sub(r"for (\w+) in ([^;]+); do\n(.*?)^done$", unroll, block, flags=re.M | re.S)
+        for line in filter(None, map(str.strip, text.splitlines())):
+            words = shlex.split(line)
+            assert words[0] == "retrain", line
+            yield words[1:]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_run.toml").write_text(RUN)
+    return tmp_path
+
+
+def test_the_commands_of_the_research_guide_work(capsys: pytest.CaptureFixture[str]) -> None:
+    given = list(commands("research-guide.md"))
+    for words in given:
+        assert run(words) == 0, words
+    text = capsys.readouterr().out
+    assert {words[0] for words in given} == {"my_run.toml", "compare", "diff"}
+    assert "Noise floor" in text and "Options that differ" in text
+
+
+def test_the_commands_of_the_squeeze_page_work(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Long enough for an answer, or no group would teach anything and the adapter stayed zero.
+    assert run(["my_run.toml", "--seed", "1", "--max-tokens", "48", "--batch-size", "4"]) == 0
+    (folder / "squeeze.toml").write_text(blocks("squeeze.md", "toml")[0])
+    for words in commands("squeeze.md"):
+        assert run(words) == 0, words
+    assert "Wrote the adapter at rank 2 to small_adapter" in capsys.readouterr().out
+    exec(blocks("squeeze.md", "python")[0], {})
+    assert (folder / "small_adapter" / "adapter_config.json").is_file()
+
+
+def test_the_commands_of_the_back_pressure_page_work(folder: Path) -> None:
+    for words in commands("back-pressure.md"):
+        assert run(words) == 0, words
+    assert '"bp_action": "explore"' in (folder / "logs" / "train" / "metrics.jsonl").read_text()

@@ -5,7 +5,8 @@
 Without --layers the embedded model learns arithmetic. With it, a random Qwen3 model of that size is trained on random
 rewards: what a step costs does not depend on what it learns. Wall and CPU time are of the whole command, all processes
 together; memory is the most that they held at once, as Linux counts it (shared pages once), and on a GPU what
-nvidia-smi says. "per run" is the CPU time of a run against that of one alone; on a busy machine it says more than wall time.
+nvidia-smi says. "per run" is the CPU time of a run against that of one alone; on a busy machine it says more than wall
+time.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -375,3 +376,34 @@ def test_a_pipe_is_told_how_far_the_runs_are(tmp_path: Path, monkeypatch: Patch,
     printed = capsys.readouterr().out
     assert re.search(r"^  grpo\+none_s1: step 1/4, correct 25\.0%, [12] s left$", printed, re.MULTILINE)
     assert re.search(r"^  0 of 4 runs done, about 8 s left$", printed, re.MULTILINE)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_table_of_all_runs(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("retrain.campaign.screen.LIVE_EVERY_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert run_with(FakeExecutor(codes={"maxrl+none_s1": 1}), campaign_config(tmp_path), monkeypatch) == 1
+    # Without colours; what is redrawn is there once more.
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert all(word in shown for word in ("run", "state", "step", "ETA", "correct", "held-out"))
+    last = shown.rpartition("held-out")[2]
+    assert re.search(r"grpo\+none_s1 +finished +4/4 +- +50\.1%", last)
+    assert re.search(r"maxrl\+none_s1 +failed +2/4", last)
+    assert "3 of 4 runs done" in last
+
+
+def test_nobody_listening_does_not_end_a_campaign(tmp_path: Path, monkeypatch: Patch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch) == 0
+    assert set(statuses(tmp_path).values()) == {"finished"}

@@ -124,7 +124,7 @@ def measure(folder: Path, name: str, seeds: list[int], share: bool, options: arg
         most = max(most, memory_of(process.pid))
         if options.device != "cpu":
             most_gpu = max(most_gpu, gpu_memory())
-        time.sleep(0.3)
+        time.sleep(1.0)
     assert process.returncode == 0, f"{name} failed; see {folder}"
     runs = json.loads((folder / name / "manifest.json").read_text())["runs"]
     assert [run["step"] for run in runs] == [options.steps] * len(seeds)

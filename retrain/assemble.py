@@ -18,6 +18,7 @@ from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.folder import RunFolder
+from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
@@ -27,9 +28,13 @@ from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
 from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
 from retrain.tracking import Tracker, Trackers
+from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import BoolArray, Example, Group, Sampling
+
+MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
+"""Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
 
 
 @dataclass
@@ -72,12 +77,17 @@ class PlanningMasks:
 
 
 @contextmanager
-def assemble(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> Iterator[Parts]:
+def assemble(
+    config: TrainConfig,
+    force_resume: bool = False,
+    console: Console | None = None,
+    make_backend: MakeBackend | None = None,
+) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console or Console(), stack)
+            parts = _build(config, force_resume, console or Console(), stack, make_backend)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -85,7 +95,9 @@ def assemble(config: TrainConfig, force_resume: bool = False, console: Console |
         yield parts
 
 
-def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack) -> Parts:
+def _build(
+    config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, make_backend: MakeBackend | None
+) -> Parts:
     folder = RunFolder(config, force_resume, console.say)
     stack.callback(folder.close)
     config = folder.config
@@ -100,7 +112,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
-    backend = _build_backend(config, tokenizer, console)
+    backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
     scorer = problems.scorer(backend.capabilities.context_length)
     sampling = training_distribution(config)
@@ -117,7 +129,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder)]),
+        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say)]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
@@ -186,10 +198,9 @@ def _load_held_out(config: TrainConfig) -> Sequence[Example]:
     return held_out[: config.eval.max_examples]
 
 
-def _build_backend(config: TrainConfig, tokenizer: Any, console: Console) -> Backend:
+def _find_backend(config: TrainConfig) -> MakeBackend:
     make: Any = REGISTRIES["backend"].load(config.backend.backend, config.plugins.search_paths)
-    backend: Backend = make(config, tokenizer, console.say, console.progress)
-    return backend
+    return make  # type: ignore[no-any-return]
 
 
 def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
@@ -236,9 +247,14 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 
-def _optional_trackers(config: TrainConfig, folder: RunFolder) -> list[Tracker]:
-    if not config.logging.wandb_project:
-        return []
-    from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and only wanted when asked for)
+def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+    trackers: list[Tracker] = []
+    if config.logging.wandb_project:
+        from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and seldom asked for)
 
-    return [WandbTracker(folder.path)]
+        trackers.append(InBackground("wandb", WandbTracker(folder.path), say))
+    if config.logging.trackio_project:
+        from retrain.tracking.trackio import TrackioTracker  # noqa: PLC0415  (an optional extra)
+
+        trackers.append(InBackground("trackio", TrackioTracker(folder.path), say))
+    return trackers

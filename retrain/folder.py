@@ -18,6 +18,7 @@ from retrain.seeding import fresh_seed
 from retrain.tracking.jsonl import FILES, cut_logs
 
 CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
 
 # A resume may change these: they say how long, where and how fast, not what is being learnt.
 FREE_TO_CHANGE = (
@@ -46,7 +47,7 @@ class RunFolder:
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = _lock(self.path)
+            self.lock = lock_folder(self.path)
         except OSError as error:
             raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
         try:
@@ -92,7 +93,7 @@ class RunFolder:
                 f"{self.path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
             ) from error
         self.path.mkdir()
-        earlier, self.lock = self.lock, _lock(self.path)
+        earlier, self.lock = self.lock, lock_folder(self.path)
         earlier.close()
         self.say(f"{self.path} held an earlier run; it is now {aside} (to go on with it: --resume {aside}).")
 
@@ -154,9 +155,9 @@ def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"seed": seed})})
 
 
-def _lock(path: Path) -> TextIO:
+def lock_folder(path: Path) -> TextIO:
     """Hold the folder for as long as the returned file is open; the system lets go even after a kill."""
-    file = (path / ".lock").open("a+")
+    file = (path / LOCK_FILE).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

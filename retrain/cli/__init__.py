@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("retrain.cli.explain", "Say what a configuration would do."),
     "plan": ("retrain.cli.plan", "Say what a run needs: memory by part, what fits a card, and how long it takes."),
     "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
+    "status": ("retrain.cli.status", "List runs and campaigns, live and dead."),
+    "top": ("retrain.cli.top", "Watch the runs that are live."),
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
     "diff": ("retrain.cli.diff", "Show where two runs or conditions part."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),

@@ -65,6 +65,7 @@ _PACKAGES: dict[str, tuple[str, Test]] = {
     "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
     "reasoning-gym": ('[environment] provider = "reasoning_gym"', lambda c: c.environment.provider == "reasoning_gym"),
     "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
+    "trackio": ("[logging] trackio_project", lambda c: bool(c.logging.trackio_project)),
     "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
     "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),
     "ray": ('[campaign] executor = "ray"', lambda c: c.campaign is not None and c.campaign.executor == "ray"),

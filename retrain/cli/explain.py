@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
+from retrain.campaign.plan import plan_runs
 from retrain.capacity import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
-from retrain.config.conditions import condition_overrides
 from retrain.config.flags import click_options, overrides_from
-from retrain.config.load import build_condition
-from retrain.config.options import all_options
+from retrain.config.options import all_options, options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 
@@ -130,17 +128,8 @@ def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
     """The run matrix, each condition checked as a configuration of its own."""
     if config.campaign is None:
         return []
-    labels = []
-    for number, condition in enumerate(config.campaign.conditions, start=1):
-        overrides = dict(condition_overrides(condition))
-        run = build_condition(config, condition, f"{file}, campaign condition {number}")
-        others = {path: value for path, value in overrides.items() if not path.startswith("algorithm.")}
-        labels.append((run.condition, ",".join(f"{path}={value}" for path, value in others.items())))
-    counts = Counter(label for label, _ in labels)
-    names = [f"{label},{extra}" if counts[label] > 1 and extra else label for label, extra in labels]
-    return [
-        {"name": f"{name}_s{seed}", "condition": name, "seed": seed} for name in names for seed in config.campaign.seeds
-    ]
+    runs = plan_runs(config, Path(config.logging.log_dir), file)
+    return [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs]
 
 
 def runs_at_once(config: TrainConfig, runs: int) -> int:
@@ -251,7 +240,8 @@ def list_files(config: TrainConfig) -> list[str]:
     names = [*_RUN_FILES, "eval.jsonl", "checkpoints/step_.../"]
     names += ["rollouts/step_....npz"] if config.training.record else []
     if config.kind == "campaign":
-        folder = f"{log_dir.parent}/campaign_<date>_<time>"
+        is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
+        folder = f"{log_dir.parent}/campaign_<date>_<time>" if is_default else str(log_dir)
         return [f"{folder}/manifest.json", *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
     return [*(f"{log_dir}/{name}" for name in names), f"{config.backend.adapter_path}/"]
 

@@ -39,7 +39,12 @@ def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
     """Train from CONFIG (./retrain.toml when it is left out)."""
     load_environment()
     overrides = overrides_from(parameters)
-    loaded = load_config(find_config(config, overrides), overrides)
+    path = find_config(config, overrides)
+    loaded = load_config(path, overrides)
+    if loaded.kind == "campaign":
+        from retrain.campaign import run_campaign  # noqa: PLC0415  (only a campaign needs it)
+
+        return run_campaign(loaded, force_resume, str(path))
     return run_config(loaded, force_resume)
 
 

@@ -31,8 +31,6 @@ def find_absent_parts(config: TrainConfig) -> list[Problem]:
         for path in ABSENT
         if values[path] != options[path].default
     ]
-    if config.kind != "train":
-        problems.append(Problem(f"[{config.kind}]", "cannot be run in this version, which trains single runs."))
     for path, option in options.items():
         name = values.get(path)
         if option.kind and name in REGISTRIES[option.kind].reserved:

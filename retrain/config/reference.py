@@ -108,7 +108,7 @@ TEMPLATES: dict[str, Template] = {
         },
     ),
     "campaign": Template(
-        "Five methods compared over several seeds (can be explained, not yet run).",
+        "Five methods compared over several seeds.",
         {
             "backend.devices": "gpu:0",
             "model.model": "Qwen/Qwen3-4B-Instruct-2507",

@@ -474,6 +474,7 @@ class Logging(Section):
     wandb_entity: str = option("", "Weights & Biases entity.")
     wandb_group: str = option("", "Weights & Biases group.")
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.")
+    trackio_project: str = option("", "Trackio project; set it to turn trackio on, with wandb's run name and group.")
     strategic_grams: str = option(
         "", "Planning phrases as a JSON array or comma-separated; empty takes the built-in ones."
     )

@@ -8,7 +8,17 @@ from typing import Protocol
 from retrain.config import TrainConfig
 from retrain.types import Group, StepMetrics
 
-__all__ = ["Tracker", "Trackers"]
+__all__ = ["Tracker", "Trackers", "metric_name"]
+
+NAMES = {
+    "mean_reward": "train/rewards/mean_reward",
+    "correct_rate": "train/rewards/correct_rate",
+    "running_correct_rate": "train/rewards/running_correct_rate",
+    "exec_entropy_mean": "train/entropy/exec_mean",
+    "exec_entropy_var": "train/entropy/exec_var",
+    "plan_entropy_mean": "train/entropy/plan_mean",
+    "plan_entropy_var": "train/entropy/plan_var",
+}
 
 
 class Tracker(Protocol):
@@ -47,3 +57,10 @@ class Trackers:
         """Finish each."""
         for tracker in self.trackers:
             tracker.finish()
+
+
+def metric_name(key: str) -> str:
+    """A metric's name on a dashboard: grouped where a group exists, else train/<key>."""
+    if key.startswith("bp_"):
+        return f"train/backpressure/{key[3:]}"
+    return NAMES.get(key, f"train/{key}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,11 @@ import wandb
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.tracking import metric_name
 from retrain.types import Group, StepMetrics
 
-NAMES = {
-    "mean_reward": "train/rewards/mean_reward",
-    "correct_rate": "train/rewards/correct_rate",
-    "running_correct_rate": "train/rewards/running_correct_rate",
-    "exec_entropy_mean": "train/entropy/exec_mean",
-    "exec_entropy_var": "train/entropy/exec_var",
-    "plan_entropy_mean": "train/entropy/plan_mean",
-    "plan_entropy_var": "train/entropy/plan_var",
-}
+# wandb refuses longer ones.
+LONGEST_TAG = 64
 
 
 class WandbTracker:
@@ -50,16 +44,20 @@ class WandbTracker:
             name=logging.wandb_run_name or config.condition,
             entity=logging.wandb_entity or None,
             group=logging.wandb_group or None,
-            tags=[tag.strip() for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
+            tags=[tag.strip()[:LONGEST_TAG] for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
             config=config.model_dump(by_alias=True),
             dir=str(self.log_dir),
             id=run_id,
             resume="allow",
+            # Several runs of one process are open at once when they share a model.
+            reinit="create_new",
+            # It would wrap the standard output of the whole process, from a thread.
+            settings=wandb.Settings(console="off"),
         )
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log under the documented names."""
-        self.run.log({wandb_name(key): value for key, value in metrics.items() if value is not None}, step=step)
+        self.run.log({metric_name(key): value for key, value in metrics.items() if value is not None}, step=step)
 
     def finish(self) -> None:
         """Close the run."""
@@ -67,8 +65,19 @@ class WandbTracker:
             self.run.finish()
 
 
-def wandb_name(key: str) -> str:
-    """A metric's name in wandb: grouped where a group exists, else train/<key>."""
-    if key.startswith("bp_"):
-        return f"train/backpressure/{key[3:]}"
-    return NAMES.get(key, f"train/{key}")
+def log_squeeze(config: TrainConfig, folder: Path, analysis: Mapping[str, Any]) -> None:
+    """A run named squeeze-analysis with the table of ranks."""
+    run = wandb.init(
+        project=config.logging.wandb_project,
+        entity=config.logging.wandb_entity or None,
+        name="squeeze-analysis",
+        job_type="squeeze",
+        config={key: value for key, value in analysis.items() if key != "ranks"},
+        dir=str(folder),
+        reinit="create_new",
+        settings=wandb.Settings(console="off"),
+    )
+    columns = ["rank", "mean", "minimum", "maximum"]
+    table = wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in analysis["ranks"]])
+    run.log({"squeeze/variance_kept": table, "squeeze/recommended_rank": analysis["recommended_rank"]})
+    run.finish()

@@ -313,4 +313,4 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
         {"teaching": {"enabled": True, "student_model": "a/b"}},
     ):
         config = build_config({**tables, **extra}, {}, "run.toml")
-        assert len(find_absent_parts(config)) == {"train": 1, "campaign": 2, "squeeze": 0}[kind]
+        assert len(find_absent_parts(config)) == {"train": 1, "campaign": 1, "squeeze": 0}[kind]

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import re
+import struct
+import sys
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
-from retrain.errors import CheckpointError, ConfigError
-from retrain.tracking import Trackers
+from retrain.errors import CheckpointError, ConfigError, MissingExtraError
+from retrain.tracking import Trackers, metric_name
 from retrain.tracking.console import Console, step_line
 from retrain.tracking.jsonl import FILES, JsonlTracker, cut_logs
 from retrain.types import Completion, Example, Group, Score, StepMetrics
@@ -256,11 +261,8 @@ def test_several_trackers_are_told_in_turn() -> None:
         ("grad_norm", "train/grad_norm"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:::wandb")
-def test_metrics_go_to_wandb_under_their_documented_names(key: str, name: str) -> None:
-    from retrain.tracking.wandb import wandb_name
-
-    assert wandb_name(key) == name
+def test_metrics_go_to_dashboards_under_their_documented_names(key: str, name: str) -> None:
+    assert metric_name(key) == name
 
 
 @pytest.mark.filterwarnings("ignore:::wandb")
@@ -280,13 +282,48 @@ def test_wandb_without_a_key_says_how_to_log_in(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "wandb_run_id").exists()
 
 
-def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from retrain.tracking.wandb import WandbTracker
+def read_wandb(folder: Path) -> list[Any]:
+    """Every record of the offline run below a folder, once wandb's own process has written the last one."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        records = scan_wandb(folder)
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError("the run did not end")
 
+
+def scan_wandb(folder: Path) -> list[Any]:
+    """The records so far. The files are LevelDB logs of wandb's own messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    records = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        data, at, message = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            length, kind = struct.unpack_from("<HB", data, at + 4)
+            message += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):
+                record = wandb_internal_pb2.Record()
+                record.ParseFromString(message)
+                records.append(record)
+                message = b""
+    return records
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+
+
+def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(tmp_path: Path, offline: None) -> None:
+    from retrain.tracking.wandb import WandbTracker
+
     config = load_config(None, {"logging.wandb_project": "tests", "logging.wandb_tags": "a, b"})
     ids = []
     for step in range(2):
@@ -300,3 +337,59 @@ def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(
     written = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert written
     assert all(re.search(ids[0], path.name) for path in written)
+
+
+def test_a_campaigns_run_has_its_names_in_wandb(tmp_path: Path, offline: None) -> None:
+    from retrain.config.load import build_config
+    from retrain.tracking.wandb import WandbTracker
+
+    tables = {"campaign": {"seeds": [7]}, "logging": {"wandb_project": "tests", "wandb_entity": "us"}}
+    run = plan_runs(build_config(tables, {}, "c.toml"), tmp_path, "c.toml")[-1]
+    tracker = WandbTracker(tmp_path)
+    tracker.start(run.config)
+    tracker.log(0, METRICS | {"exec_entropy_mean": 1.5, "bp_sigma": 0.1}, [])
+    tracker.finish()
+    records = read_wandb(tmp_path)
+    (opened,) = (record.run for record in records if record.HasField("run"))
+    assert (opened.project, opened.entity) == ("tests", "us")
+    assert opened.display_name == "maxrl+gtpo_sepa_s7"
+    assert opened.run_group == "maxrl+gtpo_sepa"
+    assert sorted(opened.tags) == ["maxrl+gtpo_sepa", "seed7"]
+    logged = {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for record in records
+        if record.HasField("history")
+        for item in record.history.item
+    }
+    assert logged["train/loss"] == -0.00123
+    assert logged["train/rewards/mean_reward"] == 0.1875
+    assert logged["train/rewards/correct_rate"] == 0.1875
+    assert logged["train/entropy/exec_mean"] == 1.5
+    assert logged["train/backpressure/sigma"] == 0.1
+
+
+def test_the_rank_analysis_is_a_run_of_its_own_with_its_table(tmp_path: Path, offline: None) -> None:
+    from retrain.tracking.wandb import log_squeeze
+
+    analysis = {
+        "run": "grpo+none_s1",
+        "source_rank": 2,
+        "recommended_rank": 1,
+        "ranks": [{"rank": r, "mean": 0.9, "minimum": 0.8, "maximum": 1.0} for r in (1, 2)],
+    }
+    log_squeeze(load_config(None, {"logging.wandb_project": "tests"}), tmp_path, analysis)
+    records = read_wandb(tmp_path)
+    (opened,) = (record.run for record in records if record.HasField("run"))
+    assert opened.display_name == "squeeze-analysis"
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.table.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["rank", "mean", "minimum", "maximum"],
+        "data": [[1, 0.9, 0.8, 1.0], [2, 0.9, 0.8, 1.0]],
+    }
+
+
+def test_trackio_that_is_not_installed_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.delitem(sys.modules, "retrain.tracking.trackio", raising=False)
+    with pytest.raises(MissingExtraError, match=r'needs the package trackio.*pip install -e "\.\[trackio\]"'):
+        importlib.import_module("retrain.tracking.trackio")

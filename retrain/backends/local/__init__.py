@@ -17,7 +17,7 @@ from retrain.inference_engine import Described, InferenceEngine, Progress
 from retrain.plugins import REGISTRIES
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["LocalBackend", "build", "resolve_devices"]
+__all__ = ["LocalBackend", "build", "make_engine", "resolve_devices"]
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
@@ -28,17 +28,18 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
     policy = load_policy(config.model, config.lora, seed, devices[-1], say)
     learner = Learner(policy, config, say)
     if len(devices) == 1:
-        backend: Backend = LocalBackend(learner, _engine(config, policy, tokenizer, say, progress))
+        backend: Backend = LocalBackend(learner, make_engine(config, policy, tokenizer, say, progress))
     else:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
-        backend = SplitBackend(learner, mirror, _engine(config, mirror, tokenizer, say, progress))
+        backend = SplitBackend(learner, mirror, make_engine(config, mirror, tokenizer, say, progress))
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend
 
 
-def _engine(
+def make_engine(
     config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
 ) -> InferenceEngine:
+    """The engine that a configuration names, over a policy."""
     make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
     engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
     if isinstance(engine, Described):

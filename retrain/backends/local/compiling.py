@@ -20,5 +20,6 @@ def compile_layers(causal_lm: Any) -> None:
     torch._dynamo.config.recompile_limit = 64
     kinds = set(causal_lm._no_split_modules or ())
     for module in causal_lm.modules():
-        if type(module).__name__ in kinds:
+        # Runs that share a model ask for this more than once; compiling anew would forget what was compiled.
+        if type(module).__name__ in kinds and module._compiled_call_impl is None:
             module.compile()

@@ -152,6 +152,17 @@ def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[st
     return policy
 
 
+def fresh_adapter(policy: Policy, seed: int) -> list[Tensor]:
+    """The tensors that an adapter of this policy would begin with under another seed."""
+    before = {name for name, _ in policy.adapted.named_parameters()}
+    torch.manual_seed(derive_seed(seed, "adapter"))
+    # The same calls in the same order as for the first one, so that they draw the same numbers.
+    policy.adapted.add_adapter("fresh", policy.adapted.peft_config["default"], autocast_adapter_dtype=False)
+    tensors = [p.data for name, p in policy.adapted.named_parameters() if name not in before]
+    policy.adapted.delete_adapter("fresh")
+    return tensors
+
+
 def _load_causal_lm(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     # Its bar would tear the start-up lines apart; we say ourselves what is loading.
     transformers_logging.disable_progress_bar()

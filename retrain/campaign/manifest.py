@@ -1,0 +1,154 @@
+"""manifest.json: what a campaign is, what it ran on, and how each of its runs stands. Replaced in one go."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+from retrain.campaign.plan import RUNS, Run
+from retrain.checkpoint import explain_write_error
+from retrain.config import TrainConfig
+from retrain.errors import CheckpointError
+from retrain.version import version
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+# Packages whose version can change what a run comes to.
+_PACKAGES = ("torch", "transformers", "peft", "numpy", "datasets", "math-verify", "verifiers", "tinker", "ray")
+
+Record = dict[str, Any]
+
+
+class Manifest:
+    """The table behind manifest.json; every change of it is written at once."""
+
+    def __init__(self, folder: Path, table: Record | None = None) -> None:
+        self.folder = folder
+        self.table = table or {"format": FORMAT, "started": now(), "runs": [], "sessions": []}
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a campaign that was started before."""
+        return cls(folder, read_table(folder))
+
+    @property
+    def version(self) -> str:
+        """The version of retrain that last worked on the campaign."""
+        return str(self.table["versions"]["retrain"])
+
+    def begin(self, config: TrainConfig, runs: Sequence[Run]) -> None:
+        """Note what is to be done now; runs that are known keep what is recorded of them."""
+        assert config.campaign is not None
+        known = {record["name"]: record for record in self.table["runs"]}
+        conditions = dict.fromkeys(run.condition for run in runs)
+        self.table |= {
+            "status": "running",
+            "ended": None,
+            "config": {name: table for name, table in config.model_dump(by_alias=True).items() if table is not None},
+            "conditions": [
+                {"name": name, "overrides": overrides}
+                for name, overrides in zip(conditions, config.campaign.conditions, strict=True)
+            ],
+            "seeds": list(config.campaign.seeds),
+            "versions": find_versions(),
+            "git": find_git_state(),
+            "host": platform.node(),
+            "runs": [known.pop(run.name, None) or _fresh(run) for run in runs] + list(known.values()),
+        }
+        self.table["sessions"].append({"started": now(), "process": os.getpid(), "command": sys.argv})
+        for run in runs:
+            self[run.name]["max_steps"] = run.max_steps
+        self.write()
+
+    def __getitem__(self, name: str) -> Record:
+        return next(record for record in self.table["runs"] if record["name"] == name)
+
+    def note(self, name: str, **facts: Any) -> None:
+        """Record facts of a run."""
+        self[name].update(facts)
+        self.write()
+
+    def end(self, status: str) -> None:
+        """Record how it ended this time."""
+        self.table |= {"status": status, "ended": now()}
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file; a kill at any instant leaves the old one or the new one."""
+        draft = self.folder / f".{MANIFEST}"
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                json.dump(self.table, file, indent=1, ensure_ascii=False)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.folder / MANIFEST)
+        except OSError as error:
+            raise explain_write_error(error, self.folder) from error
+
+
+def read_table(folder: Path) -> Record:
+    """The table of a campaign folder, or an error that says why it cannot be used."""
+    path = folder / MANIFEST
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is no campaign.") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        found = table.get("format") if isinstance(table, dict) else None
+        raise CheckpointError(f"{path} has format {found!r}; this version of retrain reads {FORMAT}.")
+    return table
+
+
+def now() -> str:
+    """The time, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of what the runs are made with."""
+    versions = {"python": platform.python_version(), "retrain": version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = installed(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def find_git_state() -> dict[str, Any] | None:
+    """Commit, branch and whether anything is uncommitted in the working directory; None outside a repository."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "branch": _git("branch", "--show-current"), "dirty": bool(_git("status", "--porcelain"))}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _fresh(run: Run) -> Record:
+    return {
+        "name": run.name,
+        "condition": run.condition,
+        "seed": run.seed,
+        "folder": f"{RUNS}/{run.name}",
+        "status": "pending",
+        "attempts": 0,
+        "seconds": 0.0,
+    }

@@ -1,0 +1,145 @@
+"""Which runs a campaign is made of: their names, folders and configurations. Starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retrain.config import TrainConfig
+from retrain.config.conditions import condition_overrides
+from retrain.config.load import build_condition
+from retrain.config.options import all_options, options_by_path
+from retrain.config.schema import Training
+from retrain.errors import ConfigError, Problem
+
+RUNS = "runs"
+# Names become folders, wandb groups and tags: none of those takes every character, or any length.
+_UNSAFE = re.compile(r"[^A-Za-z0-9.+=_-]+")
+_LONGEST_LABEL = 60
+
+
+@dataclass(frozen=True)
+class Run:
+    """One condition with one seed."""
+
+    name: str
+    condition: str
+    seed: int
+    folder: Path
+    config: TrainConfig
+
+    @property
+    def max_steps(self) -> int:
+        """Steps it is to take."""
+        return self.config.training.max_steps
+
+
+def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
+    """Every run, all conditions of one seed before the next seed, so that pairs are complete early."""
+    campaign = config.campaign
+    assert campaign is not None
+    problems = [*_find_problems(config)]
+    if problems:
+        raise ConfigError(f"{source} cannot be run as a campaign:", tuple(problems))
+    tables = campaign.conditions
+    conditions = [
+        build_condition(config, table, f"{source}, campaign condition {number}")
+        for number, table in enumerate(tables, start=1)
+    ]
+    labels = label_conditions(conditions, tables)
+    steps = [dict(condition_overrides(table)).get("training.max_steps", campaign.max_steps) for table in tables]
+    return [
+        _build_run(condition.model_copy(update={"training": _training(condition, seed, most)}), label, folder)
+        for seed in campaign.seeds
+        for condition, label, most in zip(conditions, labels, steps, strict=True)
+    ]
+
+
+def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each condition: its algorithm, and where several share that, what else they override."""
+    algorithms = [condition.condition for condition in conditions]
+    shared = Counter(algorithms)
+    labels: list[str] = []
+    for algorithm, table in zip(algorithms, overrides, strict=True):
+        extra = "".join(f"_{_short(path)}={value}" for path, value in _others(table)) if shared[algorithm] > 1 else ""
+        label = _UNSAFE.sub("-", f"{algorithm}{extra}")[:_LONGEST_LABEL]
+        taken = sum(label == other or other.startswith(f"{label}_v") for other in labels)
+        labels.append(f"{label}_v{taken + 1}" if label in labels else label)
+    return labels
+
+
+def _others(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    algorithm = ("algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.algorithm_mode")
+    return ((path, value) for path, value in condition_overrides(table) if path not in algorithm)
+
+
+def _short(path: str) -> str:
+    key = path.rpartition(".")[2]
+    return key if sum(option.key == key for option in all_options()) == 1 else path
+
+
+def _training(condition: TrainConfig, seed: int, steps: int) -> Training:
+    return condition.training.model_copy(update={"seed": seed, "max_steps": steps})
+
+
+def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
+    """Give a condition with its seed a name and places of its own."""
+    seed, logging = config.training.seed, config.logging
+    name = f"{label}_s{seed}"
+    place = folder / RUNS / name
+    tags = ",".join(filter(None, (logging.wandb_tags, label, f"seed{seed}")))
+    own = {"log_dir": str(place), "wandb_run_name": name, "wandb_group": label, "wandb_tags": tags}
+    update = {
+        "backend": config.backend.model_copy(update={"adapter_path": str(place / "adapter")}),
+        "logging": logging.model_copy(update=own),
+    }
+    return Run(name, label, seed, place, config.model_copy(update=update))
+
+
+# What the campaign itself gives to each run; a value of the user's would be overwritten.
+_GIVEN = {
+    "training.seed": "a campaign runs each of its seeds.  Try: [campaign] seeds = [42]",
+    "training.max_steps": "a campaign has its own.  Try: [campaign] max_steps, or max_steps in a condition",
+    "backend.adapter_path": "every run of a campaign has its own adapter folder.  Try: leave it out",
+    "logging.wandb_run_name": "a campaign names its runs.  Try: leave it out",
+    "logging.wandb_group": "a campaign groups its runs by condition.  Try: leave it out",
+}
+_NOT_IN_CONDITIONS = (
+    *(path for path in _GIVEN if path != "training.max_steps"),
+    "logging.log_dir",
+    "logging.wandb_tags",
+    "plugins.search_paths",
+)
+
+
+def _find_problems(config: TrainConfig) -> Iterator[Problem]:
+    """What a single run may set and a campaign may not, and settings of the campaign that contradict each other."""
+    campaign, options = config.campaign, options_by_path()
+    assert campaign is not None
+    tables = config.model_dump(by_alias=True)
+    for path, reason in _GIVEN.items():
+        option = options[path]
+        if tables[option.section][option.key] != option.default:
+            yield Problem(option.where, f"is set, but {reason}")
+    for index, condition in enumerate(campaign.conditions):
+        for path, _ in condition_overrides(condition):
+            if path in _NOT_IN_CONDITIONS:
+                yield Problem(f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions.")
+    if config.squeeze is not None and config.squeeze.adapter_path:
+        yield Problem("[squeeze] adapter_path", "is set, but a campaign analyses the adapter of its first run.")
+    if campaign.gpus_per_run > 1 and campaign.gpus_per_run != int(campaign.gpus_per_run):
+        yield Problem(
+            "[campaign] gpus_per_run", f"is {campaign.gpus_per_run}; above 1 Ray gives whole GPUs.", "Try: 2.0"
+        )
+    if campaign.share_model and (campaign.parallel or campaign.executor != "local"):
+        yield Problem(
+            "[campaign] share_model",
+            "steps the runs in turn in one process on this machine.",
+            'Try: parallel = false and executor = "local"',
+        )
+    if campaign.stop_when and len(campaign.conditions) < 2:
+        yield Problem("[campaign] stop_when", "compares conditions, and there is only one.", 'Try: stop_when = ""')

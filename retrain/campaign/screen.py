@@ -1,0 +1,116 @@
+"""What a campaign shows while it runs: a live table on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import click
+
+from retrain.campaign.progress import RunProgress
+from retrain.tracking.console import PLAIN_EVERY_S
+
+COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "last step")
+LIVE_EVERY_S = 1.0
+_ORDER = {"running": 0, "failed": 1, "interrupted": 2, "finished": 3, "skipped": 4, "pending": 5}
+_STYLES = {"running": "bold", "failed": "bold red", "dead": "bold red", "interrupted": "yellow", "finished": "green"}
+
+
+class Screen:
+    """Says lines, and keeps a table of the runs below them where there is a terminal."""
+
+    def __init__(self) -> None:
+        self.live: Any = None
+        self.drawn_at = -PLAIN_EVERY_S
+        self.shown: dict[str, int] = {}
+
+    def __enter__(self) -> Screen:
+        if sys.stdout is not None and sys.stdout.isatty():
+            from rich.live import Live  # noqa: PLC0415  (a pipe does without)
+
+            self.live = Live(auto_refresh=False)
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the table if there is one."""
+        if self.live is not None:
+            self.live.console.print(line, markup=False, highlight=False)
+            return
+        try:
+            click.echo(line)
+        except OSError:
+            # Nobody listens any more; a campaign does not end for that.
+            sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (for as long as the program lives)
+
+    def is_due(self) -> bool:
+        """Whether some time has passed since the runs were shown."""
+        return time.monotonic() - self.drawn_at >= (LIVE_EVERY_S if self.live is not None else PLAIN_EVERY_S)
+
+    def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None) -> None:
+        """Draw how the runs stand."""
+        self.drawn_at = time.monotonic()
+        done = sum(run.status in ("finished", "skipped") for run in runs.values())
+        summary = f"{done} of {len(runs)} runs done, about {format_seconds(left_seconds)} left"
+        if self.live is not None:
+            rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))
+            self.live.update(draw_table([(name, *cells(run)) for name, run in rows], summary), refresh=True)
+            return
+        going = [(name, run) for name, run in runs.items() if run.status == "running"]
+        for name, run in going:
+            # A pipe is not told what it was told before.
+            if run.step > self.shown.get(name, 0):
+                self.shown[name] = run.step
+                step, eta, correct = cells(run)[1:4]
+                self.say(f"  {name}: step {step}, correct {correct}, {eta} left")
+        if going:
+            self.say(f"  {summary}")
+
+
+def cells(run: RunProgress) -> tuple[str, ...]:
+    """State, step, ETA, correct rate, held-out rate and time since the last step, as a table shows them."""
+    return (
+        run.status,
+        f"{run.step}/{run.max_steps}" if run.max_steps is not None else str(run.step),
+        format_seconds(run.eta_seconds) if run.status == "running" else "-",
+        format_rate(run.correct_rate),
+        format_rate(run.held_out),
+        f"{format_seconds(run.quiet_seconds)} ago" if run.quiet_seconds is not None else "-",
+    )
+
+
+def draw_table(rows: Sequence[Sequence[str]], caption: str) -> Any:
+    """The rows as a rich table."""
+    from rich import box  # noqa: PLC0415  (a pipe does without)
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+def format_rate(rate: float | None) -> str:
+    """A share as per cent."""
+    return "-" if rate is None else f"{100 * rate:.1f}%"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration that can be read at a glance."""
+    if seconds is None:
+        return "?"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,123 @@
+"""Runs that share one model: the executor that starts their one process. `host.py` is what goes on inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from retrain.campaign.plan import Run
+from retrain.campaign.processes import STDERR, Ended, prepare_folder, read_error
+from retrain.config.rules import values_of
+from retrain.errors import ConfigError, Problem
+
+LOG = "shared.log"
+# What the one model is made of; the rest may differ from run to run.
+_SHARED = ("backend.backend", "backend.devices", "model.", "lora.", "inference.", "memory.gradient_checkpointing")
+
+
+def refuse_unshared(runs: Sequence[Run]) -> None:
+    """Say why these runs cannot share a model, if they cannot."""
+    first = values_of(runs[0].config)
+    problems = []
+    if first["backend.backend"] != "local" or "," in first["backend.devices"]:
+        problems.append(Problem("[campaign] share_model", "needs the local backend on one device."))
+    if first["inference.engine"] != "pytorch":
+        problems.append(Problem("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
+    for path, needed in (("kl.sync_ref_model", False), ("distributed.zero_stage", 0)):
+        if any(values_of(run.config)[path] != needed for run in runs):
+            problems.append(Problem("[campaign] share_model", f"does not go with {path}."))
+    for run in {run.condition: run for run in runs}.values():
+        own = values_of(run.config)
+        for path in (path for path in own if path.startswith(_SHARED) and own[path] != first[path]):
+            text = f"cannot be: {run.condition} has {path} = {own[path]!r}, {runs[0].condition} has {first[path]!r}."
+            problems.append(Problem("[campaign] share_model", text))
+    if problems:
+        raise ConfigError("the runs cannot share a model:", tuple(problems))
+
+
+class SharedModelProcess:
+    """An Executor: one process for all runs. It is started with the first one, and again if it dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+        self.running: dict[str, Run] = {}
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.listener: threading.Thread | None = None
+
+    def start(self, run: Run) -> None:
+        """Add a run to those that take turns."""
+        prepare_folder(run)
+        if self.process is None or self.process.poll() is not None:
+            self._start_process()
+        self.running[run.name] = run
+        assert self.process is not None and self.process.stdin is not None
+        # A process that died just now is found out by `poll`.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{run.folder}\n")
+            self.process.stdin.flush()
+
+    def _start_process(self) -> None:
+        self.close()
+        with (self.folder / LOG).open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from retrain.campaign.host import main; main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self.listener = threading.Thread(target=self._listen, args=(self.process.stdout,), daemon=True)
+        self.listener.start()
+
+    def _listen(self, answers: IO[str]) -> None:
+        with answers:
+            for line in answers:
+                self.answers.put(line)
+
+    def poll(self) -> list[Ended]:
+        """Runs that said they ended, or all of them when the process is gone."""
+        died = self.process is not None and self.process.poll() is not None
+        if died and self.listener is not None:
+            self.listener.join()
+        ended = []
+        while not self.answers.empty():
+            answer = json.loads(self.answers.get())
+            run = self.running.pop(answer["name"])
+            ended.append(Ended(run.name, answer["exit_code"], read_error(run.folder / STDERR)))
+        if died and self.process is not None:
+            code, text = self.process.returncode, read_error(self.folder / LOG)
+            ended += [Ended(name, code or 1, text or "the process of all runs died") for name in self.running]
+            self.running.clear()
+        return ended
+
+    def stop(self) -> None:
+        """As Ctrl-C would."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """And all it started."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.process is not None and self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number) if number == signal.SIGKILL else self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Nothing more will come; the process ends by itself."""
+        if self.process is not None:
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.process.wait()

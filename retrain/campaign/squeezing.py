@@ -1,0 +1,73 @@
+"""The rank analysis that a campaign with a [squeeze] table makes of its first run's adapter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import Run
+from retrain.config import TrainConfig
+from retrain.errors import RetrainError
+
+
+class FirstRunAnalysis:
+    """Works in a thread, so that the other runs are not kept waiting; what it finds is taken over by `collect`."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest) -> None:
+        self.config = config
+        self.manifest = manifest
+        self.lines: list[str] = []
+        self.found: dict[str, object] | None = None
+        self.thread: threading.Thread | None = None
+
+    def begin(self, run: Run) -> None:
+        """Analyse a finished run, unless one was analysed before."""
+        if self.config.squeeze is None or self.thread is not None or "squeeze" in self.manifest.table:
+            return
+        self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
+        self.thread.start()
+
+    def collect(self, say: Callable[[str], None], wait: bool = False) -> None:
+        """Print and record what was found, once it is there."""
+        if self.thread is None or (self.thread.is_alive() and not wait):
+            return
+        self.thread.join()
+        while self.lines:
+            say(self.lines.pop(0))
+        if self.found is not None:
+            self.manifest.table["squeeze"] = self.found
+            self.manifest.write()
+            self.found = None
+
+    def _work(self, run: Run) -> None:
+        # Both are slow to import, and only a file with a [squeeze] table wants them.
+        from retrain.squeeze import squeeze  # noqa: PLC0415
+
+        assert self.config.squeeze is not None
+        settings = self.config.squeeze.model_copy(update={"adapter_path": run.config.backend.adapter_path})
+        self.lines.append(f"\nLoRA-Squeeze of {run.name}:")
+        try:
+            analysis = squeeze(settings, self.lines.append, run.config.model.lora_rank)
+        except (RetrainError, OSError) as error:
+            self.lines.append(f"  It could not be analysed: {error}")
+            return
+        self.found = {
+            "run": run.name,
+            "source_rank": analysis.source_rank,
+            "recommended_rank": analysis.recommended_rank,
+            "min_variance_retention": analysis.min_variance_retention,
+            "ranks": [vars(row) for row in analysis.ranks],
+        }
+        if self.config.logging.wandb_project:
+            self._send(self.manifest.folder)
+
+    def _send(self, folder: Path) -> None:
+        from retrain.tracking.wandb import log_squeeze  # noqa: PLC0415
+
+        assert self.found is not None
+        try:
+            log_squeeze(self.config, folder, self.found)
+        except Exception as error:
+            self.lines.append(f"Warning: wandb did not take the analysis: {error}")

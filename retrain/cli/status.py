@@ -1,0 +1,139 @@
+"""`retrain status`: the runs and campaigns in a folder, which of them live, and how far they are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrain.campaign.manifest import MANIFEST, read_table
+from retrain.campaign.progress import RunProgress, is_held, read_progress, seconds_left
+from retrain.campaign.screen import COLUMNS, cells, format_seconds
+from retrain.cli.console import print_json, print_table
+from retrain.errors import ConfigError, RetrainError
+from retrain.folder import CONFIG_FILE, RUN_FILES
+
+# Folders below logs are searched this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
+_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run alone, or a campaign with its runs."""
+
+    path: str
+    kind: str
+    status: str
+    live: bool
+    runs: dict[str, RunProgress]
+    problem: str = ""
+    in_turn: bool = False
+    """Whether its runs share a model, so that only one of them steps at a time."""
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Until all its runs are done, if as many go on at once as now."""
+        if not self.live:
+            return None
+        running = sum(run.status == "running" for run in self.runs.values())
+        return seconds_left(list(self.runs.values()), 1 if self.in_turn else running)
+
+
+@click.command("status")
+@click.argument("logs", default="logs", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(logs: str, as_json: bool) -> int:
+    """List the runs and campaigns in LOGS (./logs when it is left out).
+
+    The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
+    name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
+    eta_seconds). A run is dead when nobody holds its folder's lock although it had not ended.
+    """
+    entries = find_entries(Path(logs).expanduser())
+    if as_json:
+        print_json([describe(entry) for entry in entries])
+        return 0
+    if not entries:
+        click.echo(f"There are no runs in {logs}.")
+    for entry in entries:
+        print_entry(entry)
+    return 0
+
+
+def find_entries(logs: Path) -> list[Entry]:
+    """Everything below a folder that is a run or a campaign, oldest first."""
+    if not logs.is_dir():
+        raise ConfigError(f"there is no folder {logs}.  Try: name the one that [logging] log_dir is in")
+    return sorted(_search(logs, _DEPTH), key=lambda entry: _changed(Path(entry.path)))
+
+
+def _search(folder: Path, depth: int) -> Iterator[Entry]:
+    if (folder / MANIFEST).is_file():
+        yield read_campaign(folder)
+    elif (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES):
+        progress = read_progress(folder)
+        yield Entry(str(folder), "run", progress.status, progress.status == "running", {folder.name: progress})
+    elif depth:
+        with os.scandir(folder) as inside:
+            below = [Path(item.path) for item in inside if item.is_dir() and not item.name.startswith(".")]
+        for path in below:
+            yield from _search(path, depth - 1)
+
+
+def read_campaign(folder: Path) -> Entry:
+    """A campaign as its manifest and the folders of its runs tell it."""
+    live = is_held(folder)
+    try:
+        table = read_table(folder)
+        runs = {record["name"]: _read_run(folder, record) for record in table["runs"]}
+        status = table["status"]
+    except (RetrainError, KeyError, TypeError) as error:
+        return Entry(str(folder), "campaign", "unreadable", live, {}, str(error))
+    if status == "running" and not live:
+        status = "dead"
+    return Entry(str(folder), "campaign", status, live, runs, in_turn=table["config"]["campaign"]["share_model"])
+
+
+def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:
+    progress = read_progress(folder / record["folder"])
+    status = record["status"]
+    # The manifest knows of failures and of runs on other machines; the lock knows who lives.
+    if status == "running" and progress.status != "running" and not is_held(folder):
+        status = progress.status
+    return replace(progress, status=status, condition=record["condition"], max_steps=record["max_steps"])
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """An entry as the JSON shows it."""
+    runs = {name: asdict(run) | {"eta_seconds": run.eta_seconds} for name, run in entry.runs.items()}
+    return asdict(entry) | {"runs": runs, "eta_seconds": entry.eta_seconds}
+
+
+def print_entry(entry: Entry) -> None:
+    """A heading and a table."""
+    click.echo(heading(entry))
+    if entry.problem:
+        click.echo(f"  {entry.problem}")
+    rows = [(name, *cells(run)) for name, run in entry.runs.items()]
+    if rows:
+        print_table(COLUMNS, rows if sys.stdout.isatty() else [COLUMNS, *rows])
+
+
+def heading(entry: Entry) -> str:
+    """What it is, where, and how it stands, in a line."""
+    done = sum(run.status in ("finished", "skipped") for run in entry.runs.values())
+    counts = f", {done} of {len(entry.runs)} runs done" if entry.kind == "campaign" else ""
+    left = f", {format_seconds(entry.eta_seconds)} left" if entry.eta_seconds is not None else ""
+    return f"{entry.path}: {entry.kind}, {entry.status}{counts}{left}"
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,60 @@
+"""`retrain top`: the same as `retrain status`, redrawn until Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from retrain.campaign.screen import cells, draw_table
+from retrain.cli.status import Entry, find_entries, heading, print_entry
+
+
+@click.command("top")
+@click.argument("logs", default="logs", type=click.Path())
+@click.option(
+    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between looks."
+)
+@click.option("--all", "show_all", is_flag=True, help="Show runs that ended, too.")
+def command(logs: str, every: float, show_all: bool) -> int:
+    """Watch the runs and campaigns in LOGS (./logs when it is left out) that are live.
+
+    Where the output is no terminal, they are listed once.
+    """
+    folder = Path(logs).expanduser()
+    if not sys.stdout.isatty():
+        for entry in choose(find_entries(folder), show_all):
+            print_entry(entry)
+        return 0
+    from rich.live import Live  # noqa: PLC0415  (only a terminal wants it)
+
+    with Live(draw(choose(find_entries(folder), show_all)), screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(draw(choose(find_entries(folder), show_all)), refresh=True)
+                time.sleep(every)
+        except KeyboardInterrupt:
+            return 0
+
+
+def choose(entries: Sequence[Entry], show_all: bool) -> list[Entry]:
+    """What is live, newest first, or everything."""
+    return [entry for entry in reversed(entries) if entry.live or show_all]
+
+
+def draw(entries: Sequence[Entry]) -> Any:
+    """The entries one below the other, each with the runs that matter now."""
+    from rich.console import Group  # noqa: PLC0415  (only a terminal wants it)
+    from rich.text import Text  # noqa: PLC0415
+
+    if not entries:
+        return Text("Nothing is running. Ctrl-C ends this; --all shows runs that ended.")
+    parts: list[Any] = []
+    for entry in entries:
+        rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]
+        parts += [Text(heading(entry), style="bold"), draw_table(rows, "")]
+    return Group(*parts)

@@ -1,0 +1,409 @@
+"""The scheduler over an executor that only pretends; processes are in test_processes.py."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.campaign.plan import Run
+from retrain.campaign.run import choose_folder
+from retrain.config import load_config
+from retrain.errors import CheckpointError, ConfigError
+
+from .campaigns import (
+    GRPO,
+    MAXRL,
+    FakeExecutor,
+    campaign_config,
+    manifest_of,
+    planned,
+    rate_by_seed,
+    run_with,
+    statuses,
+    write_result,
+)
+
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_campaign_runs_one_after_the_other(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    executor = FakeExecutor()
+    assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 0
+    assert executor.started == ["grpo+none_s1", "maxrl+none_s1", "grpo+none_s2", "maxrl+none_s2"]
+    assert executor.most == 1
+    assert set(statuses(tmp_path).values()) == {"finished"}
+    assert executor.calls[-1] == "close"
+    printed = capsys.readouterr().out
+    assert "maxrl+none_s2: finished at step 4" in printed
+    assert "Done: 4 runs" in printed
+
+
+@pytest.mark.parametrize(("workers", "most"), [(0, 4), (2, 2), (99, 4)])
+def test_parallel_runs_are_as_many_as_workers_and_none_named_means_all(
+    tmp_path: Path, monkeypatch: Patch, workers: int, most: int
+) -> None:
+    executor = FakeExecutor()
+    assert run_with(executor, campaign_config(tmp_path, parallel=True, max_workers=workers), monkeypatch) == 0
+    assert executor.most == most
+
+
+def test_parallel_starts_are_staggered(tmp_path: Path, monkeypatch: Patch) -> None:
+    executor, starts = FakeExecutor(), []
+    start = executor.start
+    monkeypatch.setattr(executor, "start", lambda run: (starts.append(time.monotonic()), start(run)))
+    run_with(executor, campaign_config(tmp_path, parallel=True, stagger_seconds=0.05), monkeypatch)
+    assert all(later - earlier >= 0.05 for earlier, later in pairwise(starts))
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    executor = FakeExecutor(codes={"maxrl+none_s1": 1, "grpo+none_s2": -11})
+    assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 1
+    assert statuses(tmp_path) == {
+        "grpo+none_s1": "finished",
+        "maxrl+none_s1": "failed",
+        "grpo+none_s2": "failed",
+        "maxrl+none_s2": "finished",
+    }
+    record = manifest_of(tmp_path)["runs"][2]
+    assert (record["exit_code"], record["error"], record["step"]) == (-11, "it broke", 2)
+    printed = capsys.readouterr().out
+    assert "2 of 4 runs failed: maxrl+none_s1, grpo+none_s2." in printed
+    assert f"To go on: retrain --resume {tmp_path}" in printed
+    assert manifest_of(tmp_path)["status"] == "failed"
+
+
+def test_a_second_start_runs_only_what_is_missing(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path)
+    run_with(FakeExecutor(codes={"maxrl+none_s1": 1}), config, monkeypatch)
+    again = FakeExecutor()
+    assert run_with(again, config, monkeypatch) == 0
+    assert again.started == ["maxrl+none_s1"]
+    records = {record["name"]: record for record in manifest_of(tmp_path)["runs"]}
+    assert {name: record["attempts"] for name, record in records.items()} == {
+        "grpo+none_s1": 1,
+        "maxrl+none_s1": 2,
+        "grpo+none_s2": 1,
+        "maxrl+none_s2": 1,
+    }
+    assert manifest_of(tmp_path)["status"] == "finished"
+    assert len(manifest_of(tmp_path)["sessions"]) == 2
+    nothing = FakeExecutor()
+    assert run_with(nothing, config, monkeypatch) == 0
+    assert nothing.started == []
+
+
+def test_more_seeds_conditions_and_steps_can_be_added(tmp_path: Path, monkeypatch: Patch) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1]), monkeypatch)
+    more = FakeExecutor()
+    run_with(more, campaign_config(tmp_path, seeds=[1, 2]), monkeypatch)
+    assert more.started == ["grpo+none_s2", "maxrl+none_s2"]
+    longer = FakeExecutor()
+    run_with(longer, campaign_config(tmp_path, seeds=[1], max_steps=6), monkeypatch)
+    assert longer.started == ["grpo+none_s1", "maxrl+none_s1"]
+    assert len(manifest_of(tmp_path)["runs"]) == 4
+
+
+def test_a_run_that_ended_while_nobody_looked_is_taken_over(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path)
+    write_result(planned(config)[0], 0.7)
+    executor = FakeExecutor()
+    run_with(executor, config, monkeypatch)
+    assert "grpo+none_s1" not in executor.started
+    record = manifest_of(tmp_path)["runs"][0]
+    assert (record["status"], record["final"]["correct_rate"]) == ("finished", 0.7)
+
+
+def test_the_manifest_says_what_was_run_with_what(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path, conditions=[GRPO, MAXRL | {"lr": 1e-3}])
+    run_with(FakeExecutor(), config, monkeypatch)
+    table = manifest_of(tmp_path)
+    assert table["format"] == 1
+    assert table["seeds"] == [1, 2]
+    assert table["conditions"] == [
+        {"name": "grpo+none", "overrides": GRPO},
+        {"name": "maxrl+none", "overrides": MAXRL | {"lr": 1e-3}},
+    ]
+    assert table["config"]["campaign"]["max_steps"] == 4
+    assert {"python", "retrain", "torch", "transformers", "peft"} <= table["versions"].keys()
+    assert re.fullmatch("[0-9a-f]{40}", table["git"]["commit"])
+    assert table["git"]["dirty"] in (True, False)
+    record = table["runs"][0]
+    assert (record["condition"], record["seed"], record["folder"]) == ("grpo+none", 1, "runs/grpo+none_s1")
+    assert (record["step"], record["max_steps"], record["exit_code"]) == (4, 4, 0)
+    assert record["final"]["correct_rate"] == 0.501
+    assert record["started"] <= record["ended"]
+    assert record["seconds"] >= 0
+    assert not (tmp_path / ".manifest.json").exists()
+    # The campaign can be resumed without its file.
+    assert load_config(tmp_path / "config.toml").campaign == config.campaign
+
+
+def test_the_manifest_is_whole_at_every_moment(tmp_path: Path, monkeypatch: Patch) -> None:
+    executor, seen = FakeExecutor(), []
+    executor.on_poll = lambda: seen.append(len(manifest_of(tmp_path)["runs"]))
+    run_with(executor, campaign_config(tmp_path), monkeypatch)
+    assert set(seen) == {4}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_every_run_and_the_campaign_can_go_on(tmp_path: Path, monkeypatch: Patch, number: int) -> None:
+    config = campaign_config(tmp_path, parallel=True, max_workers=2)
+    executor = FakeExecutor()
+    executor.on_poll = lambda: os.kill(os.getpid(), number) if executor.calls == [] else None
+    assert run_with(executor, config, monkeypatch) == 130
+    assert executor.calls[0] == "stop"
+    assert sorted(statuses(tmp_path).values()) == ["interrupted", "interrupted", "pending", "pending"]
+    assert manifest_of(tmp_path)["status"] == "interrupted"
+    assert run_with(FakeExecutor(), config, monkeypatch) == 0
+
+
+def test_runs_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("retrain.campaign.run.GRACE_S", 0.05)
+    executor = FakeExecutor()
+    executor.stubborn = True
+
+    def never() -> None:
+        if not executor.calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        if "kill" not in executor.calls:
+            executor.going = {name: (run, 9) for name, (run, _) in executor.going.items()}
+
+    executor.on_poll = never
+    assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 130
+    assert executor.calls[:2] == ["stop", "kill"]
+    assert statuses(tmp_path)["grpo+none_s1"] == "interrupted"
+
+
+def test_an_error_of_ours_leaves_no_run_behind(tmp_path: Path, monkeypatch: Patch) -> None:
+    executor = FakeExecutor()
+
+    def break_down() -> None:
+        raise RuntimeError("a bug")
+
+    executor.on_poll = break_down
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_with(executor, campaign_config(tmp_path), monkeypatch)
+    assert executor.calls == ["kill", "close"]
+
+
+def test_the_end_compares_the_conditions(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    executor = FakeExecutor(lambda run: rate_by_seed(run) + (0.1 + run.seed / 10000) * (run.condition == "maxrl+none"))
+    run_with(executor, campaign_config(tmp_path, seeds=[1, 2, 3, 4, 5]), monkeypatch)
+    printed = capsys.readouterr().out
+    assert "correct_rate at step 3, paired by seed:" in printed
+    assert "statistically_significant_improvement" in printed
+    assert "maxrl+none is better than grpo+none by 0.1003" in printed
+
+
+def test_one_condition_alone_is_not_compared(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    assert run_with(FakeExecutor(), campaign_config(tmp_path, conditions=[GRPO]), monkeypatch) == 0
+    assert "paired by seed" not in capsys.readouterr().out
+
+
+def clearly_better(run: Run) -> float:
+    return rate_by_seed(run) + (0.2 + run.seed / 10000 if run.condition == "maxrl+none" else 0.0)
+
+
+def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
+    executor = FakeExecutor(clearly_better)
+    assert run_with(executor, config, monkeypatch) == 0
+    assert len(executor.started) == 10
+    table = manifest_of(tmp_path)
+    assert len(table["stop_when"]["skipped"]) == 6
+    assert table["stop_when"]["alpha"] == 0.05
+    assert table["stop_when"]["metric"] == "correct_rate"
+    assert table["stop_when"]["decisions"]["maxrl+none"]["seeds"] == 5
+    assert statuses(tmp_path)["maxrl+none_s8"] == "skipped"
+    printed = capsys.readouterr().out
+    assert "Decided after 5 seeds: maxrl+none is better than grpo+none" in printed
+    assert 'stop_when = "decided" was used' in printed
+    assert "6 runs were skipped: grpo+none_s6" in printed
+
+
+def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
+    run_with(FakeExecutor(clearly_better), config, monkeypatch)
+    again = FakeExecutor(clearly_better)
+    assert run_with(again, config, monkeypatch) == 0
+    assert again.started == []
+    without = FakeExecutor(clearly_better)
+    run_with(without, campaign_config(tmp_path, seeds=list(range(1, 9))), monkeypatch)
+    assert len(without.started) == 6
+
+
+def test_a_baseline_goes_on_while_one_condition_is_open(tmp_path: Path, monkeypatch: Patch) -> None:
+    wobble = [0.03, -0.02, 0.01, -0.04, 0.02, 0.01, -0.03, 0.02]
+
+    def rate(run: Run) -> float:
+        if run.condition == "maxrl+gtpo":
+            return rate_by_seed(run) + wobble[run.seed - 1]
+        return clearly_better(run)
+
+    conditions = [GRPO, MAXRL, {"advantage_mode": "maxrl", "transform_mode": "gtpo"}]
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided", conditions=conditions)
+    executor = FakeExecutor(rate)
+    run_with(executor, config, monkeypatch)
+    counts = {c: sum(name.startswith(f"{c}_s") for name in executor.started) for c in ("grpo+none", "maxrl+none")}
+    assert counts["grpo+none"] == 8
+    assert counts["maxrl+none"] < 8
+
+
+def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    config = campaign_config(tmp_path, seeds=list(range(1, 8)), stop_when="decided")
+    executor = FakeExecutor()
+    run_with(executor, config, monkeypatch)
+    assert len(executor.started) == 14
+    assert "no run was skipped" in capsys.readouterr().out
+
+
+def test_too_few_seeds_for_an_early_look_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    config = campaign_config(tmp_path / "c", seeds=[1, 2, 3, 4, 5], stop_when="decided")
+    with pytest.raises(ConfigError, match="first looks after 5 seeds, and there are 5"):
+        run_with(FakeExecutor(), config, monkeypatch)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_part_that_is_absent_is_refused_for_each_condition(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path / "c", conditions=[GRPO, MAXRL | {"distributed": {"zero_stage": 1}}])
+    with pytest.raises(ConfigError, match="zero_stage"):
+        run_with(FakeExecutor(), config, monkeypatch)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_of_another_version_is_refused_unless_one_insists(tmp_path: Path, monkeypatch: Patch) -> None:
+    config = campaign_config(tmp_path)
+    run_with(FakeExecutor(codes={"grpo+none_s1": 1}), config, monkeypatch)
+    table = manifest_of(tmp_path)
+    table["versions"]["retrain"] = "0.0.7"
+    (tmp_path / "manifest.json").write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=r"was run by retrain 0\.0\.7.*--force-resume"):
+        run_with(FakeExecutor(), config, monkeypatch)
+    assert run_with(FakeExecutor(), config, monkeypatch, force=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"format": 99}', "has format 99; this version of retrain reads 1"),
+        ('{"form', "cannot be read"),
+        ("[]", "None"),
+    ],
+)
+def test_a_manifest_of_another_format_or_a_torn_one_is_refused(
+    tmp_path: Path, monkeypatch: Patch, text: str, words: str
+) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
+
+
+def test_other_settings_in_the_same_folder_are_refused_with_the_difference(tmp_path: Path, monkeypatch: Patch) -> None:
+    run_with(FakeExecutor(codes={"maxrl+none_s2": 1}), campaign_config(tmp_path), monkeypatch)
+    changed = campaign_config(tmp_path, {"training": {"lr": 1e-3}})
+    with pytest.raises(CheckpointError, match=r"training\.lr: 4e-05 -> 0\.001"):
+        run_with(FakeExecutor(), changed, monkeypatch)
+    assert run_with(FakeExecutor(), changed, monkeypatch, force=True) == 0
+
+
+def test_two_sessions_cannot_share_a_folder(tmp_path: Path, monkeypatch: Patch) -> None:
+    from retrain.folder import lock_folder
+
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="is in use by another run"):
+        run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
+
+
+def test_a_run_that_goes_on_by_itself_is_not_started_twice(tmp_path: Path, monkeypatch: Patch) -> None:
+    from retrain.folder import lock_folder
+
+    config = campaign_config(tmp_path)
+    folder = planned(config)[1].folder
+    folder.mkdir(parents=True)
+    with lock_folder(folder), pytest.raises(ConfigError, match=r"maxrl.none_s1 of .* is still running"):
+        run_with(FakeExecutor(), config, monkeypatch)
+
+
+def test_the_folder_has_the_date_in_its_name_unless_one_is_asked_for(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = choose_folder(campaign_config(None))
+    assert folder.parent == tmp_path / "logs"
+    assert re.fullmatch(r"campaign_\d{8}_\d{6}", folder.name)
+    folder.mkdir(parents=True)
+    assert choose_folder(campaign_config(None)) != folder
+    assert choose_folder(campaign_config(Path("mine"))) == tmp_path / "mine"
+
+
+def test_resuming_needs_a_campaign_and_its_own_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        choose_folder(campaign_config(None, {"resume": {"from": str(tmp_path)}}))
+    (tmp_path / "manifest.json").write_text("{}")
+    assert choose_folder(campaign_config(None, {"resume": {"from": str(tmp_path)}})) == tmp_path
+    assert choose_folder(campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}})) == tmp_path
+    with pytest.raises(ConfigError, match="is not the campaign to go on with"):
+        choose_folder(campaign_config(tmp_path / "other", {"resume": {"from": str(tmp_path)}}))
+
+
+def test_ray_that_is_not_installed_is_said_in_a_sentence(tmp_path: Path, monkeypatch: Patch) -> None:
+    import sys
+
+    from retrain.campaign.run import run_campaign
+    from retrain.errors import MissingExtraError
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "retrain.campaign.ray", raising=False)
+    with pytest.raises(MissingExtraError, match=r'needs the package ray.*pip install -e "\.\[ray\]"'):
+        run_campaign(campaign_config(tmp_path / "c", executor="ray"))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_pipe_is_told_how_far_the_runs_are(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    monkeypatch.setattr("retrain.campaign.screen.PLAIN_EVERY_S", 0.0)
+    executor: Any = FakeExecutor()
+    executor.on_poll = lambda: [write_result(run, 0.25, 1, "running") for run, _ in executor.going.values()]
+    run_with(executor, campaign_config(tmp_path), monkeypatch)
+    printed = capsys.readouterr().out
+    assert re.search(r"^  grpo\+none_s1: step 1/4, correct 25\.0%, [12] s left$", printed, re.MULTILINE)
+    assert re.search(r"^  0 of 4 runs done, about 8 s left$", printed, re.MULTILINE)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_table_of_all_runs(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("retrain.campaign.screen.LIVE_EVERY_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert run_with(FakeExecutor(codes={"maxrl+none_s1": 1}), campaign_config(tmp_path), monkeypatch) == 1
+    # Without colours; what is redrawn is there once more.
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert all(word in shown for word in ("run", "state", "step", "ETA", "correct", "held-out"))
+    last = shown.rpartition("held-out")[2]
+    assert re.search(r"grpo\+none_s1 +finished +4/4 +- +50\.1%", last)
+    assert re.search(r"maxrl\+none_s1 +failed +2/4", last)
+    assert "3 of 4 runs done" in last
+
+
+def test_nobody_listening_does_not_end_a_campaign(tmp_path: Path, monkeypatch: Patch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch) == 0
+    assert set(statuses(tmp_path).values()) == {"finished"}

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.campaign.plan import label_conditions, plan_runs
+from retrain.config import load_config
+from retrain.errors import ConfigError
+
+from .campaigns import GRPO, MAXRL, campaign_config, planned
+
+
+def test_every_condition_meets_every_seed_and_pairs_come_first(tmp_path: Path) -> None:
+    names = [run.name for run in planned(campaign_config(tmp_path))]
+    assert names == ["grpo+none_s1", "maxrl+none_s1", "grpo+none_s2", "maxrl+none_s2"]
+
+
+def test_the_default_campaign_has_five_conditions_and_eight_seeds() -> None:
+    runs = plan_runs(load_config(None, {}).model_copy(update={"campaign": default_campaign()}), Path("c"), "c.toml")
+    assert len(runs) == 40
+    assert {run.condition for run in runs} == {
+        "grpo+none",
+        "maxrl+none",
+        "maxrl+gtpo",
+        "maxrl+gtpo_hicra",
+        "maxrl+gtpo_sepa",
+    }
+    assert {run.max_steps for run in runs} == {500}
+
+
+def default_campaign() -> Any:
+    from retrain.config.schema import Campaign
+
+    return Campaign()
+
+
+def test_every_run_has_its_own_folder_adapter_seed_and_wandb_name(tmp_path: Path) -> None:
+    runs = planned(campaign_config(tmp_path, {"logging": {"wandb_tags": "paper"}}))
+    for run in runs:
+        config = run.config
+        assert config.campaign is None
+        assert (config.training.seed, config.training.max_steps) == (run.seed, 4)
+        assert config.logging.log_dir == str(tmp_path / "runs" / run.name)
+        assert config.backend.adapter_path == str(tmp_path / "runs" / run.name / "adapter")
+        assert config.logging.wandb_run_name == f"{run.condition}_s{run.seed}"
+        assert config.logging.wandb_group == run.condition
+        assert config.logging.wandb_tags == f"paper,{run.condition},seed{run.seed}"
+    assert len({run.config.backend.adapter_path for run in runs}) == 4
+
+
+def test_conditions_with_one_algorithm_are_named_by_what_else_they_override(tmp_path: Path) -> None:
+    conditions = [GRPO, GRPO | {"lr": 1e-4}, GRPO | {"gtpo": {"beta": 0.3}}]
+    runs = planned(campaign_config(tmp_path, seeds=[1], conditions=conditions))
+    assert [run.condition for run in runs] == ["grpo+none", "grpo+none_lr=0.0001", "grpo+none_gtpo.beta=0.3"]
+    assert [run.config.training.lr for run in runs] == [4e-5, 1e-4, 4e-5]
+
+
+def test_names_can_be_folders_and_tags_and_stay_distinct(tmp_path: Path) -> None:
+    conditions = [GRPO | {"system_prompt": text} for text in ("a/b, c", "a b c", "x" * 200, "x" * 201)]
+    runs = planned(campaign_config(tmp_path, seeds=[1], conditions=conditions))
+    names = [run.name for run in runs]
+    assert len(set(names)) == 4
+    assert all("/" not in name and "," not in name and " " not in name and len(name) < 80 for name in names)
+
+
+def test_three_equal_labels_stay_distinct() -> None:
+    config = load_config()
+    labels = label_conditions([config] * 3, [{"system_prompt": "!"}, {"system_prompt": "?"}, {"system_prompt": "%"}])
+    assert len(set(labels)) == 3
+
+
+def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:
+    runs = planned(campaign_config(tmp_path, seeds=[1], conditions=[GRPO, MAXRL | {"max_steps": 500}]))
+    assert [run.max_steps for run in runs] == [4, 500]
+
+
+@pytest.mark.parametrize(
+    ("tables", "campaign", "words"),
+    [
+        ({"training": {"seed": 1}}, {}, r"\[training\] seed is set, but a campaign runs each of its seeds"),
+        ({"training": {"max_steps": 7}}, {}, r"\[training\] max_steps .*Try: \[campaign\] max_steps"),
+        ({"backend": {"adapter_path": "x"}}, {}, r"adapter_path is set, but every run .* its own adapter folder"),
+        ({"logging": {"wandb_run_name": "x"}}, {}, "wandb_run_name is set, but a campaign names its runs"),
+        ({"logging": {"wandb_group": "x"}}, {}, "wandb_group is set"),
+        ({}, {"conditions": [GRPO, MAXRL | {"seed": 3}]}, r"conditions\[1\] sets training.seed"),
+        ({}, {"conditions": [GRPO, MAXRL | {"log_dir": "x"}]}, r"conditions\[1\] sets logging.log_dir"),
+        ({"squeeze": {"adapter_path": "x"}}, {}, r"\[squeeze\] adapter_path is set, but a campaign"),
+        ({}, {"executor": "ray", "gpus_per_run": 1.5}, "gpus_per_run is 1.5; above 1 Ray gives whole GPUs"),
+        ({}, {"share_model": True, "parallel": True}, "share_model steps the runs in turn"),
+        ({}, {"share_model": True, "executor": "ray"}, "share_model steps the runs in turn"),
+        ({}, {"stop_when": "decided", "conditions": [GRPO]}, "stop_when compares conditions, and there is only one"),
+    ],
+)
+def test_what_a_campaign_cannot_use_is_refused(
+    tmp_path: Path, tables: dict[str, Any], campaign: dict[str, Any], words: str
+) -> None:
+    config = campaign_config(tmp_path, tables, **campaign)
+    with pytest.raises(ConfigError, match=words):
+        planned(config)
+
+
+@pytest.mark.parametrize(
+    ("campaign", "words"),
+    [
+        ({"conditions": [GRPO, MAXRL, GRPO]}, "same condition twice"),
+        ({"conditions": []}, r"\[campaign\] conditions must not be empty"),
+        ({"seeds": []}, r"\[campaign\] seeds must not be empty"),
+        ({"seeds": [1, 2, 1]}, "same seed twice"),
+        ({"seeds": [-1]}, "seeds"),
+        ({"max_workers": -1}, r"max_workers must be >= 0"),
+        ({"stagger_seconds": -1.0}, r"stagger_seconds must be >= 0"),
+        ({"conditions": [{"lrr": 1.0}]}, "sets 'lrr', which is not an option that a condition can override"),
+        ({"conditions": [{"lr": -1.0}]}, r"conditions\[0\]: \[training\] lr must be > 0"),
+        ({"executor": "slurm"}, "executor must be one of"),
+        ({"stop_when": "bored"}, "stop_when must be one of"),
+        ({"max_steps": 0}, "max_steps must be >= 1"),
+    ],
+)
+def test_a_wrong_campaign_does_not_load(campaign: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        campaign_config(None, **campaign)

@@ -1,0 +1,124 @@
+"""Campaigns of real processes, over the fake backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from retrain.campaign.processes import has_checkpoint, prepare_folder
+from retrain.campaign.progress import is_held
+from retrain.config.load import dump_config
+
+from .campaigns import GRPO, MAXRL, TESTS, campaign_config, manifest_of, planned, statuses, write_result
+
+SLOW = """
+import time
+from e2e.fakes import build as build_fake
+
+def build(config, tokenizer, say, progress):
+    backend = build_fake(config, tokenizer, say, progress)
+    train = backend.train_step
+    backend.train_step = lambda datums, step: time.sleep(0.3) or train(datums, step)
+    return backend
+"""
+PAIR = ("grpo+none_s1", "maxrl+none_s1")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    return subprocess.Popen(
+        [sys.executable, "-m", "retrain", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def steps_of(folder: Path, name: str) -> list[int]:
+    path = folder / "c" / "runs" / name / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def write_slow_campaign(folder: Path, steps: int) -> None:
+    (folder / "slow.py").write_text(SLOW)
+    config = campaign_config(
+        folder / "c", {"backend": {"backend": "slow.build"}}, seeds=[1], max_steps=steps, parallel=True
+    )
+    (folder / "campaign.toml").write_text(dump_config(config))
+
+
+def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
+    broken = MAXRL | {"reward": {"custom_module": "not_there"}}
+    config = campaign_config(tmp_path / "c", seeds=[1], conditions=[GRPO, broken], parallel=True)
+    (tmp_path / "campaign.toml").write_text(dump_config(config))
+    process = start(tmp_path, "campaign.toml")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert statuses(tmp_path / "c") == {"grpo+none_s1": "finished", "maxrl+none_s1": "failed"}
+    record = manifest_of(tmp_path / "c")["runs"][1]
+    assert "not_there" in record["error"]
+    assert "not_there" in output
+    run = tmp_path / "c" / "runs" / "grpo+none_s1"
+    assert "Step 3 [grpo+none]" in (run / "stdout.log").read_text()
+    assert (run / "adapter" / "adapter_config.json").exists()
+    assert "not_there" in (tmp_path / "c" / "runs" / "maxrl+none_s1" / "stderr.log").read_text()
+
+
+def test_ctrl_c_leaves_checkpoints_and_a_resume_needs_no_file(tmp_path: Path) -> None:
+    write_slow_campaign(tmp_path, 400)
+    process = start(tmp_path, "campaign.toml")
+    wait_for(lambda: all(len(steps_of(tmp_path, name)) > 2 for name in PAIR))
+    pressed = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - pressed < 10
+    assert process.returncode == 130, output
+    assert set(statuses(tmp_path / "c").values()) == {"interrupted"}
+    done = {name: len(steps_of(tmp_path, name)) for name in PAIR}
+    assert all((tmp_path / f"c/runs/{name}/checkpoints/step_{done[name]:06d}").is_dir() for name in PAIR)
+    most = max(done.values()) + 2
+    again = start(tmp_path, "--resume", "c", "--campaign-max-steps", str(most))
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert all(steps_of(tmp_path, name) == list(range(most)) for name in PAIR)
+    assert all("Resuming from" in (tmp_path / f"c/runs/{name}/stdout.log").read_text() for name in PAIR)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_runs_save_and_end_when_the_campaign_is_killed(tmp_path: Path) -> None:
+    write_slow_campaign(tmp_path, 400)
+    process = start(tmp_path, "campaign.toml")
+    wait_for(lambda: all(steps_of(tmp_path, name) for name in PAIR))
+    folders = [tmp_path / "c" / "runs" / name for name in PAIR]
+    assert all(is_held(folder) for folder in folders)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(is_held(folder) for folder in folders), 20)
+    assert all(has_checkpoint(folder) for folder in folders)
+
+
+def test_what_a_run_left_before_its_first_checkpoint_is_cleared(tmp_path: Path) -> None:
+    run = planned(campaign_config(tmp_path))[0]
+    write_result(run, 0.5, 2, "running")
+    (run.folder / "stderr.log").write_text("why it died")
+    prepare_folder(run)
+    assert not (run.folder / "metrics.jsonl").exists()
+    assert not (run.folder / "trainer_state.json").exists()
+    assert (run.folder / "stderr.log").read_text() == "why it died"

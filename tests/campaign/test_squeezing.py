@@ -1,0 +1,68 @@
+"""A campaign with a [squeeze] table analyses the adapter of its first run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from squeeze.adapters import random_factors, write_adapter
+
+from retrain.campaign.plan import Run
+
+from .campaigns import FakeExecutor, campaign_config, manifest_of, rate_by_seed, run_with
+
+Captured = pytest.CaptureFixture[str]
+
+
+def with_adapter(run: Run) -> float:
+    write_adapter(run.folder / "adapter", random_factors(8), rank=8)
+    return rate_by_seed(run)
+
+
+def test_the_table_is_printed_once_and_the_rank_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    tables = {"squeeze": {"min_variance_retention": 0.9, "output_path": str(tmp_path / "small")}}
+    config = campaign_config(tmp_path / "c", tables | {"model": {"lora_rank": 8}})
+    assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("Mean Var%") == 1
+    assert "LoRA-Squeeze of grpo+none_s1:" in printed
+    found = manifest_of(tmp_path / "c")["squeeze"]
+    assert found["run"] == "grpo+none_s1"
+    assert found["source_rank"] == 8
+    assert 1 <= found["recommended_rank"] <= 8
+    assert [row["rank"] for row in found["ranks"]] == [1, 2, 4, 8]
+    assert found["ranks"][-1]["mean"] == pytest.approx(1.0)
+    assert (tmp_path / "small" / "adapter_config.json").exists()
+    again = FakeExecutor(with_adapter, codes={"maxrl+none_s2": 1})
+    run_with(again, config, monkeypatch)
+    assert "Mean Var%" not in capsys.readouterr().out
+
+
+def test_an_adapter_that_cannot_be_analysed_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    config = campaign_config(tmp_path, {"squeeze": {}})
+    assert run_with(FakeExecutor(), config, monkeypatch) == 0
+    assert "It could not be analysed" in capsys.readouterr().out
+    assert "squeeze" not in manifest_of(tmp_path)
+
+
+def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    sent = []
+    monkeypatch.setattr("retrain.tracking.wandb.log_squeeze", lambda config, folder, found: sent.append(found))
+    tables = {"squeeze": {}, "logging": {"wandb_project": "tests"}}
+    run_with(FakeExecutor(with_adapter), campaign_config(tmp_path / "a", tables), monkeypatch)
+    assert [found["run"] for found in sent] == ["grpo+none_s1"]
+
+    def fail(*given: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("retrain.tracking.wandb.log_squeeze", fail)
+    config = campaign_config(tmp_path / "b", tables)
+    assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
+    assert "Warning: wandb did not take the analysis: no network" in capsys.readouterr().out
+    assert manifest_of(tmp_path / "b")["squeeze"]["source_rank"] == 8

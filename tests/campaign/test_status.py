@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import write_run
+
+from retrain.campaign.progress import RunProgress, is_held, read_progress, read_tail, seconds_left
+from retrain.cli import run
+from retrain.cli.status import find_entries
+from retrain.cli.top import choose, draw
+from retrain.folder import lock_folder
+
+from .campaigns import FakeExecutor, campaign_config, planned, run_with, write_result
+
+Captured = pytest.CaptureFixture[str]
+HOLD = """
+import sys, time
+from pathlib import Path
+from retrain.folder import lock_folder
+
+held = lock_folder(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def status_of(folder: Path, capsys: Captured) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert run(["status", str(folder), "--json"]) == 0
+    entries: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return entries
+
+
+def test_a_finished_run_shows_its_last_numbers(tmp_path: Path, capsys: Captured) -> None:
+    write_run(tmp_path / "logs" / "train", [0.1, 0.4], {2: [1, 0, 0, 0]})
+    (entry,) = status_of(tmp_path / "logs", capsys)
+    assert (entry["kind"], entry["status"], entry["live"]) == ("run", "finished", False)
+    shown = entry["runs"]["train"]
+    assert (shown["step"], shown["max_steps"], shown["correct_rate"], shown["held_out"]) == (2, 2, 0.4, 0.25)
+    assert (shown["condition"], shown["seed"], shown["eta_seconds"]) == ("grpo+none", 42, None)
+    assert run(["status", str(tmp_path / "logs")]) == 0
+    assert "finished" in (printed := capsys.readouterr().out)
+    assert "40.0%" in printed
+
+
+def test_a_run_is_live_while_its_lock_is_held_and_dead_after(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "train", [0.1, 0.4], status="running", training__max_steps=10)
+    with lock_folder(folder):
+        live = read_progress(folder)
+        assert live.status == "running"
+        # Eight steps at a mean of one second.
+        assert live.eta_seconds == pytest.approx(8.0, abs=1.0)
+    assert read_progress(folder).status == "dead"
+    assert read_progress(folder).eta_seconds is None
+
+
+def test_the_lock_of_a_killed_process_counts_for_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    assert is_held(tmp_path)
+    process.kill()
+    process.communicate()
+    assert not is_held(tmp_path)
+    # A number that now belongs to somebody else is not believed either.
+    (tmp_path / ".lock").write_text(str(os.getpid()))
+    assert not is_held(tmp_path)
+    (tmp_path / ".lock").write_text("nonsense")
+    assert not is_held(tmp_path)
+
+
+def test_a_run_that_has_not_logged_yet_is_pending(tmp_path: Path) -> None:
+    assert read_progress(tmp_path).status == "pending"
+    assert read_progress(tmp_path / "nowhere").status == "pending"
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "train", [0.1], status="interrupted", training__max_steps=10)
+    assert read_progress(folder).status == "interrupted"
+
+
+def test_a_torn_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n[1]\nnonsense\n{"step": 1}\n{"st')
+    assert read_tail(path) == [{"step": 0}, {"step": 1}]
+    path.write_text("".join(json.dumps({"step": s, "text": "x" * 1000}) + "\n" for s in range(500)))
+    rows = read_tail(path)
+    assert rows[-1]["step"] == 499
+    assert len(rows) < 500
+
+
+def test_campaigns_show_all_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    folder = tmp_path / "logs" / "sweep" / "c"
+    config = campaign_config(folder)
+    run_with(FakeExecutor(codes={"maxrl+none_s1": 1}), config, monkeypatch)
+    (entry,) = status_of(tmp_path / "logs", capsys)
+    assert (entry["kind"], entry["status"], entry["live"]) == ("campaign", "failed", False)
+    assert entry["runs"]["maxrl+none_s1"]["status"] == "failed"
+    assert run(["status", str(tmp_path / "logs")]) == 0
+    assert "campaign, failed, 3 of 4 runs done" in capsys.readouterr().out
+
+
+def test_a_live_campaign_has_an_eta_and_a_dead_one_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    config = campaign_config(tmp_path / "c")
+    executor = FakeExecutor()
+    seen: list[dict[str, Any]] = []
+
+    def look() -> None:
+        for going, _ in executor.going.values():
+            write_result(going, 0.25, 1, "running")
+        seen.extend(status_of(tmp_path, capsys))
+
+    executor.on_poll = look
+    run_with(executor, config, monkeypatch)
+    assert (seen[0]["status"], seen[0]["live"]) == ("running", True)
+    # Fifteen steps left of four runs, half a second each.
+    assert seen[0]["eta_seconds"] == pytest.approx(7.5)
+    assert seen[0]["runs"]["grpo+none_s1"]["status"] == "running"
+    assert seen[0]["runs"]["maxrl+none_s2"]["status"] == "pending"
+    table = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    table["status"] = table["runs"][0]["status"] = "running"
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps(table))
+    write_result(planned(config)[0], 0.25, 1, "running")
+    (entry,) = status_of(tmp_path, capsys)
+    assert (entry["status"], entry["eta_seconds"]) == ("dead", None)
+    assert entry["runs"]["grpo+none_s1"]["status"] == "dead"
+
+
+def test_a_campaign_that_cannot_be_read_is_listed_with_the_reason(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest.json").write_text('{"format": 7}')
+    (entry,) = status_of(tmp_path, capsys)
+    assert entry["status"] == "unreadable"
+    assert "format 7" in entry["problem"]
+
+
+def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: Captured) -> None:
+    assert run(["status", str(tmp_path)]) == 0
+    assert "There are no runs in" in capsys.readouterr().out
+    assert run(["status", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_top_shows_what_lives(tmp_path: Path, capsys: Captured) -> None:
+    folder = write_run(tmp_path / "alive", [0.1], status="running", training__max_steps=10)
+    write_run(tmp_path / "over", [0.1])
+    with lock_folder(folder):
+        assert run(["top", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        assert "alive" in printed
+        assert "over" not in printed
+        assert len(choose(find_entries(tmp_path), show_all=True)) == 2
+        from rich.console import Console
+
+        console = Console(width=100)
+        with console.capture() as captured:
+            console.print(draw(choose(find_entries(tmp_path), show_all=False)))
+        assert "1/10" in captured.get()
+    assert "Nothing is running" in str(draw([]))
+
+
+def test_time_left_is_shared_by_those_that_run_at_once() -> None:
+    runs = [RunProgress("running", 5, 10, step_seconds=2.0), RunProgress("pending", 0, 10)]
+    assert seconds_left(runs, 1) == 30.0
+    assert seconds_left(runs, 2) == 15.0
+    assert seconds_left(runs, 8) == 15.0
+    assert seconds_left([RunProgress("pending", 0, 10)], 1) is None
+    assert seconds_left([RunProgress("finished", 10, 10, step_seconds=1.0)], 1) == 0.0

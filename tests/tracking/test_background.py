@@ -1,0 +1,129 @@
+"""Trackers that hang, fail or are slow must cost training nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.runs import fake_config, rows, train_quietly
+from e2e.tiny import write_tokenizer
+
+from retrain.config import TrainConfig, load_config
+from retrain.errors import ConfigError
+from retrain.tracking import background
+from retrain.tracking.background import InBackground
+from retrain.types import StepMetrics
+
+
+class FakeTracker:
+    """Waits or fails where it is told to."""
+
+    def __init__(self, hang: str = "", fail: str = "", error: Exception | None = None) -> None:
+        self.hang = hang
+        self.fail = fail
+        self.error = error or RuntimeError("no network")
+        self.release = threading.Event()
+        self.heard: list[str] = []
+
+    def _do(self, what: str) -> None:
+        if self.hang == what:
+            self.release.wait(30)
+        if self.fail == what:
+            raise self.error
+        self.heard.append(what)
+
+    def start(self, config: TrainConfig) -> None:
+        self._do("start")
+
+    def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
+        self._do("log")
+
+    def finish(self) -> None:
+        self._do("finish")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "START_S", 0.1)
+    monkeypatch.setattr(background, "FINISH_S", 0.1)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    yield []
+
+
+def track(tracker: FakeTracker, said: list[str], steps: int = 3) -> float:
+    """A run of a few steps; returns the longest that any step was kept waiting."""
+    wrapped = InBackground("wandb", tracker, said.append)
+    wrapped.start(load_config())
+    waits = []
+    for step in range(steps):
+        started = time.monotonic()
+        wrapped.log(step, {"loss": 0.5}, ())
+        waits.append(time.monotonic() - started)
+    wrapped.finish()
+    tracker.release.set()
+    return max(waits)
+
+
+def test_a_good_tracker_hears_everything_in_order(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    monkeypatch.setattr(background, "FINISH_S", 10.0)
+    tracker = FakeTracker()
+    track(tracker, said)
+    assert tracker.heard == ["start", "log", "log", "log", "finish"]
+    assert said == []
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_keeps_nobody_waiting(where: str, said: list[str]) -> None:
+    assert track(FakeTracker(hang=where), said) < 0.05
+    assert any("was still busy after 0.1 s and was left behind" in line for line in said)
+
+
+@pytest.mark.parametrize("where", ["start", "log"])
+def test_a_tracker_that_fails_is_left_out_with_a_warning(
+    where: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "FINISH_S", 10.0)
+    tracker = FakeTracker(fail=where)
+    track(tracker, said)
+    assert said == ["Warning: wandb failed and is left out from here on: RuntimeError: no network"]
+    assert "log" not in tracker.heard
+
+
+def test_a_tracker_that_fails_at_the_end_is_forgiven(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "FINISH_S", 10.0)
+    track(FakeTracker(fail="finish"), said)
+    assert said == []
+
+
+def test_wrong_input_is_said_before_training(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "START_S", 10.0)
+    with pytest.raises(ConfigError, match="no such project"):
+        track(FakeTracker(fail="start", error=ConfigError("no such project")), said)
+
+
+def test_what_a_slow_tracker_cannot_take_is_dropped_and_counted(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ROOM", 2)
+    assert track(FakeTracker(hang="start"), said, steps=10) < 0.05
+    assert said[-1] == "Warning: wandb was too slow: 8 steps are missing there; the logs have them."
+
+
+def test_a_whole_run_ends_although_its_tracker_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = FakeTracker(hang="log")
+    monkeypatch.setattr(
+        "retrain.assemble._optional_trackers", lambda config, folder, say: [InBackground("wandb", tracker, say)]
+    )
+    config = fake_config(write_tokenizer(tmp_path / "tokenizer"), tmp_path)
+    result, printed = train_quietly(config)
+    tracker.release.set()
+    assert result.steps == 4
+    assert len(rows(config.logging.log_dir)) == 4
+    assert "wandb was still busy" in printed

@@ -11,7 +11,9 @@ from retrain.checkpoint import explain_write_error
 
 @click.command("report", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
-@click.option("--output", type=click.Path(path_type=Path), help="File to write; report.html in the first DIR if left out.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="File to write; the first DIR's report.html by default."
+)
 @click.option("--png", type=click.Path(path_type=Path), help="Also write every curve as a PNG into this folder.")
 def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) -> int:
     """Write one HTML page with curves, statistics and completions of the runs in DIR; it needs no network."""

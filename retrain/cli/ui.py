@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
         self.folders = folders
         super().__init__(*arguments)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+    def do_GET(self) -> None:
         """Read the folders anew for every answer."""
         from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
         from retrain.report.page import as_json  # noqa: PLC0415

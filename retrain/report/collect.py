@@ -98,7 +98,8 @@ def _other_time(row: Mapping[str, Any]) -> float | None:
     whole = row.get("step_time_s")
     if whole is None:
         return None
-    return max(0.0, whole - sum(row.get(key) or 0.0 for key in ("sample_time_s", "score_time_s", "train_time_s")))
+    parts = (row.get(key) or 0.0 for key in ("sample_time_s", "score_time_s", "train_time_s"))
+    return max(0.0, float(whole) - sum(parts))
 
 
 def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]:

@@ -34,7 +34,8 @@ def token_numbers(
         advantages = method.advantages(step, groups, masks_PG)
         if step not in steps:
             continue
-        rows_PG, at = [], 0
+        rows_PG: list[list[Numbers]] = []
+        at = 0
         for group, masks_G in zip(groups, masks_PG, strict=True):
             rows_PG.append([])
             for completion, mask_T in zip(group.completions_G, masks_G, strict=True):

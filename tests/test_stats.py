@@ -114,7 +114,7 @@ def test_equal_differences_do_not_stop_a_campaign_by_a_spread_of_zero() -> None:
 
 
 def test_a_worked_example() -> None:
-    # Differences 1, 2, 3, 4: mean 2.5, sd 1.29099, se 0.645497, t = 3.87298 with 3 degrees of freedom, t_.975 = 3.18245.
+    # Differences 1, 2, 3, 4: mean 2.5, sd 1.29099, se 0.645497, t = 3.87298, 3 degrees of freedom, t_.975 = 3.18245.
     result = paired_test([1.0, 2.0, 3.0, 4.0])
     assert result.difference == 2.5
     assert result.interval == pytest.approx((2.5 - 3.18245 * 0.645497, 2.5 + 3.18245 * 0.645497), abs=1e-4)

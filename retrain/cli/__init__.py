@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
     "explain": ("retrain.cli.explain", "Say what a configuration would do."),
     "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
+    "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
+    "diff": ("retrain.cli.diff", "Show where two runs or conditions part."),
     "report": ("retrain.cli.report", "Write one HTML page over runs and campaigns."),
     "ui": ("retrain.cli.ui", "Serve that page here, following live runs."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),

@@ -10,14 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from retrain.config import load_config
+from retrain.cli.compare import compare_runs, early_stops
 from retrain.config.rules import values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.recording import FOLDER as RECORDINGS
-from retrain.report.comparison import compare_runs
-from retrain.report.folders import RunRecord, find_runs, read_rows
-from retrain.tracking.jsonl import GENERATIONS
+from retrain.runs import MANIFEST, RunRecord, find_runs, read_manifest
+from retrain.tracking.jsonl import FILES, GENERATIONS
 
 Data = dict[str, Any]
 
@@ -38,21 +37,19 @@ PLACES = ("training.seed", "logging.log_dir", "backend.adapter_path", "resume.fr
 
 def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
     """Everything one page shows of runs and campaigns. `live` is how often the page should ask again, in seconds."""
-    runs = [run for folder in folders for run in find_runs(folder)]
-    if not runs:
-        raise ConfigError(f"there is no run below {', '.join(map(str, folders))}.  Try: the log_dir of a run")
+    runs = find_runs(folders)
     groups, note = collect_groups(runs)
-    compared, compare_note = compare_runs(runs)
     columns, differences = differing_options(runs)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {
         "title": f"retrain: {', '.join(folder.resolve().name for folder in folders)}",
         "subtitle": f"{len(runs)} runs, {len({run.condition for run in runs})} conditions. Made {made}.",
-        "version": sum(run.bytes for run in runs),
+        "version": sum(
+            (run.path / name).stat().st_size for run in runs for name in FILES if (run.path / name).is_file()
+        ),
         "live": live,
         "runs": [describe_run(run) for run in runs],
-        "compare": compared,
-        "compare_note": compare_note,
+        **describe_comparison(runs, folders),
         "squeeze": find_squeeze(folders),
         "configs": differences,
         "config_columns": columns,
@@ -63,17 +60,17 @@ def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
 
 def describe_run(run: RunRecord) -> Data:
     """One run's curves and totals."""
-    rows = run.metrics
+    rows = list(run.metrics.values())
     series = {key: [row.get(key) for row in rows] for key in SERIES}
     series["other_time_s"] = [_other_time(row) for row in rows]
     late = [row["correct_rate"] for row in rows[-max(1, len(rows) // 10) :] if row.get("correct_rate") is not None]
     evals = [
         {"x": row["step"], "y": row["eval_pass_at_1"], "low": row["eval_ci_low"], "high": row["eval_ci_high"], "n": 1}
-        for row in run.evals
+        for row in run.evaluations.values()
     ]
     times = [row["step_time_s"] for row in rows if row.get("step_time_s")]
     return {
-        "name": run.name,
+        "name": run.path.resolve().name,
         "condition": run.condition,
         "seed": run.seed,
         "status": run.status,
@@ -92,6 +89,26 @@ def describe_run(run: RunRecord) -> Data:
             "errors": sum(row.get("reward_errors") or 0 for row in rows),
         },
     }
+
+
+def describe_comparison(runs: Sequence[RunRecord], folders: Sequence[Path]) -> Data:
+    """The table of verdicts, or a sentence that says why there is none."""
+    try:
+        told = compare_runs(runs)
+    except ConfigError as error:
+        return {"compare": None, "compare_note": f"No comparison: {error}"}
+    rows = [
+        {
+            **{key: row[key] for key in ("condition", "mean", "baseline_mean", "p_adjusted", "verdict", "sentence")},
+            **{key: row["test"][key] for key in ("difference", "interval", "p_value", "permutation_p", "cohens_d")},
+            "seeds": len(row["seeds"]),
+        }
+        for row in told["comparisons"]
+    ]
+    notes = [*told["notes"], *early_stops([str(folder) for folder in folders])]
+    place = f"{told['metric']} at step {told['step']}"
+    baseline = told["comparisons"][0]["baseline"]
+    return {"compare": {"metric": place, "baseline": baseline, "rows": rows, "notes": notes}, "compare_note": ""}
 
 
 def _other_time(row: Mapping[str, Any]) -> float | None:
@@ -117,8 +134,7 @@ def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]
 def find_squeeze(folders: Iterable[Path]) -> Data | None:
     """The rank analysis of a campaign, where there is one."""
     for folder in folders:
-        path = folder / "manifest.json"
-        squeeze = json.loads(path.read_text(encoding="utf-8")).get("squeeze") if path.is_file() else None
+        squeeze = read_manifest(folder).get("squeeze") if (folder / MANIFEST).is_file() else None
         if squeeze and squeeze.get("ranks"):
             return {"recommended_rank": squeeze["recommended_rank"], "ranks": squeeze["ranks"]}
     return None
@@ -142,7 +158,7 @@ def _steps_that_fit(run: RunRecord, most: int) -> tuple[set[int], int]:
     """Steps whose completions stay below `most` and below the run's share of characters, the last one always."""
     sizes: Counter[int] = Counter()
     characters = 0
-    for row in read_rows(run.folder / GENERATIONS):
+    for row in read_lines(run.path / GENERATIONS):
         sizes[row["step"]] += 1
         characters += len(row["completion"])
     steps, total = sorted(sizes), sum(sizes.values())
@@ -159,7 +175,7 @@ def _groups_of(index: int, run: RunRecord, steps: set[int]) -> Iterator[Data]:
     group: Data | None = None
     recorded = _recorded(run, steps)
     place = Counter[int]()
-    for row in read_rows(run.folder / GENERATIONS):
+    for row in read_lines(run.path / GENERATIONS):
         step = row["step"]
         if step not in steps:
             continue
@@ -181,10 +197,24 @@ def _groups_of(index: int, run: RunRecord, steps: set[int]) -> Iterator[Data]:
 
 def _recorded(run: RunRecord, steps: set[int]) -> dict[int, list[list[Data]]]:
     """Token numbers of the last three of these steps that were recorded."""
-    there = {int(path.stem[5:]) for path in (run.folder / RECORDINGS).glob("step_*.npz")}
+    there = {int(path.stem[5:]) for path in (run.path / RECORDINGS).glob("step_*.npz")}
     wanted = sorted(there & steps)[-3:]
     if not wanted:
         return {}
     from retrain.report.tokens import token_numbers  # noqa: PLC0415  (loads the tokenizer's libraries)
 
-    return dict(token_numbers(run.folder, load_config(run.folder / "config.toml"), wanted))
+    return dict(token_numbers(run.path, run.config, wanted))
+
+
+def read_lines(path: Path) -> Iterator[Data]:
+    """The whole rows of a JSONL file; a torn one is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row

@@ -28,7 +28,7 @@ function show(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(Math.max(0, digits - 1)).replace("e+", "e");
   return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 1 : digits);
 }
 const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %");
@@ -41,20 +41,15 @@ function mean(values) {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
-/** Runs of one condition as one curve: the mean at each step, and the lowest and highest run around it. */
-function band(runs, key) {
+/** Several curves of [step, value] as one: the mean at each step, and the lowest and highest around it. */
+function bandOf(curves) {
   const at = new Map();
-  for (const run of runs) {
-    const values = run.series[key] || [];
-    run.steps.forEach((step, index) => {
-      const value = values[index];
-      if (typeof value === "number") at.set(step, [...(at.get(step) || []), value]);
-    });
-  }
+  for (const [step, value] of curves.flat()) if (typeof value === "number") at.set(step, [...(at.get(step) || []), value]);
   return [...at.entries()].sort((one, other) => one[0] - other[0]).map(([step, values]) => ({
-    x: step, y: mean(values), low: Math.min(...values), high: Math.max(...values), n: values.length,
+    x: step, y: mean(values), low: Math.min(...values), high: Math.max(...values),
   }));
 }
+const band = (runs, key) => bandOf(runs.map((run) => run.steps.map((step, index) => [step, (run.series[key] || [])[index]])));
 
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
@@ -78,20 +73,22 @@ function chart(title, lines, { unit = show, floor = null, note = "" } = {}) {
   let [y0, y1] = [Math.min(...points.map((p) => p.low ?? p.y)), Math.max(...points.map((p) => p.high ?? p.y))];
   if (floor !== null) y0 = Math.min(floor, y0);
   if (x0 === x1) x1 = x0 + 1;
-  if (y0 === y1) [y0, y1] = [y0 - 0.5, y1 + 0.5];
+  if (y0 === y1) [y0, y1] = floor === null ? [y0 - 0.5, y1 + 0.5] : [y0, y0 + 1];
   const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.width - box.left - box.right);
   const y = (value) => box.height - box.bottom - ((value - y0) / (y1 - y0)) * (box.height - box.top - box.bottom);
   const svg = draw("svg", { viewBox: `0 0 ${box.width} ${box.height}`, role: "img", "aria-label": title });
   for (const tick of ticks(y0, y1, 4)) {
     svg.append(draw("line", { class: "axis", x1: box.left, x2: box.width - box.right, y1: y(tick), y2: y(tick) }));
-    svg.append(draw("text", { x: box.left - 5, y: y(tick) + 3, "text-anchor": "end" }, unit(tick, 2)));
+    svg.append(draw("text", { x: box.left - 5, y: y(tick) + 3, "text-anchor": "end" }, unit(tick, 1.5 * y1 < y0 + 1 ? 3 : 2)));
   }
-  for (const tick of ticks(x0, x1, 6)) {
+  for (const tick of ticks(x0, x1, 6).filter(Number.isInteger)) {
     svg.append(draw("text", { x: x(tick), y: box.height - 7, "text-anchor": "middle" }, show(tick)));
   }
   for (const line of lines) {
     const sorted = line.points;
-    if (sorted.some((p) => p.low !== undefined && p.low !== p.high)) {
+    if (line.bars) {
+      for (const p of sorted) svg.append(draw("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), stroke: line.colour, opacity: 0.45 }));
+    } else if (sorted.some((p) => p.low !== undefined && p.low !== p.high)) {
       const upper = sorted.map((p) => `${x(p.x)},${y(p.high ?? p.y)}`);
       const lower = sorted.map((p) => `${x(p.x)},${y(p.low ?? p.y)}`).reverse();
       svg.append(draw("polygon", { points: [...upper, ...lower].join(" "), fill: line.colour, opacity: 0.18 }));
@@ -181,23 +178,23 @@ function learning() {
 
 function evaluation() {
   if (!data.runs.some((run) => run.evals.length)) return null;
-  const lines = [];
-  for (const run of data.runs.filter((run) => run.evals.length && !hidden.has(run.condition))) {
-    lines.push({ name: run.name, colour: colourOf(run.condition), points: run.evals });
-  }
-  return [make("p", { class: "soft" }, "Held-out pass@1, one line a run, with its 95 % interval over problems."), legend(),
-    make("div", { class: "charts" }, chart("Held-out pass@1", lines, { unit: percent, floor: 0 }))];
+  const shown = data.runs.filter((run) => run.evals.length && !hidden.has(run.condition));
+  const each = shown.map((run) => ({ name: run.name, colour: colourOf(run.condition), points: run.evals, bars: true }));
+  const means = [...new Set(shown.map((run) => run.condition))].map((name) => ({ name, colour: colourOf(name), points: bandOf(
+    shown.filter((run) => run.condition === name).map((run) => run.evals.map((point) => [point.x, point.y]))) }));
+  return [make("p", { class: "soft" }, "On the left the mean over seeds, with the lowest and the highest seed; on the right every run, with its 95 % interval over problems."), legend(),
+    make("div", { class: "charts" }, chart("Held-out pass@1, by condition", means, { unit: percent, floor: 0 }), chart("Held-out pass@1, by run", each, { unit: percent, floor: 0 }))];
 }
 
 const CLASS_OF = { statistically_significant_improvement: "better", significant_degradation: "worse" };
 function comparison() {
   if (!data.compare) return data.compare_note ? [make("p", {}, data.compare_note)] : null;
   const rows = data.compare.rows.map((row) => [row.condition, row.seeds, row.mean, row.baseline_mean, row.difference,
-    row.low === null ? "–" : `${show(row.low)} to ${show(row.high)}`, row.p_value, row.p_adjusted, row.effect,
-    make("span", { class: CLASS_OF[row.code] || null }, row.sentence)]);
+    row.interval ? `${show(row.interval[0])} to ${show(row.interval[1])}` : "–", row.p_value, row.permutation_p, row.p_adjusted, row.cohens_d,
+    make("span", { class: CLASS_OF[row.verdict] || null }, row.sentence)]);
   return [make("p", {}, `${data.compare.metric}, against ${data.compare.baseline}.`),
-    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "p", "p (Holm)", "Cohen's d", "verdict"],
-      rows, [1, 2, 3, 4, 5, 6, 7, 8]),
+    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "p", "p (sign flips)", "p (Holm)", "Cohen's d", "verdict"],
+      rows, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
     ...(data.compare.notes || []).map((note) => make("p", { class: "soft" }, note))];
 }
 
@@ -253,6 +250,7 @@ function groupsShown() {
     if (chosen.condition && run.condition !== chosen.condition) return false;
     if (chosen.run && run.name !== chosen.run) return false;
     if (chosen.step !== "" && group.step !== Number(chosen.step)) return false;
+    if (chosen.colour !== "none" && !group.members.some((member) => member.tokens)) return false;
     return group.members.some((member) => (!chosen.outcome || member.outcome === chosen.outcome)
       && (chosen.least === "" && chosen.most === "" ? true : member.reward !== null && within(member.reward))
       && (!words || member.text.toLowerCase().includes(words) || group.prompt.toLowerCase().includes(words)));
@@ -286,7 +284,7 @@ function fillBrowser() {
     type: "button", "aria-current": String(index === chosen.group), onclick: () => { chosen.group = index; fillBrowser(); },
   }, make("span", { class: "ask" }, group.prompt), make("span", { class: "soft" },
     `${data.runs[group.run].name}, step ${group.step}, ${group.members.filter((member) => member.outcome === "right").length} of ${group.members.length} right${group.members.some((member) => member.tokens) ? ", tokens" : ""}`)))));
-  if (!found.length) list.append(make("li", { class: "soft" }, "Nothing matches."));
+  if (!found.length) list.append(make("li", { class: "soft" }, chosen.colour === "none" ? "Nothing matches." : "Nothing matches. Token numbers come from runs with [training] record = true."));
   if (found.length > 300) list.append(make("li", { class: "soft" }, `and ${found.length - 300} more: narrow the filters.`));
   const group = found[chosen.group];
   document.getElementById("group").replaceChildren(...(group ? [
@@ -311,7 +309,6 @@ function memberCard(member) {
   const body = make("div", { class: "answer" });
   if (member.tokens && chosen.colour !== "none") body.append(...microscope(member.tokens));
   else body.append(...marked(member.text));
-  if (!member.tokens && chosen.colour !== "none") body.append(make("p", { class: "soft" }, "No token numbers: they come from runs with [training] record = true."));
   return make("div", { class: `member ${member.outcome}` },
     make("p", { class: "soft" }, `${member.outcome}, reward ${show(member.reward)}, ${member.num_tokens} tokens`), body);
 }

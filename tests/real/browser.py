@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import shutil
@@ -69,8 +70,6 @@ class Tab:
         return result["result"].get("value")
 
     async def photograph(self, path: Path) -> None:
-        import base64
-
         picture = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 

@@ -1,0 +1,203 @@
+"""`retrain diff A B`: two runs or two conditions, metric by metric, with the first step where they part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from retrain.cli.console import print_heading, print_json, print_table
+from retrain.config.toml import show_value
+from retrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from retrain.runs import RunRecord
+
+# Clocks never agree; a run repeated to the bit differs in these alone.
+_CLOCKS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
+_PLACES = ("logging.", "backend.adapter_path", "training.seed", "resume.")
+
+Values = Mapping[str, Mapping[int, Any]]
+
+
+@dataclass(frozen=True)
+class MetricDifference:
+    """One metric of both sides at the last step they share. `first_step` is None where they never part."""
+
+    metric: str
+    first_step: int | None
+    a: float | None
+    b: float | None
+    largest: float | None
+    largest_step: int | None
+
+
+@click.command("diff", context_settings={"max_content_width": 110})
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--tolerance", type=click.FloatRange(0), default=0.0, show_default=True, help="Differences to overlook.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
+    """Compare A with B: two run folders, or two conditions of a campaign as CAMPAIGN/CONDITION.
+
+    Conditions are means over the seeds that both have. The JSON has these keys: a, b, seeds, config (options that
+    differ), steps (of each side, and shared), only_in, metrics (metric, first_step, a, b, largest, largest_step).
+    """
+    data = diff(find_side(a), find_side(b), tolerance)
+    if as_json:
+        print_json(data)
+    else:
+        _print(data)
+    return 0
+
+
+def find_side(given: str) -> list[RunRecord]:
+    """A run; or all runs of one condition: CAMPAIGN/CONDITION, or a folder that holds one condition's runs."""
+    from retrain.runs import MANIFEST, find_runs  # noqa: PLC0415  (only when it is run)
+
+    path = Path(given)
+    if path.is_dir():
+        runs = find_runs([path])
+        names = list(dict.fromkeys(run.condition for run in runs))
+        if len(names) > 1:
+            raise ConfigError(f"{given} holds several conditions.  Try: {path / names[0]}")
+        return runs
+    if (path.parent / MANIFEST).is_file():
+        runs = find_runs([path.parent])
+        mine = [run for run in runs if run.condition == path.name]
+        if not mine:
+            names = list(dict.fromkeys(run.condition for run in runs))
+            raise ConfigError(f"{path.parent} has no condition {path.name!r}.  Try: one of {', '.join(names)}")
+        return mine
+    raise ConfigError(f"there is no folder {given}.")
+
+
+def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> dict[str, Any]:
+    """All that `retrain diff` knows, as the JSON shows it."""
+    from retrain.runs import config_differences  # noqa: PLC0415  (only when it is run)
+
+    seeds: list[int] = []
+    if len(a) > 1 or len(b) > 1:
+        seeds = sorted({run.seed for run in a} & {run.seed for run in b})
+        if not seeds:
+            raise ConfigError("the two conditions have no seed in common, so their means cannot be compared.")
+        a, b = ([run for run in side if run.seed in seeds] for side in (a, b))
+    one, other = mean_values(a), mean_values(b)
+    steps = [sorted({step for series in side.values() for step in series}) for side in (one, other)]
+    shared = sorted(set(steps[0]) & set(steps[1]))
+    if not shared:
+        raise ConfigError("the two have no step in common.")
+    metrics = [compare_series(name, one[name], other[name], tolerance) for name in one if name in other]
+    config = {
+        path: {"a": _plain(before), "b": _plain(after)}
+        for path, (before, after) in config_differences(a[0].config, b[0].config).items()
+        if not path.startswith(_PLACES) or (path == "training.seed" and not seeds)
+    }
+    return {
+        "a": [str(run.path) for run in a],
+        "b": [str(run.path) for run in b],
+        "seeds": seeds,
+        "config": config,
+        "steps": {"a": len(steps[0]), "b": len(steps[1]), "shared": len(shared), "last_shared": shared[-1]},
+        "only_in": {"a": sorted(one.keys() - other.keys()), "b": sorted(other.keys() - one.keys())},
+        "metrics": [asdict(m) for m in metrics if m is not None],
+    }
+
+
+def mean_values(runs: Sequence[RunRecord]) -> Values:
+    """Series of every metric by step: of one run, or means over several at steps that all have."""
+    gathered: dict[str, dict[int, list[Any]]] = {}
+    for run in runs:
+        # What an evaluation stores twice is read from the training step, and after the last step from eval.jsonl.
+        for rows in (run.evaluations, run.metrics):
+            for step, row in rows.items():
+                for key, value in row.items():
+                    if key not in ("step", "correct", "counted", "k") and (
+                        rows is run.metrics or step not in run.metrics
+                    ):
+                        gathered.setdefault(key, {}).setdefault(step, []).append(value)
+    if len(runs) == 1:
+        return {key: {step: found[0] for step, found in series.items()} for key, series in gathered.items()}
+    return {
+        key: {
+            step: sum(found) / len(found)
+            for step, found in series.items()
+            if len(found) == len(runs) and all(isinstance(v, int | float) for v in found)
+        }
+        for key, series in gathered.items()
+    }
+
+
+def compare_series(
+    name: str, one: Mapping[int, Any], other: Mapping[int, Any], tolerance: float
+) -> MetricDifference | None:
+    """Where two series part; None where they share no step. Texts and nulls only part or do not."""
+    shared = sorted(one.keys() & other.keys())
+    if not shared:
+        return None
+    gaps = {step: _gap(one[step], other[step]) for step in shared}
+    parted = [step for step in shared if gaps[step] > tolerance]
+    numbers = [step for step in shared if gaps[step] != float("inf")]
+    widest = max(numbers, key=lambda step: gaps[step]) if numbers else None
+    last = shared[-1]
+    return MetricDifference(
+        metric=name,
+        first_step=parted[0] if parted else None,
+        a=_number(one[last]),
+        b=_number(other[last]),
+        largest=gaps[widest] if widest is not None and parted else None,
+        largest_step=widest if parted else None,
+    )
+
+
+def _gap(one: Any, other: Any) -> float:
+    if one == other:
+        return 0.0
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other)
+    return float("inf")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _print(data: dict[str, Any]) -> None:
+    for side in ("a", "b"):
+        many = f" and {len(data[side]) - 1} more" if len(data[side]) > 1 else ""
+        click.echo(f"{side.upper()}: {data[side][0]}{many}, {data['steps'][side]} steps")
+    if data["seeds"]:
+        click.echo(f"means over seeds {', '.join(map(str, data['seeds']))}")
+    print_heading("Options that differ")
+    rows = [(path, show_value(pair["a"]), show_value(pair["b"])) for path, pair in data["config"].items()]
+    print_table(("option", "A", "B"), rows or [("none", "", "")])
+    parted = [m for m in data["metrics"] if m["first_step"] is not None and not m["metric"].endswith(_CLOCKS)]
+    parted.sort(key=lambda m: m["first_step"])
+    print_heading(
+        f"Metrics that differ, by the first step where they part; values at step {data['steps']['last_shared']}"
+    )
+    table = [(m["metric"], f"step {m['first_step']}", _show(m["a"]), _show(m["b"]), _widest(m)) for m in parted]
+    columns = ("metric", "parts at", "A", "B", "largest")
+    table = table or [("none", "", "", "", "")]
+    print_table(columns, table if sys.stdout.isatty() else [columns, *table])
+    equal = [m["metric"] for m in data["metrics"] if m["first_step"] is None]
+    click.echo(f"\nEqual throughout: {', '.join(equal) or 'none'}.")
+    for side in ("a", "b"):
+        if data["only_in"][side]:
+            click.echo(f"Only in {side.upper()}: {', '.join(data['only_in'][side])}.")
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _widest(row: Mapping[str, Any]) -> str:
+    return f"{row['largest']:.3g} at step {row['largest_step']}" if row["largest"] is not None else ""

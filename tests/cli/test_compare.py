@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from folders import write_campaign, write_run
+
+from retrain.cli import run
+
+PROBLEMS = 64
+
+
+def answers(rate: float, seed: int) -> list[int]:
+    return [int(x) for x in np.random.default_rng(seed).random(PROBLEMS) < rate]
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Path:
+    seeds = range(1, 7)
+    return write_campaign(
+        tmp_path / "campaign",
+        {
+            "grpo+none": {seed: answers(0.3, seed) for seed in seeds},
+            "maxrl+none": {seed: answers(0.8, 10 + seed) for seed in seeds},
+            "maxrl+gtpo": {seed: answers(0.3, 30 + seed) for seed in seeds},
+        },
+    )
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["compare", *map(str, arguments), "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    capsys.readouterr()
+    assert run(["compare", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_campaign_is_compared_with_its_first_condition(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capsys, campaign)
+    assert (data["metric"], data["step"], data["notes"]) == ("eval_pass_at_1", 4, [])
+    better, same = data["comparisons"]
+    assert (better["condition"], better["baseline"]) == ("maxrl+none", "grpo+none")
+    assert better["verdict"] == "statistically_significant_improvement"
+    assert same["verdict"] == "insufficient_evidence"
+    assert better["seeds"] == [1, 2, 3, 4, 5, 6]
+    assert better["problems"]["problems"] == PROBLEMS
+    assert better["problems"]["difference"] == pytest.approx(better["test"]["difference"])
+    assert 0 < data["noise_floor"]["standard_deviation"] < 0.2
+
+
+def test_another_baseline_and_metric_can_be_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = as_json(capsys, campaign, "--baseline", "maxrl+none", "--metric", "loss", "--last", "1")
+    assert data["higher_is_better"] is False
+    assert data["comparisons"][0]["verdict"] == "significant_degradation"
+    assert data["comparisons"][0]["problems"] is None
+
+
+def test_the_table_says_it_in_words(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", str(campaign)]) == 0
+    text = capsys.readouterr().out
+    assert "maxrl+none is better than grpo+none by 0." in text
+    assert "maxrl+gtpo is not distinguishable from grpo+none with 6 seeds." in text
+    assert "6 seeds cannot give less than 0.0312" in text
+    assert "Noise floor" in text and "held-out problems" in text
+
+
+def test_markdown_is_a_table_with_the_sentences_below(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", str(campaign), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 5 and len({line.count("|") for line in table}) == 1
+    assert any(line.startswith("- maxrl+none is better") for line in lines)
+    assert run(["compare", str(campaign), "--markdown", "--json"]) == 2
+
+
+def test_loose_runs_are_grouped_by_what_differs_in_their_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr in (1e-4, 1e-3):
+        for seed in (1, 2, 3):
+            folder = tmp_path / f"lr{lr}_{seed}"
+            write_run(folder, [0.1 * seed, 0.1 * seed + 100 * lr], training__lr=lr, training__seed=seed)
+    data = as_json(capsys, tmp_path)
+    assert set(data["values"]) == {"grpo+none,lr=0.0001", "grpo+none,lr=0.001"}
+    assert data["metric"] == "correct_rate"
+    named = as_json(capsys, *(tmp_path / f"lr{lr}_{seed}" for lr in (1e-3, 1e-4) for seed in (1, 2)))
+    assert named["comparisons"][0]["baseline"] == "grpo+none,lr=0.001"
+
+
+def test_one_seed_has_no_interval_but_its_problems_can_be_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_campaign(tmp_path / "c", {"grpo+none": {42: answers(0.2, 1)}, "maxrl+none": {42: answers(0.9, 2)}})
+    (pair,) = as_json(capsys, folder)["comparisons"]
+    assert pair["verdict"] == "insufficient_evidence" and pair["test"]["interval"] is None
+    assert "no interval is possible" in pair["sentence"]
+    assert pair["problems"]["p_value"] < 0.001
+
+
+def test_unequal_steps_are_compared_at_the_step_all_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"a{seed}", [0.1, 0.2, 0.3, 0.9], {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)
+        write_run(
+            tmp_path / f"b{seed}",
+            [0.1, 0.2],
+            {0: [0, 0], 2: [0, 0]},
+            status="interrupted",
+            training__seed=seed,
+            algorithm__advantage_mode="maxrl",
+        )
+    data = as_json(capsys, tmp_path)
+    assert data["step"] == 2
+    assert data["values"]["grpo+none"] == {"1": 0.5, "2": 0.5}
+    assert any("unequal steps" in note for note in data["notes"])
+    assert any("Not finished: b1, b2" in note for note in data["notes"])
+    by_training = as_json(capsys, tmp_path, "--metric", "correct_rate", "--last", "1")
+    assert (by_training["step"], by_training["values"]["grpo+none"]["1"]) == (1, 0.2)
+
+
+def test_torn_lines_are_left_out_and_reported(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = campaign / "runs" / "grpo+none_s1" / "eval.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 8, "eval_pa\xff')
+    os.truncate(campaign / "runs" / "grpo+none_s2" / "metrics.jsonl", 150)
+    data = as_json(capsys, campaign)
+    assert data["step"] == 4
+    assert sum("1 torn lines left out" in note for note in data["notes"]) == 2
+
+
+def test_different_models_are_refused_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"a{seed}", [0.1], training__seed=seed)
+        write_run(tmp_path / f"b{seed}", [0.2 * seed], training__seed=seed, model__model="some/other")
+    assert "different models" in refusal(capsys, tmp_path)
+    data = as_json(capsys, tmp_path, "--allow-different-models")
+    assert set(data["values"]) == {"grpo+none,model=builtin:tiny", "grpo+none,model=other"}
+
+
+def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", [0.1], {1: [0, 1]}, eval__every=1, eval__max_examples=2)
+    write_run(tmp_path / "b", [0.1], {1: [1]}, eval__every=1, eval__max_examples=1, algorithm__advantage_mode="maxrl")
+    assert "eval.max_examples is 1 instead of 2" in refusal(capsys, tmp_path)
+    assert as_json(capsys, tmp_path, "--metric", "correct_rate")
+
+
+def test_seeds_without_a_partner_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (campaign / "runs" / "maxrl+none_s3" / "metrics.jsonl").unlink()
+    data = as_json(capsys, campaign)
+    assert data["comparisons"][0]["seeds"] == [1, 2, 4, 5, 6]
+    assert any("do not share seeds 3" in note for note in data["notes"])
+
+
+def test_a_campaign_that_stopped_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"grpo+none": {1: [0, 1]}, "maxrl+none": {1: [1, 1]}}
+    data = as_json(capsys, write_campaign(tmp_path / "c", scores, stop_when="decided"))
+    assert any("sequential test" in note for note in data["notes"])
+
+
+def test_what_cannot_be_compared_is_refused(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "neither a run nor a campaign" in refusal(capsys, tmp_path / "empty")
+    assert "there is no folder" in refusal(capsys, tmp_path / "nowhere")
+    one = campaign / "runs" / "grpo+none_s1"
+    assert "named twice" in refusal(capsys, one, one)
+    assert "only one condition" in refusal(capsys, one)
+    copy = write_run(tmp_path / "copy", [0.1], training__seed=1, training__lr=4e-5)
+    assert "are the same run" in refusal(capsys, one, copy)
+    message = refusal(capsys, campaign, "--metric", "correct_rat")
+    assert "no step in common with a correct_rat" in message and "correct_rate, loss" in message
+    assert "no condition 'x'" in refusal(capsys, campaign, "--baseline", "x")
+    (campaign / "manifest.json").write_text('{"runs": [{"name": "x"}]}')
+    assert "cannot be read as a campaign's" in refusal(capsys, campaign)
+
+
+def test_runs_without_an_evaluation_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", [0.1], {1: [0, 1]})
+    write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
+    assert "has no evaluation yet" in refusal(capsys, tmp_path, "--metric", "eval_pass_at_1")
+    assert as_json(capsys, tmp_path)["metric"] == "correct_rate"

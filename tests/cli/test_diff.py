@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import write_campaign, write_run
+
+from retrain.cli import run
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run(["diff", *map(str, arguments), "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_two_runs_part_at_the_first_step_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", [0.1, 0.2, 0.3, 0.4])
+    b = write_run(tmp_path / "b", [0.1, 0.2, 0.5, 0.41, 0.9], training__lr=1e-3, training__seed=7)
+    data = as_json(capsys, a, b)
+    metrics = {row["metric"]: row for row in data["metrics"]}
+    assert metrics["correct_rate"]["first_step"] == 2
+    assert (metrics["correct_rate"]["a"], metrics["correct_rate"]["b"]) == (0.4, 0.41)
+    assert metrics["correct_rate"]["largest"] == pytest.approx(0.2)
+    assert metrics["correct_rate"]["largest_step"] == 2
+    assert metrics["condition"]["first_step"] is None
+    assert data["steps"] == {"a": 4, "b": 5, "shared": 4, "last_shared": 3}
+    assert data["config"]["training.lr"] == {"a": 4e-5, "b": 1e-3}
+    assert data["config"]["training.seed"] == {"a": 42, "b": 7}
+    tolerant = {row["metric"]: row for row in as_json(capsys, a, b, "--tolerance", "0.5")["metrics"]}
+    assert tolerant["correct_rate"]["first_step"] is None
+
+
+def test_texts_part_and_have_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a", [0.1]), write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
+    (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]
+    assert row == {"metric": "condition", "first_step": 0, "a": None, "b": None, "largest": None, "largest_step": None}
+
+
+def test_conditions_are_means_over_shared_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"grpo+none": {1: [0, 1], 2: [1, 1], 9: [0, 0]}, "maxrl+none": {1: [1, 1], 2: [1, 1]}}
+    folder = write_campaign(tmp_path / "c", scores)
+    data = as_json(capsys, folder / "grpo+none", folder / "maxrl+none")
+    assert data["seeds"] == [1, 2]
+    rows = {row["metric"]: row for row in data["metrics"]}
+    assert (rows["eval_pass_at_1"]["a"], rows["eval_pass_at_1"]["b"]) == (0.75, 1.0)
+    assert set(data["config"]) == {"algorithm.advantage_mode"}
+
+
+def test_the_screen_names_options_metrics_and_what_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a", [0.1, 0.2]), write_run(tmp_path / "b", [0.1, 0.3], training__lr=1e-3)
+    assert run(["diff", str(a), str(b)]) == 0
+    text = capsys.readouterr().out
+    assert "training.lr" in text and "correct_rate" in text and "step 1" in text
+    assert "Equal throughout: condition, step_time_s" in text
+    assert run(["diff", str(a), str(a)]) == 0
+    assert "none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        (("a", "nowhere"), "there is no folder"),
+        (("c", "a"), "holds several conditions"),
+        (("c/x+y", "a"), "has no condition 'x+y'"),
+        (("c/grpo+none", "a"), "no seed in common"),
+        (("a", "empty"), "no step in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sides: tuple[str, str], message: str
+) -> None:
+    write_run(tmp_path / "a", [0.1])
+    write_run(tmp_path / "empty", [])
+    write_campaign(tmp_path / "c", {"grpo+none": {1: [1], 2: [1]}, "maxrl+none": {1: [1]}})
+    assert run(["diff", *(str(tmp_path / side) for side in sides)]) == 2
+    assert message in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retrain.report.collect import collect
+from retrain.report.contents import collect
 from retrain.report.page import build_page
 
 __all__ = ["build_page", "collect"]

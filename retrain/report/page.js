@@ -1,5 +1,5 @@
 "use strict";
-// One page over one object, `data`: what it holds is written by collect.py. Nothing is fetched, unless a live server
+// One page over one object, `data`: what it holds is written by contents.py. Nothing is fetched, unless a live server
 // answers at data.json.
 
 let data = JSON.parse(document.getElementById("data").textContent);

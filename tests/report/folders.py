@@ -20,8 +20,8 @@ def write_run(folder: Path, seed: int, mode: str = "grpo", steps: int = 6, lift:
     for step in range(steps):
         rate = 0.3 + 0.05 * step + lift + 0.01 * seed
         metrics.append({"step": step, "condition": config.condition, "correct_rate": rate, "mean_reward": rate,
-                        "loss": None, "step_time_s": 2.0, "sample_time_s": 1.0, "score_time_s": 0.1, "train_time_s": 0.5,
-                        "batch_size": 1, "groups_all_right": 0, "groups_all_wrong": step % 2,
+                        "loss": None, "step_time_s": 2.0, "sample_time_s": 1.0, "score_time_s": 0.1,
+                        "train_time_s": 0.5, "batch_size": 1, "groups_all_right": 0, "groups_all_wrong": step % 2,
                         "reward_errors": 0})  # fmt: skip
         for number in range(2):
             text = f"answer {number} </script><b>bold</b> {step}"

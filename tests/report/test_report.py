@@ -79,7 +79,7 @@ def test_torn_lines_are_left_out(campaign: Path) -> None:
 
 
 def test_a_long_run_is_shown_in_whole_steps_spread_over_it(campaign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrain.report.collect.MOST_COMPLETIONS", 6 * 4)
+    monkeypatch.setattr("retrain.report.contents.MOST_COMPLETIONS", 6 * 4)
     data = collect([campaign])
     assert {group["step"] for group in data["groups"]} == {0, 5}
     assert all(len(group["members"]) == 2 for group in data["groups"])

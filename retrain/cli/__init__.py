@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("retrain.cli.top", "Watch the runs that are live."),
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
     "diff": ("retrain.cli.diff", "Show where two runs or conditions part."),
+    "report": ("retrain.cli.report", "Write one HTML page over runs and campaigns."),
+    "ui": ("retrain.cli.ui", "Serve that page here, following live runs."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),
     "man": ("retrain.cli.man", "Read the manual."),

@@ -1,0 +1,35 @@
+"""`retrain report DIR…`: one self-contained HTML page over runs and campaigns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrain.checkpoint import explain_write_error
+
+
+@click.command("report", context_settings={"max_content_width": 110})
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="File to write; the first DIR's report.html by default."
+)
+@click.option("--png", type=click.Path(path_type=Path), help="Also write every curve as a PNG into this folder.")
+def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) -> int:
+    """Write one HTML page with curves, statistics and completions of the runs in DIR; it needs no network."""
+    from retrain.report import build_page, collect  # noqa: PLC0415  (reads configurations and statistics)
+
+    data = collect(folders)
+    target = output or folders[0] / "report.html"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(build_page(data), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise explain_write_error(error, target.parent) from error
+    click.echo(f"Wrote {target} ({target.stat().st_size / 2**20:.1f} MiB, {len(data['runs'])} runs)")
+    if png is not None:
+        from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
+
+        for path in write_plots(data, png):
+            click.echo(f"Wrote {path}")
+    return 0

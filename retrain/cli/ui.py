@@ -1,0 +1,60 @@
+"""`retrain ui DIR…`: the report served on this machine, following runs as they go on."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import click
+
+from retrain.errors import ConfigError
+
+EVERY_S = 5.0
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers two paths: the page, and the data that it asks for again and again."""
+
+    def __init__(self, folders: tuple[Path, ...], *arguments: object) -> None:
+        self.folders = folders
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Read the folders anew for every answer."""
+        from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
+        from retrain.report.page import as_json  # noqa: PLC0415
+
+        answers = {"/": (build_page, "text/html"), "/data.json": (as_json, "application/json")}
+        if self.path not in answers:
+            self.send_error(404)
+            return
+        write, kind = answers[self.path]
+        body = write(collect(self.folders, live=EVERY_S)).encode("utf-8", "replace")
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the page asks every few seconds."""
+
+
+@click.command("ui", context_settings={"max_content_width": 110})
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.option("--port", default=8765, show_default=True, help="Port on 127.0.0.1; 0 takes a free one.")
+def command(folders: tuple[Path, ...], port: int) -> int:
+    """Serve the report of DIR on this machine; it follows runs as they go on. Ctrl-C ends it."""
+    from retrain.report import collect  # noqa: PLC0415  (slow to import)
+
+    collect(folders)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, folders))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"port {port} on 127.0.0.1 cannot be used: {error}.  Try: --port 0") from error
+    with server, contextlib.suppress(KeyboardInterrupt):
+        click.echo(f"Serving on http://127.0.0.1:{server.server_address[1]} (Ctrl-C ends it)")
+        server.serve_forever()
+    return 0

@@ -1,0 +1,8 @@
+"""Reports: one page over runs and campaigns, read back from their folders."""
+
+from __future__ import annotations
+
+from retrain.report.contents import collect
+from retrain.report.page import build_page
+
+__all__ = ["build_page", "collect"]

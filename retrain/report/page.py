@@ -1,0 +1,28 @@
+"""The page: template, style, script and data in one file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+
+def build_page(data: Mapping[str, Any]) -> str:
+    """One HTML text that holds everything."""
+    source = files("retrain.report")
+    page = source.joinpath("page.html").read_text(encoding="utf-8")
+    # Data last: a completion that spells a placeholder must not be filled in.
+    for place, text in (
+        ("STYLE", source.joinpath("page.css").read_text(encoding="utf-8")),
+        ("SCRIPT", source.joinpath("page.js").read_text(encoding="utf-8")),
+        ("DATA", as_json(data)),
+    ):
+        page = page.replace(f"/*{place}*/", text, 1)
+    return page
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """JSON that may stand inside a script element: no text in it can close the element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

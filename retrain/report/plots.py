@@ -1,0 +1,84 @@
+"""The report's curves as PNG files, for papers and slides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrain.errors import MissingExtraError
+
+CURVES = {
+    "correct_rate": "Correct rate of the training batch",
+    "mean_reward": "Mean reward",
+    "loss": "Loss",
+    "exec_entropy_mean": "Entropy of execution tokens",
+    "plan_entropy_mean": "Entropy of planning tokens",
+    "sepa_lambda": "SEPA λ",
+    "tokens_per_s": "Tokens sampled a second",
+}
+
+
+def write_plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
+    """One file a curve that has values; returns what was written."""
+    try:
+        import matplotlib  # noqa: PLC0415  (an extra)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("--png needs matplotlib.  Try: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [path for key, title in CURVES.items() for path in _plot(data, key, title, folder)]
+    return [*written, *_plot_evaluation(data, folder)]
+
+
+def _plot(data: Mapping[str, Any], key: str, title: str, folder: Path) -> Iterator[Path]:
+    from matplotlib import pyplot  # noqa: PLC0415  (an extra)
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for condition in dict.fromkeys(run["condition"] for run in data["runs"]):
+        steps, low, mean, high = band([run for run in data["runs"] if run["condition"] == condition], key)
+        if len(steps):
+            (line,) = axes.plot(steps, mean, label=condition)
+            axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+    drawn = bool(axes.lines)
+    if drawn:
+        axes.set(title=title, xlabel="step")
+        axes.legend()
+        figure.savefig(folder / f"{key}.png", dpi=150)
+    pyplot.close(figure)
+    if drawn:
+        yield folder / f"{key}.png"
+
+
+def _plot_evaluation(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+    from matplotlib import pyplot  # noqa: PLC0415  (an extra)
+
+    runs = [run for run in data["runs"] if run["evals"]]
+    if not runs:
+        return
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    names = list(dict.fromkeys(run["condition"] for run in runs))
+    for run in runs:
+        steps, means = [point["x"] for point in run["evals"]], [point["y"] for point in run["evals"]]
+        reach = [[p["y"] - p["low"] for p in run["evals"]], [p["high"] - p["y"] for p in run["evals"]]]
+        colour = f"C{names.index(run['condition'])}"
+        axes.errorbar(steps, means, yerr=reach, capsize=2, color=colour, alpha=0.8, label=run["name"])
+    axes.set(title="Held-out pass@1, 95 % intervals", xlabel="step")
+    axes.legend(fontsize="small")
+    figure.savefig(folder / "eval_pass_at_1.png", dpi=150)
+    pyplot.close(figure)
+    yield folder / "eval_pass_at_1.png"
+
+
+def band(runs: list[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, and over runs the lowest, mean and highest value at each."""
+    at: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in zip(run["steps"], run["series"][key], strict=True):
+            if value is not None:
+                at.setdefault(step, []).append(value)
+    steps = sorted(at)
+    columns = [[fold(at[step]) for step in steps] for fold in (min, lambda v: sum(v) / len(v), max)]
+    return np.array(steps), *(np.array(column) for column in columns)  # type: ignore[return-value]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.request
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+from retrain.cli.ui import Handler
+from retrain.errors import ConfigError
+from retrain.report import build_page, collect
+from tests.report.folders import write_run
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Path:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"grpo_s{seed}", seed)
+        write_run(tmp_path / f"maxrl_s{seed}", seed, mode="maxrl", lift=0.2 + 0.001 * seed)
+    return tmp_path
+
+
+def data_of(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_a_page_holds_all_its_data_and_names_no_other_host(campaign: Path) -> None:
+    assert run(["report", str(campaign)]) == 0
+    page = (campaign / "report.html").read_text()
+    assert len(data_of(page)["runs"]) == 6
+    assert not re.search(r'(src|href)="https?:', page)
+
+
+def test_text_of_a_completion_cannot_end_the_script_it_stands_in(campaign: Path) -> None:
+    page = build_page(collect([campaign]))
+    assert "</script><b>" not in page
+    assert "</script><b>bold</b>" in data_of(page)["groups"][0]["members"][0]["text"]
+
+
+def test_text_that_spells_a_placeholder_is_left_alone(campaign: Path) -> None:
+    data = collect([campaign]) | {"subtitle": "/*SCRIPT*/ /*DATA*/"}
+    assert data_of(build_page(data))["subtitle"] == "/*SCRIPT*/ /*DATA*/"
+
+
+def test_the_comparison_carries_the_verdicts_of_the_statistics(campaign: Path) -> None:
+    compared = collect([campaign])["compare"]
+    (row,) = compared["rows"]
+    assert row["verdict"] == "statistically_significant_improvement"
+    assert row["difference"] == pytest.approx(0.202)
+    assert row["seeds"] == 3
+
+
+def test_one_condition_has_no_comparison_and_says_why(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    data = collect([tmp_path / "a"])
+    assert data["compare"] is None
+    assert "nothing to compare" in data["compare_note"]
+
+
+def test_only_options_that_tell_conditions_apart_are_listed(campaign: Path) -> None:
+    data = collect([campaign])
+    assert [row["option"] for row in data["configs"]] == ["algorithm.advantage_mode"]
+    assert data["configs"][0]["values"] == ['"grpo"', '"maxrl"']
+
+
+def test_torn_lines_are_left_out(campaign: Path) -> None:
+    before = len(collect([campaign])["groups"])
+    for name in ("metrics.jsonl", "emergence/generations.jsonl"):
+        with (campaign / "grpo_s1" / name).open("a") as file:
+            file.write('{"step": 6, "comp')
+    assert len(collect([campaign])["groups"]) == before
+
+
+def test_a_long_run_is_shown_in_whole_steps_spread_over_it(campaign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrain.report.contents.MOST_COMPLETIONS", 6 * 4)
+    data = collect([campaign])
+    assert {group["step"] for group in data["groups"]} == {0, 5}
+    assert all(len(group["members"]) == 2 for group in data["groups"])
+    assert data["groups_note"].startswith("24 of 72 ")
+
+
+def test_dead_groups_and_time_are_accounted_for(campaign: Path) -> None:
+    one = collect([campaign])["runs"][0]
+    assert one["totals"] == {"groups": 6, "all_right": 0, "all_wrong": 3, "errors": 0}
+    assert one["series"]["other_time_s"] == pytest.approx([0.4] * 6)
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a run nor a campaign"):
+        collect([tmp_path])
+    assert run(["report", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_live_page_reads_the_folders_anew(campaign: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, (campaign,))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+
+        def ask(path: str) -> bytes:
+            with urllib.request.urlopen(address + path, timeout=30) as answer:
+                return answer.read()
+
+        assert data_of(ask("/").decode())["live"] > 0
+        before = json.loads(ask("/data.json"))
+        with (campaign / "grpo_s1" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 6, "condition": "x", "correct_rate": 0.5}) + "\n")
+        after = json.loads(ask("/data.json"))
+        assert after["version"] != before["version"]
+        assert len(after["runs"][0]["steps"]) == 7
+        server.shutdown()
+
+
+def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        assert run(["ui", str(campaign), "--port", str(server.server_address[1])]) == 2

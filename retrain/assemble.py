@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from retrain.advantages import CreditAssigner
-from retrain.backends import Backend
+from retrain.backends import Backend, Closes
 from retrain.backpressure import BackPressure, NoBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
@@ -101,6 +101,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     examples = _load_training_examples(config, encoder, console.say)
     held_out = _load_held_out(config)
     backend = _build_backend(config, tokenizer, console)
+    if isinstance(backend, Closes):
+        stack.callback(backend.close)
     _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
     credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
     scorer = Scorer(encoder, reward, console.say, console.progress)

@@ -23,7 +23,11 @@ def widen_heads(folder: Path) -> Path:
     head, hidden = settings["head_dim"], settings["hidden_size"]
     theta = settings["rope_parameters"]["rope_theta"] ** (WIDE / head)
     # Both spellings: transformers 5 reads the table, mlx-lm the top level alone.
-    settings |= {"head_dim": WIDE, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, "rope_type": "default"}}
+    settings |= {
+        "head_dim": WIDE,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+    }
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     # A rotary pair is a number of the first half and the one at the same place in the second.
     place = torch.cat([torch.arange(head // 2), WIDE // 2 + torch.arange(head // 2)])

@@ -7,7 +7,7 @@ itself, with the weights that the server holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,30 +88,29 @@ class HttpEngine:
     def serve(self, turns: Turns) -> None:
         """Sample turns as they come, all at once; those that fail say so to whoever waits for them."""
         drawn: list[tuple[Drawn, Sampling]] = []
-        failures: list[BaseException] = []
+        answers: list[Future[Completion]] = []
         # One thread: rescoring shares one model.
         with ThreadPoolExecutor(1, "retrain-turns") as after:
 
-            def finish(turn: Turn, done: Future[Drawn]) -> None:
+            def finish(turn: Turn, begun: Future[Drawn]) -> None:
                 try:
-                    server, row = done.result()
-                    drawn.append(((server, row), turn.sampling))
-                    completion = self._completions(self._with_sampled_logprobs([row], turn.sampling))[0]
-                except BaseException as error:
-                    failures.append(error)
+                    drawn.append((begun.result(), turn.sampling))
+                    rows = self._with_sampled_logprobs([begun.result()[1]], turn.sampling)
+                    completion = self._completions(rows)[0]
+                except Exception as error:
                     turn.answer.set_exception(error)
                 else:
                     turn.answer.set_result(completion)
 
-            def begin(turn: Turn, done: Future[Drawn]) -> None:
-                after.submit(finish, turn, done)
-
             while taken := turns.take(wait=True):
                 for turn in taken:
+                    answers.append(turn.answer)
                     begun = self.client.submit(self._one(turn))
-                    begun.add_done_callback(partial(begin, turn))
-        if failures:
-            raise failures[0]
+                    begun.add_done_callback(partial(after.submit, finish, turn))  # type: ignore[call-arg]
+            wait(answers)
+        for failed in (answer.exception() for answer in answers):
+            if failed:
+                raise failed
         if drawn:
             self._prove([one for one, _ in drawn], drawn[0][1])
 

@@ -22,7 +22,7 @@ from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.wire import Answer, Ask, Lacking, Wire
 from retrain.types import IntArray, Sampling
 
-PROBE = "What is 17 + 25? First add the tens, then the ones."
+PROBE = "What is 17 + 25?"
 PROBE_TOKENS, PROBE_ROWS = 24, 4
 # Mean difference of log-probs beyond which a server has another model: by the trainer's precision.
 LIMITS = {torch.float32: 0.05}
@@ -111,10 +111,10 @@ class Startup:
                 f"{self._remedy('context')}  Try: max_tokens = {listed // 2}"
             )
         self._run(self._compare_tokenizers(server))
-        takes_n, drawn, probe = self._draw(server)
+        takes_n, drawn, probe = self._draw(server, context)
         meaning, mismatch = self._measure(server, drawn, probe)
         one = Survey(context, takes_n, meaning, mismatch)
-        say(f"Inference server {server.url}: {self.wire.name}, model {server.model or self.wanted}, context {context}.")
+        say(f"Inference server {server.url}: {self.wire.name}, model {server.model}, context {context}.")
         if one.reported(sampling) != replace(sampling, n=1, seed=0):
             flag = self.wire.remedies.get("processed")
             spare = f"; {flag} on the server spares that" if flag else ""
@@ -149,7 +149,7 @@ class Startup:
     async def _look_up(self, server: Server) -> tuple[str, int]:
         """The base model's name there, and the server's context where it says."""
         if not self.wire.models:
-            return self.wire.model, 0
+            return self.wanted, 0
         try:
             listed = await self.fleet.client.call(server.url + self.wire.models, timeout_s=HEALTH_S)
             models = [model for model in listed["data"] if not model.get("parent")]
@@ -184,12 +184,13 @@ class Startup:
                 f"Try: {self._command(server)}"
             )
 
-    def _draw(self, server: Server) -> tuple[bool, list[Answer], Ask]:
+    def _draw(self, server: Server, context: int) -> tuple[bool, list[Answer], Ask]:
         """Completions of a fixed prompt, and whether the server makes several in one request."""
         options = {"top_p": 0.8, "repetition_penalty": 1.3}
         own = {option: value for option, value in options.items() if option in self.wire.options}
-        sampling = Sampling(max_tokens=PROBE_TOKENS, n=PROBE_ROWS, temperature=0.5, seed=1, **own)  # type: ignore[arg-type]
-        probe = self._probe(sampling)
+        sampling = Sampling(max_tokens=1, n=PROBE_ROWS, temperature=0.5, seed=1, **own)  # type: ignore[arg-type]
+        room = max(1, min(PROBE_TOKENS, context - len(self._probe(sampling).prompt_ids)))
+        probe = self._probe(sampling := replace(sampling, max_tokens=room))
         alone = [replace(probe, sampling=replace(sampling, n=1, seed=seed)) for seed in range(1, PROBE_ROWS + 1)]
         try:
             if self.wire.takes_n:
@@ -237,10 +238,10 @@ class Startup:
         return self.wire.command.format(model=self.wanted, port=server.url.rpartition(":")[2].partition("/")[0])
 
     def _remedy(self, miss: str) -> str:
-        return self.wire.remedies.get(miss, "").format(rank=self.rank)
+        return self.wire.remedies.get(miss, "").format(rank=self.rank, model=self.wanted)
 
     def _unfit(self, server: Server, what: str, error: Exception, miss: str) -> ConfigError:
-        return ConfigError(f"{server.url} {what}: {error}.  {self._remedy(miss)}".rstrip())
+        return ConfigError(f"{server.url} {what}: {str(error).rstrip('.')}.  {self._remedy(miss)}".rstrip())
 
     def _keyless(self, server: Server, error: Refused) -> ConfigError:
         return ConfigError(

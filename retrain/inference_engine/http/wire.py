@@ -63,8 +63,7 @@ class Wire:
     route: str = "/v1/completions"
     health: str = "/health"
     models: str = "/v1/models"
-    """Lists what is served; empty where the list is of no use, and `model` is what requests name."""
-    model: str = ""
+    """Lists what is served; empty where the list is of no use, and requests name the model as the trainer does."""
     tokenize: str = ""
     takes_ids: bool = True
     takes_n: bool = True
@@ -112,7 +111,6 @@ def _max(model: str, adapter: Adapter | None, ask: Ask) -> dict[str, Any]:
     # With logprobs = 0 MAX sends an empty list, so it stays 1.
     return _completions(model, adapter, ask) | {
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
         "stop_token_ids": list(ask.stop_ids),
     }
 
@@ -124,9 +122,7 @@ def _mlx(model: str, adapter: Adapter | None, ask: Ask) -> dict[str, Any]:
         "prompt": ask.prompt_text,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
         "seed": sampling.seed,
         # A bool, and never top_logprobs: with it the server sends the likeliest token in place of the sampled one.
         "logprobs": True,
@@ -245,22 +241,21 @@ MLX = Wire(
     command="mlx_lm.server --model {model} --port {port}",
     request=_mlx,
     read=_read_mlx,
-    # Its list is empty without a hub cache.
+    # Its list is empty without a hub cache, and with the name "default_model" it ignores the adapter.
     models="",
-    model="default_model",
     takes_ids=False,
     takes_n=False,
-    # Its repetition penalty looks back 20 tokens, ours at all of them.
-    options=("top_p", "top_k", "min_p"),
+    # It cuts by top_p and min_p before the temperature, we after it; its repetition penalty looks back 20 tokens.
+    options=("top_k",),
     load="",
     unload="",
     mlx_adapters=True,
     remedies={
-        "ids": "Update mlx-lm; 0.32.2 sends them.",
-        "logprobs": "Update mlx-lm; 0.32.2 sends them.",
+        "ids": "Start mlx_lm.server 0.32.2 or newer with --model {model}.",
+        "logprobs": "Start mlx_lm.server 0.32.2 or newer.",
         "lora": "The adapter folder must be readable where the server runs: see [inference] adapter_dir.",
     },
-    flags={"dtype": "mlx_lm.convert --dtype, before serving"},
+    flags={"dtype": "a model from mlx_lm.convert --dtype", "kv_cache_dtype": "--kv-bits"},
 )
 MAX = Wire(
     name="max",
@@ -269,7 +264,8 @@ MAX = Wire(
     request=_max,
     read=_read_choices,
     takes_n=False,
-    options=("top_p", "top_k", "min_p"),
+    # Whether it cuts before or after the temperature was not found out.
+    options=("top_k",),
     remedies={
         "ids": "Update MAX; 26.7 sends them.",
         "logprobs": "Update MAX; 26.7 sends them.",

@@ -78,8 +78,9 @@ def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
 
 def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[Problem]:
     """Sampling and training would draw from one generator at once, and no run could be repeated."""
-    if "," in config.backend.devices and config.lora.dropout:
-        yield Problem("[lora] dropout", "does not go with several [backend] devices.", "Try: dropout = 0.0")
+    ahead = "several [backend] devices" if "," in config.backend.devices else "[training] async_steps"
+    if config.lora.dropout and ("," in config.backend.devices or config.training.async_steps):
+        yield Problem("[lora] dropout", f"does not go with {ahead}.", "Try: dropout = 0.0")
 
 
 def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:

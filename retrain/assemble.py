@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from retrain.advantages import CreditAssigner
-from retrain.backends import Backend
+from retrain.backends import Backend, Closes
 from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
@@ -113,6 +113,8 @@ def _build(
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
     backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
+    if isinstance(backend, Closes):
+        stack.callback(backend.close)
     credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
     scorer = problems.scorer(backend.capabilities.context_length)
     sampling = training_distribution(config)

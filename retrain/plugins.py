@@ -175,8 +175,14 @@ REGISTRIES: dict[str, Registry] = {
         Registry(
             "engine",
             "inference engine",
-            {"pytorch": "retrain.inference_engine.pytorch:build"},
-            reserved=("max", "vllm", "sglang", "mlx", "openai"),
+            {
+                "pytorch": "retrain.inference_engine.pytorch:build",
+                "max": "retrain.inference_engine.max:build",
+                "vllm": "retrain.inference_engine.http:vllm",
+                "sglang": "retrain.inference_engine.http:sglang",
+                "mlx": "retrain.inference_engine.http:mlx",
+                "openai": "retrain.inference_engine.http:openai",
+            },
         ),
         Registry(
             "environment",

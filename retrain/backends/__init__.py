@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from retrain.inference_engine import InferenceEngine
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["Backend", "Capabilities"]
+__all__ = ["Backend", "Capabilities", "Closes"]
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,13 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A backend that holds something outside this process, or a thread."""
+
+    def close(self) -> None:
+        """Let go of it; called once, however the run ends."""
         ...

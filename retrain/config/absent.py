@@ -11,7 +11,6 @@ from retrain.plugins import REGISTRIES
 
 # Any value but the default is refused before a run starts; nothing is accepted and ignored.
 ABSENT = (
-    "training.async_steps",
     "kl.beta",
     "kl.sync_ref_model",
     "memory.offload_untrained_models",

@@ -42,6 +42,7 @@ _PROVIDER = Need("[environment] provider", lambda c: c.environment.provider != "
 _JUDGE = Need(
     '[reward] type = "judge"', lambda c: "judge" in ([term.type for term in c.reward.terms] or [c.reward.type])
 )
+_SERVER = Need("an [inference] engine that is a server", lambda c: c.inference.engine != "pytorch")
 _ZERO_3 = Need("[distributed] zero_stage = 3", lambda c: c.distributed.zero_stage == 3)
 
 # What is not here although it can be without effect, and why it stays accepted:
@@ -61,6 +62,9 @@ NEEDS: dict[str, Need] = {
     "loss.ratio_cap": Need('[loss] type other than "cispo"', lambda c: c.loss.type != "cispo" or not c.loss.ratio_cap),
     "kl.ref_model_mixup_alpha": _MOVING_REFERENCE,
     "kl.ref_model_sync_steps": _MOVING_REFERENCE,
+    "inference.adapter_dir": _SERVER,
+    "inference.timeout_s": _SERVER,
+    "inference.wait_s": _SERVER,
     "planning.model": _SEMANTIC,
     "planning.threshold": _SEMANTIC,
     "logging.strategic_grams": Need('[planning] detector = "regex"', lambda c: c.planning.detector != "semantic"),

@@ -78,8 +78,27 @@ def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
 
 def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[Problem]:
     """Sampling and training would draw from one generator at once, and no run could be repeated."""
-    if "," in config.backend.devices and config.lora.dropout:
-        yield Problem("[lora] dropout", "does not go with several [backend] devices.", "Try: dropout = 0.0")
+    ahead = "several [backend] devices" if "," in config.backend.devices else "[training] async_steps"
+    if config.lora.dropout and ("," in config.backend.devices or config.training.async_steps):
+        yield Problem("[lora] dropout", f"does not go with {ahead}.", "Try: dropout = 0.0")
+
+
+def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
+    """A sampler that runs ahead has a device or a server of its own; one on a server has no device here."""
+    server = config.inference.engine in ("max", "vllm", "sglang", "mlx", "openai")
+    split = "," in config.backend.devices
+    if config.backend.backend == "local" and server and split:
+        yield Problem(
+            "[backend] devices",
+            f"names several, but [inference] engine {json.dumps(config.inference.engine)} samples on a server.",
+            f'Try: devices = "{config.backend.devices.split(",")[-1].strip()}"; [training] async_steps = 1 overlaps',
+        )
+    if config.training.async_steps and config.inference.engine == "pytorch" and not split:
+        yield Problem(
+            "[training] async_steps",
+            "needs a sampler apart from the trainer: an [inference] engine that is a server, or two [backend] devices.",
+            "Try: async_steps = 0",
+        )
 
 
 def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
@@ -361,6 +380,7 @@ VALUE_RULES: tuple[Rule, ...] = (
 )
 RELATION_RULES: tuple[Rule, ...] = (
     split_mode_has_no_dropout,
+    samplers_are_where_they_can_be,
     rewards_are_complete,
     environment_is_complete,
     data_source_is_complete,

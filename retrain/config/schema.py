@@ -223,6 +223,17 @@ class Inference(Section):
     prefix_caching: bool = option(
         True, "Compute a prompt's KV cache once for its whole group.", flag="--inference-prefix-caching"
     )
+    adapter_dir: str = option(
+        "",
+        "Folder that servers read each step's adapter from, shared with their machine; empty takes a temporary one.",
+        flag="--inference-adapter-dir",
+    )
+    timeout_s: float = option(
+        600.0, "Seconds that a server may take for one request.", gt=0, le=86400, flag="--inference-timeout-s"
+    )
+    wait_s: float = option(
+        300.0, "Seconds to wait for a server that does not answer.", ge=0, le=86400, flag="--inference-wait-s"
+    )
 
 
 class Data(Section):

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from retrain.types import Completion, IntArray, Sampling
+from retrain.types import Completion, IntArray, Sampling, StepMetrics
 
-__all__ = ["Described", "InferenceEngine", "Progress", "ServesTurns", "Turn", "Turns"]
+__all__ = ["Described", "InferenceEngine", "Progress", "Remote", "ServesTurns", "Turn", "Turns"]
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much of it is done, and how much there is; cheap enough to call often."""
@@ -28,6 +28,19 @@ class InferenceEngine(Protocol):
 
     def shutdown(self) -> None:
         """Free what the engine holds."""
+        ...
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """An engine outside this process: checked before training, watched while it samples. It knows no entropies."""
+
+    def check(self, sampling: Sampling, say: Callable[[str], None]) -> int:
+        """Refuse what is not fit for the run; gives the most tokens of prompt and completion together."""
+        ...
+
+    def metrics(self) -> StepMetrics:
+        """What was seen since this was asked last: `policy_proof` and how far its log-probs are from the trainer's."""
         ...
 
 

@@ -31,6 +31,15 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ("backend.max_concurrent", 8, '[backend] backend = "tinker"', [{"backend": {"backend": "tinker"}}]),
     ("backend.throttle_dir", "/tmp/t", '[backend] backend = "tinker"', [{"backend": {"backend": "mine.build"}}]),
     ("model.base_url", "http://a:1", '[backend] backend = "tinker"', [{"backend": {"backend": "tinker"}}]),
+    *(
+        (
+            f"inference.{key}",
+            value,
+            "an [inference] engine that is a server",
+            [{"inference": {"engine": "vllm"}}, {"inference": {"engine": "mine.Engine"}}],
+        )
+        for key, value in (("adapter_dir", "/shared"), ("timeout_s", 5.0), ("wait_s", 5.0))
+    ),
     ("kl.ref_model_mixup_alpha", 0.5, "[kl] sync_ref_model = true", [{"kl": {"sync_ref_model": True}}]),
     ("kl.ref_model_sync_steps", 5, "[kl] sync_ref_model = true", [{"kl": {"sync_ref_model": True}}]),
     ("planning.model", "mine", '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),

@@ -45,6 +45,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("data_source_is_complete", {"data": JSONL}),
     ("split_mode_has_no_dropout", {"backend": {"devices": "gpu:0,gpu:1"}}),
     ("split_mode_has_no_dropout", {"lora": {"dropout": 0.1}}),
+    ("samplers_are_where_they_can_be", {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}}),
+    ("samplers_are_where_they_can_be", {"backend": {"devices": "gpu:0,gpu:1"}, "training": {"async_steps": 1}}),
     ("evaluation_has_enough_samples", {"eval": {"k": 4, "samples": 4}}),
     (
         "evaluation_has_held_out_problems",
@@ -147,6 +149,21 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "split_mode_has_no_dropout",
         {"backend": {"devices": "cpu,cpu"}, "lora": {"dropout": 0.1}},
         "[lora] dropout does not go with several [backend] devices",
+    ),
+    (
+        "split_mode_has_no_dropout",
+        {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}, "lora": {"dropout": 0.1}},
+        "[lora] dropout does not go with [training] async_steps",
+    ),
+    (
+        "samplers_are_where_they_can_be",
+        {"training": {"async_steps": 1}},
+        "[training] async_steps needs a sampler apart from the trainer",
+    ),
+    (
+        "samplers_are_where_they_can_be",
+        {"inference": {"engine": "mlx"}, "backend": {"devices": "cpu, gpu:1"}},
+        '[backend] devices names several, but [inference] engine "mlx" samples on a server',
     ),
     ("evaluation_has_enough_samples", {"eval": {"k": 5, "samples": 4}}, "[eval] k is 5, more than the 4 samples"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,34 @@ import torch
 from retrain.backends import Backend, Capabilities
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
-from retrain.backends.local.split import SplitBackend
+from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
-from retrain.inference_engine import Described, InferenceEngine, Progress
+from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
 from retrain.plugins import REGISTRIES
+from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
 
 __all__ = ["LocalBackend", "build", "make_engine", "resolve_devices"]
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
-    """One device samples and trains in turn; with several, the first samples while the last trains."""
+    """One device samples and trains in turn; with several, or a server running ahead, one samples while one trains."""
     devices = resolve_devices(config.backend.devices, say)
     seed = config.training.seed
     say(f"Loading train model: {config.model.model} on {devices[-1]}...")
     policy = load_policy(config.model, config.lora, seed, devices[-1], say)
-    learner = Learner(policy, config, say)
-    if len(devices) == 1:
-        backend: Backend = LocalBackend(learner, make_engine(config, policy, tokenizer, say, progress))
-    else:
+    mirror = None
+    if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
-        backend = SplitBackend(learner, mirror, make_engine(config, mirror, tokenizer, say, progress))
+    elif config.training.async_steps:
+        mirror = policy.twin()
+    learner = Learner(policy, config, say)
+    engine = make_engine(config, mirror or policy, tokenizer, say, progress)
+    context = _check(engine, config, say) if isinstance(engine, Remote) else policy.context_length
+    backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
+    backend.capabilities = replace(
+        backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
+    )
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend
 
@@ -45,6 +53,14 @@ def make_engine(
     if isinstance(engine, Described):
         say(f"Engine: {engine.description}")
     return engine
+
+
+def _check(engine: Any, config: TrainConfig, say: Callable[[str], None]) -> int:
+    try:
+        return int(engine.check(training_distribution(config), say))
+    except BaseException:
+        engine.shutdown()
+        raise
 
 
 class LocalBackend:
@@ -62,7 +78,7 @@ class LocalBackend:
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimiser step, done when this returns."""
-        return self.learner.step(datums)
+        return self.learner.step(datums) | {"staleness": 0} | watched(self.engine)
 
     def save(self, path: Path) -> None:
         """Write adapter and optimiser."""
@@ -71,6 +87,10 @@ class LocalBackend:
     def load(self, path: Path) -> None:
         """Restore adapter and optimiser."""
         self.learner.load(path)
+
+    def close(self) -> None:
+        """Let the engine free what it holds."""
+        self.engine.shutdown()
 
 
 def resolve_devices(text: str, say: Callable[[str], None]) -> list[torch.device]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,6 +81,13 @@ class Policy:
         if self.logits_factor:
             logits = logits * self.logits_factor
         return torch.tanh(logits / self.logits_cap) * self.logits_cap if self.logits_cap else logits
+
+    def twin(self) -> Policy:
+        """A second policy over the same frozen tensors, with an adapter of its own that starts out equal."""
+        adapter = {id(parameter) for parameter in self.adapted.parameters() if parameter.requires_grad}
+        tensors = [*self.adapted.parameters(), *self.adapted.buffers()]
+        shared = {id(tensor): tensor for tensor in tensors if id(tensor) not in adapter}
+        return Policy(copy.deepcopy(self.adapted, shared), self.device, self.context_length, self.stop_ids)
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter in PEFT layout."""

@@ -1,4 +1,4 @@
-"""Split mode: one device samples step n while another still trains on step n - 1.
+"""Split mode: one device, or a server, samples step n while another still trains on step n - 1.
 
 The sampler is always exactly one step behind, never by luck of timing, so a run is as repeatable as on one device; the
 importance ratio accounts for the lag.
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from retrain.backends import Capabilities
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy
-from retrain.inference_engine import InferenceEngine
+from retrain.inference_engine import InferenceEngine, Remote
 from retrain.types import Datum, StepMetrics
 
 
@@ -34,6 +34,7 @@ class SplitBackend:
         self.capabilities = Capabilities(
             context_length=learner.policy.context_length, gives_entropies=True, reports_late=True
         )
+        self.sampled = 0
         self._mirror(0)
 
     def sampler(self, step: int) -> InferenceEngine:
@@ -41,15 +42,16 @@ class SplitBackend:
         if self.mirrored < step - 1:
             self._wait()
             self._mirror(step - 1)
+        self.sampled = self.mirrored
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """Wait for the step before, hand its weights to the sampler, and start this one. Reports the step before."""
         self._wait()
         self._mirror(step)
-        reported = self.reported
+        told = self.reported | {"staleness": step - self.sampled} | watched(self.engine)
         self.pending = self.thread.submit(self.learner.step, datums)
-        return reported
+        return told
 
     def save(self, path: Path) -> None:
         """Finish the step under way, then write it and the sampler's older weights."""
@@ -69,6 +71,11 @@ class SplitBackend:
         self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
         self.engine.sync(self.mirror)
 
+    def close(self) -> None:
+        """Finish the step under way, whatever comes of it, and let the engine free what it holds."""
+        self.thread.shutdown(wait=True)
+        self.engine.shutdown()
+
     def _mirror(self, updates: int) -> None:
         self.mirror.load_adapter_state(self.learner.policy.adapter_state())
         self.mirrored = updates
@@ -77,3 +84,8 @@ class SplitBackend:
     def _wait(self) -> None:
         if self.pending is not None:
             self.reported, self.pending = self.pending.result(), None
+
+
+def watched(engine: InferenceEngine) -> StepMetrics:
+    """What an engine outside this process has to tell about the step."""
+    return engine.metrics() if isinstance(engine, Remote) else {}

@@ -1,0 +1,154 @@
+"""What retrain's HTTP client costs: the same requests through the engine and by a bare loop, and adapter delivery.
+
+    python benchmarks/client.py [--rounds 5] [--concurrency 128] [--tokens 64] [--seconds 2]
+
+A server process answers after a fixed time, as if it had decoded, so every difference is the client's. The bare loop
+writes the same bodies to raw sockets and does not look at the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from retrain.backends.local.model import load_policy
+from retrain.config import load_config
+from retrain.inference_engine.http import vllm
+from retrain.inference_engine.http.startup import Survey
+from retrain.tokens import load_tokenizer
+from retrain.types import Sampling
+
+
+def content_length(head: bytes) -> int:
+    return next((int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")), 0)
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: int, seconds: float) -> None:
+    """One keep-alive connection of the stand-in server."""
+    while head := await reader.readuntil(b"\r\n\r\n"):
+        length = next(
+            (int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")), 0
+        )
+        body = json.loads(await reader.readexactly(length)) if length else {}
+        reply: Any = {}
+        if "prompt" in body:
+            await asyncio.sleep(seconds)
+            told = {"token_logprobs": [-0.5] * tokens, "tokens": ["x"] * tokens, "text_offset": list(range(tokens))}
+            choice = {"text": "x" * tokens, "logprobs": told, "token_ids": [5] * tokens, "finish_reason": "length"}
+            reply = {"choices": [choice | {"index": at} for at in range(body["n"])]}
+        data = json.dumps(reply).encode()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        )
+        await writer.drain()
+
+
+def serve(port: Any, tokens: int, seconds: float) -> None:
+    async def main() -> None:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await answer(reader, writer, tokens, seconds)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0, backlog=1024)
+        port.value = server.sockets[0].getsockname()[1]
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+async def bare(url: str, bodies: list[bytes]) -> None:
+    """Send every body on a connection of its own, all at once, and read the answers away."""
+    place = urlsplit(url)
+
+    async def one(body: bytes) -> None:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        writer.write(head + body)
+        told = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(content_length(told))
+        writer.close()
+
+    await asyncio.gather(*(one(body) for body in bodies))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    told = parser.parse_args()
+    port = multiprocessing.Value("i", 0)
+    server = multiprocessing.Process(target=serve, args=(port, told.tokens, told.seconds), daemon=True)
+    server.start()
+    while not port.value:
+        time.sleep(0.05)
+    url = f"http://127.0.0.1:{port.value}"
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(None, {"model.model": "builtin:tiny", "model.lora_rank": 16, "backend.devices": "cpu"})
+        policy = load_policy(config.model, config.lora, 0, torch.device("cpu"), lambda line: None)
+        inference = config.inference.model_copy(update={"engine": "vllm", "url": url, "adapter_dir": folder})
+        engine = vllm(policy, inference, load_tokenizer("builtin:tiny"), lambda *_: None)
+        measure(engine, url, told)
+    server.terminate()
+    server.join()
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the clock, and seconds of this process's own computing."""
+    clock, busy = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - clock, time.process_time() - busy
+
+
+def measure(engine: Any, url: str, told: argparse.Namespace) -> None:
+    engine.survey = Survey(context=1024)
+    engine.fleet.servers[0].model = "tiny"
+    deliveries = []
+    for _ in range(told.rounds):
+        engine.newest, engine.adapter = {}, None
+        deliveries.append(timed(lambda: engine.sync(engine.policy)))
+    print(f"{told.concurrency} completions of {told.tokens} tokens at once, {told.seconds} s each on the server")
+    print("| requests | bare loop | retrain | overhead | bare loop, computing | retrain, computing |")
+    print("|---|---|---|---|---|---|")
+    for n in (16, 1):
+        prompts = [torch.randint(5, 400, (32,)).numpy() for _ in range(told.concurrency // n)]
+        sampling = Sampling(max_tokens=told.tokens, n=n)
+        asks = [ask for at, prompt in enumerate(prompts) for ask in engine._asks(prompt, sampling, at)]
+        bodies = [json.dumps(engine.wire.request("tiny", engine.adapter, ask)).encode() for ask in asks]
+
+        def through_engine(asks: list[Any] = asks) -> None:
+            # Without the rescoring: that is the trainer's work, not the client's.
+            drawn = engine.client.run(engine._draw(asks, told.concurrency))
+            engine._completions([row for _, row in drawn])
+
+        plain, ours = [], []
+        for _ in range(told.rounds):
+            plain.append(timed(lambda bodies=bodies: asyncio.run(bare(url, bodies))))
+            ours.append(timed(through_engine))
+        (loop, loop_busy), (client, client_busy) = (
+            (statistics.median(wall for wall, _ in runs), statistics.median(busy for _, busy in runs))
+            for runs in (plain, ours)
+        )
+        over = f"{100 * (client / loop - 1):.1f} %"
+        shape = f"{len(asks)} of {n}"
+        print(f"| {shape} | {loop:.2f} s | {client:.2f} s | {over} | {loop_busy:.3f} s | {client_busy:.3f} s |")
+    wall, busy = (statistics.median(part) for part in zip(*deliveries, strict=True))
+    print(f"adapter delivery, apart from the server's time: {wall:.3f} s, {busy:.3f} s of it computing")
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Adapters on their way to servers: each version in a folder of its own, in the layout that the server reads."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from retrain.backends.local.model import Policy
+from retrain.errors import ConfigError, RolloutError
+from retrain.inference_engine.http.wire import Adapter
+
+
+class AdapterFolder:
+    """Writes versions and deletes them. `root` must be readable by the servers; empty takes a temporary folder."""
+
+    def __init__(self, root: str, for_mlx: bool) -> None:
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True) if root else None
+            self.path = Path(tempfile.mkdtemp(prefix="retrain-adapters-", dir=root or None)).resolve()
+        except OSError as error:
+            raise ConfigError(f"[inference] adapter_dir = {root!r} cannot be written to: {error.strerror}.") from error
+        # Servers may run under another user.
+        self.path.chmod(0o755)
+        self.for_mlx = for_mlx
+        self.run = secrets.token_hex(3)
+        self.versions = 0
+
+    def write(self, policy: Policy) -> Adapter:
+        """The adapter as it is now, under a new name."""
+        self.versions += 1
+        name = f"retrain-{self.run}-{self.versions}"
+        path = self.path / name
+        try:
+            policy.save_adapter(path)
+            if self.for_mlx:
+                convert_to_mlx(path, policy.layers)
+        except OSError as error:
+            raise RolloutError(f"the adapter could not be written to {path}: {error.strerror or error}.") from error
+        return Adapter(name, path)
+
+    def delete(self, adapter: Adapter) -> None:
+        """Remove a version that no server needs any more."""
+        shutil.rmtree(adapter.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def convert_to_mlx(folder: Path, layers: int) -> None:
+    """Rewrite a PEFT adapter in place as mlx-lm reads it: transposed factors, named by layer."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    rank, alpha = config["r"], config["lora_alpha"]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(str(folder / "adapter_model.safetensors")).items():
+        own = name.removeprefix("base_model.model.")
+        for theirs, ours in ((".lora_A.weight", ".lora_a"), (".lora_B.weight", ".lora_b")):
+            if own.endswith(theirs):
+                tensors[own.removesuffix(theirs) + ours] = tensor.T.contiguous()
+    modules = {name.rpartition(".")[0].split(".layers.")[-1].partition(".")[2] for name in tensors}
+    parameters = {"rank": rank, "scale": alpha / rank, "dropout": 0.0, "keys": sorted(modules)}
+    told = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
+    save_file(tensors, str(folder / "adapters.safetensors"))
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))

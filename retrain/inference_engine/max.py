@@ -1,0 +1,33 @@
+"""The MAX engine: a client of `max serve`.
+
+MAX in this process could not be trained with: its `LLM` gives text, without token ids or log-probs, and takes no
+adapter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from retrain.backends.local.model import Policy
+from retrain.config.schema import Inference
+from retrain.errors import ConfigError
+from retrain.inference_engine import Progress
+from retrain.inference_engine.http import HttpEngine
+from retrain.inference_engine.http.wire import MAX
+
+
+def build(policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> HttpEngine:
+    """A client of the servers at [inference] url, which MAX cannot do without."""
+    if inference.url:
+        return HttpEngine(MAX, policy, inference, tokenizer, progress)
+    there = importlib.util.find_spec("max") is not None
+    raise ConfigError(
+        '[inference] engine = "max" without url would run MAX in this process, '
+        + (
+            "where it gives text alone: no token ids, no log-probs, and no adapters."
+            if there
+            else "and the package max is not installed here."
+        )
+        + '  Try: start `max serve` on a GPU and set url = "http://localhost:8000"'
+    )

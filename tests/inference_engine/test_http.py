@@ -1,0 +1,495 @@
+"""The client against a loopback server: what it draws, what it makes of log-probs, delivery, faults, proof."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from e2e.tiny import CHAT_TEMPLATE, config_for, policy_for, random_prompts, write_model, write_tokenizer
+from transformers import AutoTokenizer
+
+from retrain.backends.local.model import Policy
+from retrain.config.schema import Inference
+from retrain.errors import ConfigError, RolloutError
+from retrain.inference_engine import Turn
+from retrain.inference_engine.http import HttpEngine, openai, vllm
+from retrain.inference_engine.http.proof import PolicyScorer, Row
+from retrain.types import Completion, IntArray, Sampling
+
+from .loopback import Loopback
+
+SAMPLING = Sampling(max_tokens=12, n=3, temperature=0.7, top_p=0.9, seed=5)
+PROMPTS = random_prompts([5, 9, 3, 7])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("served"), "qwen3"), CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Loopback]:
+    with Loopback(model) as running:
+        yield running
+
+
+@dataclass
+class Rig:
+    """An engine over its servers, and the policy that is being trained."""
+
+    engine: HttpEngine
+    policy: Policy
+    said: list[str]
+
+    def check(self, sampling: Sampling = SAMPLING) -> int:
+        return self.engine.check(sampling, self.said.append)
+
+    def train(self, seed: int = 1, scale: float = 0.1) -> None:
+        """Move the adapter."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.policy.adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig(model: Path) -> Iterator[Make]:
+    made: list[HttpEngine] = []
+
+    def make(*servers: Loopback, build: Any = vllm, rank: int = 4, **settings: Any) -> Rig:
+        policy = policy_for(config_for(model, model__lora_rank=rank), trained=False)
+        urls = ",".join(server.url for server in servers)
+        told = {"timeout_s": 20.0, "wait_s": 1.0, "url": urls} | settings
+        engine = build(policy, Inference(**told), AutoTokenizer.from_pretrained(model), lambda *_: None)
+        made.append(engine)
+        return Rig(engine, policy, [])
+
+    yield make
+    for engine in made:
+        engine.shutdown()
+
+
+def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion]], sampling: Sampling) -> np.ndarray:
+    """Importance ratios on fresh weights: what the trainer says over what the engine said."""
+    rows = [Row(p, c.token_ids_T, c.logprobs_T) for p, group in zip(prompts, groups, strict=True) for c in group]
+    own = np.concatenate(PolicyScorer(policy).logprobs(rows, sampling))
+    return np.exp(own - np.concatenate([row.logprobs_T for row in rows]))
+
+
+@pytest.mark.parametrize("meaning", ["sampled", "tempered", "untempered", "raw"])
+def test_the_ratio_on_fresh_weights_is_one_whatever_the_server_reports(
+    rig: Make, server: Loopback, meaning: str
+) -> None:
+    server.meaning = meaning
+    one = rig(server)
+    sampling = replace(SAMPLING, repetition_penalty=1.2)
+    one.check(sampling)
+    one.train()
+    one.engine.sync(one.policy)
+    groups = one.engine.generate(PROMPTS, sampling)
+    assert one.engine.survey.meaning == meaning
+    assert np.abs(ratios(one.policy, PROMPTS, groups, sampling) - 1).max() < 0.02
+    assert any("recomputed here" in line for line in one.said) == (meaning != "sampled")
+
+
+def test_completions_come_in_order_and_the_same_seed_draws_the_same(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    first, second = one.engine.generate(PROMPTS, SAMPLING), one.engine.generate(PROMPTS, SAMPLING)
+    other = one.engine.generate(PROMPTS, replace(SAMPLING, seed=6))
+    texts = [[completion.text for completion in group] for group in first]
+    assert [len(group) for group in first] == [3, 3, 3, 3]
+    assert texts == [[completion.text for completion in group] for group in second]
+    assert texts != [[completion.text for completion in group] for group in other]
+    assert all(len(set(group)) > 1 for group in texts)
+    sent = [body["prompt"] for body in server.asked[-4:]]
+    assert sorted(sent) == sorted(prompt.tolist() for prompt in PROMPTS)
+    for completion in first[0]:
+        assert completion.finish_reason == ("stop" if completion.token_ids_T[-1] == 2 else "length")
+
+
+def test_a_server_that_ignores_n_is_asked_once_for_each_completion_with_seeds_of_their_own(
+    rig: Make, server: Loopback
+) -> None:
+    server.takes_n = False
+    one = rig(server)
+    one.check()
+    before = len(server.asked)
+    groups = one.engine.generate(PROMPTS[:2], SAMPLING)
+    assert [len(group) for group in groups] == [3, 3]
+    assert len({body["seed"] for body in server.asked[before:]}) == 6
+    assert len({completion.text for completion in groups[0]}) > 1
+
+
+def test_an_adapter_is_delivered_once_and_the_one_before_goes(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    folder = one.engine.folder.path
+    one.engine.sync(one.policy)
+    assert len(server.events) == 1, "unchanged weights are not sent again"
+    for seed in range(3):
+        one.train(seed)
+        one.engine.sync(one.policy)
+        assert list(server.adapters) == [one.engine.adapter.name]  # type: ignore[union-attr]
+        assert [path.name for path in folder.iterdir()] == list(server.adapters)
+    one.engine.shutdown()
+    assert server.adapters == {}
+    assert not folder.exists()
+
+
+def test_several_servers_share_the_requests_and_all_get_the_adapter(rig: Make, server: Loopback, model: Path) -> None:
+    with Loopback(model) as second:
+        one = rig(server, second)
+        one.check()
+        one.train()
+        one.engine.sync(one.policy)
+        before = len(server.asked), len(second.asked)
+        one.engine.generate(PROMPTS, SAMPLING)
+        assert (len(server.asked) - before[0], len(second.asked) - before[1]) == (2, 2)
+        assert list(server.adapters) == list(second.adapters)
+        assert len(one.engine.verdicts) == 2, "each server is proved"
+        one.engine.shutdown()
+
+
+# -- start-up ----------------------------------------------------------------------------------------------------------
+
+
+def set_on(server: Loopback, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(server, name, value)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"sends_ids": False}, "has no token ids.*0.10.2"),
+        ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
+        ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
+        ({"context": 10}, "holds 10 tokens in all, and .* max_tokens = 12.*--max-model-len"),
+        ({"token_shift": 1}, "another tokenizer"),
+        ({"key": "secret"}, "wants a key.*INFERENCE_API_KEY"),
+    ],
+)
+def test_a_server_that_lacks_something_is_refused_with_what_mends_it(
+    rig: Make, server: Loopback, values: dict[str, Any], told: str
+) -> None:
+    set_on(server, **values)
+    with pytest.raises(ConfigError, match=told):
+        rig(server).check()
+
+
+def test_a_server_with_another_model_is_refused(rig: Make, tmp_path: Path) -> None:
+    other = write_tokenizer(write_model(tmp_path / "other", "llama"))
+    with Loopback(other, name="other") as server, pytest.raises(ConfigError, match=r"serves 'other', which is not"):
+        rig(server).check()
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_works(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "secret"
+    monkeypatch.setenv("INFERENCE_API_KEY", "guess")
+    with pytest.raises(ConfigError, match="or another one"):
+        rig(server).check()
+    monkeypatch.setenv("INFERENCE_API_KEY", "secret")
+    rig(server).check()
+
+
+def test_nobody_at_the_port_is_said_after_the_wait(rig: Make, server: Loopback) -> None:
+    server.stop()
+    one = rig(server, wait_s=0.6)
+    with pytest.raises(ConfigError, match=r"no server answers at .* after 1 s.*vllm serve"):
+        one.check()
+    assert one.said == [f"Waiting for {server.url}, up to 1 s ..."]
+    server.start()
+
+
+def test_a_server_that_comes_up_late_is_waited_for(rig: Make, server: Loopback) -> None:
+    server.stop()
+    one = rig(server, wait_s=20.0)
+    later = threading.Timer(0.7, server.start)
+    later.start()
+    one.check()
+    later.join()
+    assert one.said[0].startswith("Waiting for")
+
+
+def test_something_else_at_the_port_is_told_apart(rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "respond", lambda path, body, key: (200, ["a web page"]))
+    with pytest.raises(ConfigError, match="is not a vllm server"):
+        rig(server).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"attention_kernel": "flash"}, 'attention_kernel = "flash".*--attention-backend'),
+        ({"dtype": "fp8"}, 'dtype = "fp8".*--quantization'),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"prefix_caching": False}, "prefix_caching = false.*--no-enable-prefix-caching"),
+    ],
+)
+def test_what_only_the_server_can_do_is_refused_with_its_flag(
+    rig: Make, server: Loopback, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        rig(server, **settings)
+
+
+def test_a_sampling_option_that_the_server_means_otherwise_is_refused(rig: Make, server: Loopback) -> None:
+    with pytest.raises(ConfigError, match=r"top_k = 5 cannot be had from engine = .openai."):
+        rig(server, build=openai).check(replace(SAMPLING, top_k=5))
+
+
+def test_an_adapter_folder_that_cannot_be_made_is_refused(rig: Make, server: Loopback, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="adapter_dir"):
+        rig(server, adapter_dir=str(tmp_path / "file"))
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+CUT = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"choices": [{"index"'[:-1]
+SHORT = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{"choices": ['
+FAULTS: dict[str, Any] = {
+    "429": (429, {"error": "busy"}),
+    "500": (500, {"error": "oops"}),
+    "503": (503, {}),
+    "a dropped connection": b"",
+    "truncated JSON": CUT,
+    "a body that ends early": SHORT,
+    "too few completions": (200, {"choices": []}),
+    "something else": (200, {"hello": 1}),
+    "log-probs that are none": (
+        200,
+        {"choices": [{"index": n, "token_ids": [2], "logprobs": {"token_logprobs": [None]}} for n in range(3)]},
+    ),
+    "a log-prob too few": (
+        200,
+        {"choices": [{"index": n, "token_ids": [5, 2], "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
+    ),
+    "an unknown token": (
+        200,
+        {"choices": [{"index": n, "token_ids": [999], "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
+    ),
+    "an early end": (
+        200,
+        {"choices": [{"index": n, "token_ids": [9], "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_passing_fault_changes_nothing_that_is_drawn(rig: Make, server: Loopback, fault: str) -> None:
+    one = rig(server)
+    one.check()
+    calm = one.engine.generate(PROMPTS, SAMPLING)
+    server.faults = [lambda body: FAULTS[fault]] * 2
+    rough = one.engine.generate(PROMPTS, SAMPLING)
+    assert [[c.text for c in group] for group in calm] == [[c.text for c in group] for group in rough]
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "truncated JSON", "too few completions"])
+def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
+    rig: Make, server: Loopback, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    one = rig(server)
+    one.check()
+    before = len(server.asked)
+    server.faults = [lambda body: FAULTS[fault]] * 1000
+    with pytest.raises(RolloutError, match="tried 5 times"):
+        one.engine.generate(PROMPTS, SAMPLING)
+    assert len(server.asked) - before <= 5 * len(PROMPTS)
+
+
+def test_a_request_that_hangs_is_given_up_and_sent_again(rig: Make, server: Loopback) -> None:
+    one = rig(server, timeout_s=1.0)
+    one.check()
+    gate = threading.Event()
+
+    def hang(body: dict[str, Any]) -> None:
+        gate.wait(3)
+
+    server.faults = [hang]
+    groups = one.engine.generate(PROMPTS, SAMPLING)
+    gate.set()
+    assert [len(group) for group in groups] == [3] * 4
+
+
+def test_a_refusal_is_not_sent_again(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    before = len(server.asked)
+    with pytest.raises(RolloutError, match="maximum context length"):
+        one.engine.generate(PROMPTS[:1], replace(SAMPLING, max_tokens=255))
+    assert len(server.asked) - before == 1
+
+
+def test_a_server_that_restarts_in_the_middle_gets_the_adapter_again(rig: Make, server: Loopback) -> None:
+    one = rig(server, wait_s=30.0)
+    one.check()
+    one.train()
+    one.engine.sync(one.policy)
+    calm = one.engine.generate(PROMPTS, SAMPLING)
+
+    def restart(body: dict[str, Any]) -> bytes:
+        def again() -> None:
+            server.stop()
+            server.start()
+
+        threading.Thread(target=again).start()
+        return b""
+
+    server.faults = [restart]
+    rough = one.engine.generate(PROMPTS, SAMPLING)
+    assert [[c.text for c in group] for group in calm] == [[c.text for c in group] for group in rough]
+    assert len([event for event in server.events if event.startswith("load")]) == 3
+
+
+def test_a_server_that_forgot_its_adapter_is_given_it_again(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    server.adapters.clear()
+    assert len(one.engine.generate(PROMPTS, SAMPLING)) == 4
+
+
+def test_one_of_two_servers_may_die_and_come_back(rig: Make, server: Loopback, model: Path) -> None:
+    with Loopback(model) as second:
+        one = rig(server, second)
+        one.check()
+        second.stop()
+        assert [len(group) for group in one.engine.generate(PROMPTS, SAMPLING)] == [3] * 4
+        one.train()
+        one.engine.sync(one.policy)
+        assert one.engine.fleet.servers[1].ready is False
+        second.start()
+        one.train(2)
+        one.engine.sync(one.policy)
+        assert list(second.adapters) == list(server.adapters)
+        one.engine.shutdown()
+
+
+def test_when_every_server_is_gone_the_call_ends_after_the_wait(rig: Make, server: Loopback) -> None:
+    one = rig(server, wait_s=0.5)
+    one.check()
+    server.stop()
+    with pytest.raises(RolloutError, match="no inference server is left after waiting 1 s"):
+        one.engine.generate(PROMPTS, SAMPLING)
+    server.start()
+
+
+# -- proof -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_policy_is_proved(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    one.engine.generate(PROMPTS, SAMPLING)
+    assert one.engine.metrics()["policy_proof"] is None, "a fresh adapter is the base model"
+    one.train()
+    one.engine.sync(one.policy)
+    one.engine.generate(PROMPTS, SAMPLING)
+    told = one.engine.metrics()
+    assert told["policy_proof"] == pytest.approx(1.0, abs=1e-3)
+    assert told["mismatch_max"] < 1e-3  # type: ignore[operator]
+    assert one.engine.metrics()["policy_proof"] is None, "asked again, there is nothing new"
+
+
+@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+@pytest.mark.parametrize("swap", ["the base model", "the previous adapter", "neither"])
+def test_an_adapter_swapped_behind_our_back_is_caught_at_once(
+    rig: Make, server: Loopback, swap: str, meaning: str
+) -> None:
+    server.meaning = meaning
+    one = rig(server)
+    one.check()
+    one.train(1)
+    one.engine.sync(one.policy)
+    server.adapters["previous"] = server.adapters[one.engine.adapter.name]  # type: ignore[union-attr]
+    one.train(2)
+    one.engine.sync(one.policy)
+    one.engine.generate(PROMPTS, SAMPLING)
+    foreign = {name: torch.randn_like(tensor) * 0.3 for name, tensor in server.adapters["previous"].items()}
+    server.adapters["foreign"] = foreign
+    names = {"the base model": server.name, "the previous adapter": "previous", "neither": "foreign"}
+    server.serves_instead = names[swap]
+    with pytest.raises(RolloutError, match=f"its log-probs are those of {swap}"):
+        one.engine.generate(PROMPTS, SAMPLING)
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+class Conversations:
+    """Two turns each: the second prompt is the first with its completion."""
+
+    def __init__(self, prompts: list[IntArray], sampling: Sampling) -> None:
+        self.waiting = threading.Condition()
+        self.pending: list[Turn] = []
+        self.left = 2 * len(prompts)
+        self.heard: list[tuple[IntArray, Completion]] = []
+        for prompt in prompts:
+            self.put(prompt, sampling, last=False)
+
+    def put(self, prompt: IntArray, sampling: Sampling, last: bool) -> None:
+        answer: Future[Completion] = Future()
+
+        def heard(done: Future[Completion]) -> None:
+            with self.waiting:
+                if done.exception():
+                    self.left -= 1 if last else 2
+                else:
+                    self.left -= 1
+                    self.heard.append((prompt, done.result()))
+                    if not last:
+                        longer = np.concatenate([prompt, done.result().token_ids_T])
+                        self.put(longer, replace(sampling, seed=sampling.seed + 1), last=True)
+                self.waiting.notify()
+
+        answer.add_done_callback(heard)
+        self.pending.append(Turn(prompt, sampling, answer))
+
+    def take(self, wait: bool) -> list[Turn]:
+        with self.waiting:
+            self.waiting.wait_for(lambda: self.pending or not self.left or not wait, timeout=30)
+            taken, self.pending = self.pending, []
+            return taken
+
+
+@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+def test_turns_are_sampled_as_they_come(rig: Make, server: Loopback, meaning: str) -> None:
+    server.meaning = meaning
+    one = rig(server)
+    one.check()
+    one.train()
+    one.engine.sync(one.policy)
+    sampling = replace(SAMPLING, n=1)
+    talk = Conversations(PROMPTS, sampling)
+    one.engine.serve(talk)
+    assert len(talk.heard) == 8
+    off = [ratios(one.policy, [prompt], [[completion]], sampling) for prompt, completion in talk.heard]
+    assert max(np.abs(ratio - 1).max() for ratio in off) < 0.02
+    assert one.engine.metrics()["policy_proof"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_turn_that_fails_says_so_and_so_does_the_engine(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    one = rig(server)
+    one.check()
+    server.faults = [lambda body: (500, {})] * 1000
+    with pytest.raises(RolloutError, match="tried 5 times"):
+        one.engine.serve(Conversations(PROMPTS[:1], replace(SAMPLING, n=1)))

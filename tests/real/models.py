@@ -1,0 +1,68 @@
+"""Models that the real servers can take: the embedded one with wider heads, and a small public one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from retrain.builtin import resolve_model
+
+WIDE = 32
+
+
+def widen_heads(folder: Path) -> Path:
+    """The embedded model with heads of 32 in place of 24 numbers: the same function, in a size that vLLM's CPU kernels
+    have. Rotary frequencies stay by choosing theta, attention's scale and the norms' means by scaling the norms."""
+    source = Path(resolve_model("builtin:tiny"))
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    settings = json.loads((source / "config.json").read_text())
+    head, hidden = settings["head_dim"], settings["hidden_size"]
+    theta = settings["rope_parameters"]["rope_theta"] ** (WIDE / head)
+    # Both spellings: transformers 5 reads the table, mlx-lm the top level alone.
+    settings |= {
+        "head_dim": WIDE,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+    }
+    (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    # A rotary pair is a number of the first half and the one at the same place in the second.
+    place = torch.cat([torch.arange(head // 2), WIDE // 2 + torch.arange(head // 2)])
+
+    def spread(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        shape = list(tensor.shape)
+        shape[axis] = WIDE
+        return torch.zeros(shape, dtype=tensor.dtype).index_copy(axis, place, tensor)
+
+    weights = {}
+    for name, tensor in load_file(str(source / "model.safetensors")).items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensor = spread(tensor.view(-1, head, hidden), 1).reshape(-1, hidden)
+        elif name.endswith("o_proj.weight"):
+            tensor = spread(tensor.view(hidden, -1, head), 2).reshape(hidden, -1)
+        elif name.endswith("q_norm.weight"):
+            tensor = spread(tensor, 0)
+        elif name.endswith("k_norm.weight"):
+            tensor = spread(tensor * (head / WIDE) ** 0.5, 0)
+        weights[name] = tensor.contiguous()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def convert_gguf(file: Path, folder: Path) -> Path:
+    """A Llama model in GGUF, such as SmolLM2-135M-Instruct, as safetensors with a configuration that servers read."""
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer, model.is_quantized = None, False
+    if "quantization_config" in model.config.to_dict():
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    theta = settings["rope_parameters"]["rope_theta"]
+    path.write_text(json.dumps(settings | {"architectures": ["LlamaForCausalLM"], "rope_theta": theta}, indent=1))
+    return folder

@@ -102,7 +102,9 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     held_out = _load_held_out(config)
     backend = _build_backend(config, tokenizer, console)
     _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
-    credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
+    # Only the local backend samples with [inference] engine; others bring their own.
+    sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
+    credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
     scorer = Scorer(encoder, reward, console.say, console.progress)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)

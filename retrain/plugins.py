@@ -178,6 +178,10 @@ REGISTRIES: dict[str, Registry] = {
             {"pytorch": "retrain.inference_engine.pytorch:PyTorchEngine"},
             reserved=("max", "vllm", "sglang", "mlx", "openai"),
         ),
-        Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
+        Registry(
+            "backend",
+            "backend",
+            {"local": "retrain.backends.local:build", "tinker": "retrain.backends.tinker:build"},
+        ),
     )
 }

@@ -15,7 +15,7 @@ import numpy as np
 
 from retrain.advantages import Credit
 from retrain.assemble import Parts, assemble
-from retrain.checkpoint import publish_adapter, write_state_file
+from retrain.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
 from retrain.interrupts import Interrupts
@@ -222,6 +222,7 @@ def save(parts: Parts, progress: Progress, status: str) -> None:
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{progress.step:06d}",
             "running_correct_rate": progress.right / max(1, progress.scored),
+            **read_notes(path),
         },
     )
     publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +101,9 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     examples = _load_training_examples(config, encoder, console.say)
     held_out = _load_held_out(config)
     backend = _build_backend(config, tokenizer, console)
+    if isinstance(backend, AbstractContextManager):
+        # One that holds something outside this process lets go of it with the run.
+        stack.enter_context(backend)
     _check_context(config, encoder, [*_sample_of(examples), *held_out], backend.capabilities.context_length)
     # Only the local backend samples with [inference] engine; others bring their own.
     sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend

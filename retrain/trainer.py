@@ -47,6 +47,8 @@ class TrainResult:
     running_correct_rate: float
     first_evaluation: Evaluation | None
     last_evaluation: Evaluation | None
+    weights: str = ""
+    """Where a service keeps what was trained; empty when it is in `[backend] adapter_path`."""
 
 
 def train(config: TrainConfig, force_resume: bool = False, console: Console | None = None) -> TrainResult:
@@ -124,7 +126,9 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             if progress.step % training.save_every == 0 or progress.step == training.max_steps:
                 save(parts, progress, "running")
     last = finish(parts, progress)
-    return TrainResult(str(parts.folder.path), progress.step, progress.right / max(1, progress.scored), first, last)
+    weights = str(read_notes(parts.checkpoints.path_of(progress.step)).get("adapter", ""))
+    rate = progress.right / max(1, progress.scored)
+    return TrainResult(str(parts.folder.path), progress.step, rate, first, last, weights)
 
 
 def build_datums(groups: Sequence[Group], credit: Credit) -> list[Datum]:

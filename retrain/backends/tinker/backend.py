@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import tinker
@@ -15,7 +16,7 @@ from tinker import types
 from transformers import AutoConfig, GenerationConfig
 
 from retrain.backends import Backend, Capabilities
-from retrain.backends.tinker.engine import TinkerEngine
+from retrain.backends.tinker.engine import MAX_SEED, TinkerEngine
 from retrain.backends.tinker.limits import describe_ignored, refuse_unsupported
 from retrain.backends.tinker.losses import denominator, service_loss, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
@@ -98,7 +99,7 @@ class TinkerBackend:
                 lambda: self.service.client.create_lora_training_client(
                     base_model=model,
                     rank=rank,
-                    seed=self.config.training.seed,
+                    seed=self.config.training.seed % MAX_SEED,
                     # PEFT's "all-linear" leaves the output layer out as well.
                     train_unembed=False,
                 ),
@@ -166,6 +167,17 @@ class TinkerBackend:
         self.say("Training client ready.")
         self.saved = [kept]
         self.under_way, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
+
+    def __enter__(self) -> TinkerBackend:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the session, so that the service need not wait for its heartbeats to stop. What was saved stays."""
+        self.service.close(
+            "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
+        )
 
     @property
     def _client(self) -> tinker.TrainingClient:

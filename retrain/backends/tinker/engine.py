@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -10,12 +12,16 @@ import numpy as np
 import tinker
 from tinker import types
 
-from retrain.backends.tinker.service import ASK_EVERY_S, Service
+from retrain.backends.tinker.service import Service
 from retrain.backends.tinker.throttle import Throttle
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
+
+
+# Some services keep a seed in 32 bits with a sign.
+MAX_SEED = 1 << 31
 
 
 class TinkerEngine:
@@ -48,16 +54,18 @@ class TinkerEngine:
 
     def serve(self, turns: Turns) -> None:
         """Ask for each turn as it comes and answer it as soon as it is done."""
-        asked: set[Future[types.SampleResponse]] = set()
+        asked: list[Future[types.SampleResponse]] = []
+        over = threading.Event()
         with self.throttle.slot():
+            threading.Thread(target=self._give_up_on_silence, args=(asked, over), daemon=True).start()
             try:
                 while batch := turns.take(wait=True):
                     for turn in batch:
                         future = self._ask(turn.prompt_ids, turn.sampling, turn.sampling.seed)
-                        asked.add(future)
+                        asked.append(future)
                         future.add_done_callback(self._answering(turn))
-                    asked = {future for future in asked if not future.done()}
             finally:
+                over.set()
                 for future in asked:
                     future.cancel()
 
@@ -73,7 +81,7 @@ class TinkerEngine:
         assert self.client is not None, "sample only from what Backend.sampler gave"
         parameters = types.SamplingParams(
             max_tokens=sampling.max_tokens,
-            seed=seed,
+            seed=seed % MAX_SEED,
             stop=self.stop_ids or None,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -85,18 +93,29 @@ class TinkerEngine:
         """Wait for all of them, or for the first that fails."""
         pending = set(futures)
         while pending:
-            done, pending = wait(pending, timeout=ASK_EVERY_S, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, timeout=self.service.ask_every_s, return_when=FIRST_COMPLETED)
             for future in done or list(pending)[:1]:
                 # Not done means that nothing came for a while: the service is asked whether it is still there.
                 self.service.wait(future, "sampling")
             self.progress("sampling", len(futures) - len(pending), len(futures))
+
+    def _give_up_on_silence(self, asked: list[Future[types.SampleResponse]], over: threading.Event) -> None:
+        """Cancel what was asked when the service is gone, since whoever waits for an answer would wait for ever."""
+        last_seen = time.monotonic()
+        while not over.wait(self.service.ask_every_s):
+            if self.service.answers():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > self.service.patience_s:
+                for future in tuple(asked):
+                    future.cancel()
 
     def _answering(self, turn: Turn) -> Callable[[Future[types.SampleResponse]], None]:
         def answer(future: Future[types.SampleResponse]) -> None:
             if turn.answer.done():
                 return
             if future.cancelled():
-                turn.answer.set_exception(RolloutError("the conversation was given up."))
+                gone = f"the Tinker service at {self.service.url} stopped answering, or the run was stopped."
+                turn.answer.set_exception(RolloutError(f"the turn was given up: {gone}"))
                 return
             try:
                 turn.answer.set_result(self._completions(self.service.wait(future, "sampling"))[0])

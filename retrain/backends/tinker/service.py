@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import tinker
@@ -22,6 +23,7 @@ T = TypeVar("T")
 PATIENCE_S = 300.0
 # At start-up the address is more likely wrong than the service down.
 START_PATIENCE_S = 30.0
+LAST_PATIENCE_S = 10.0
 # A call that takes longer than this makes us ask whether the service is still there.
 ASK_EVERY_S = 15.0
 _KEY = "TINKER_API_KEY"
@@ -35,6 +37,7 @@ class Service:
         self.url = resolve_base_url(base_url or None)
         self.say = say
         self.patience_s = PATIENCE_S
+        self.ask_every_s = ASK_EVERY_S
         self._await_answer()
         self.client = tinker.ServiceClient(base_url=self.url)
 
@@ -53,7 +56,7 @@ class Service:
         last_seen = time.monotonic()
         while True:
             try:
-                return inner.result(timeout=min(ASK_EVERY_S, self.patience_s))
+                return inner.result(timeout=self.ask_every_s)
             except Exception as error:
                 if inner.done():
                     raise self.explain(error, doing) from error
@@ -62,7 +65,7 @@ class Service:
             elif time.monotonic() - last_seen > self.patience_s:
                 silent_s = time.monotonic() - last_seen
                 # What is left to do, a last checkpoint perhaps, is not worth waiting as long for.
-                self.patience_s = min(self.patience_s, 10.0)
+                self.patience_s = min(self.patience_s, LAST_PATIENCE_S)
                 raise BackendError(
                     f"the Tinker service at {self.url} has not answered for {silent_s:.0f} s (while {doing}).  "
                     "Try: go on from the last checkpoint when it is back"
@@ -75,6 +78,11 @@ class Service:
         except httpx.HTTPError:
             return False
         return True
+
+    def close(self, status: Literal["success", "errored", "interrupted"]) -> None:
+        """End the session. Not every service knows how; it then ends by itself when the heartbeats stop."""
+        with contextlib.suppress(Exception):
+            self.client.close(status).result(timeout=LAST_PATIENCE_S)
 
     def _await_answer(self) -> None:
         began = time.monotonic()

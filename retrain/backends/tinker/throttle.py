@@ -18,7 +18,7 @@ from pathlib import Path
 from retrain.errors import ConfigError
 
 # The first in line looks this often. A Tinker call takes seconds, so the delay is not felt.
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.01
 _SAY_AFTER_S = 5.0
 
 
@@ -58,7 +58,7 @@ class Throttle:
             while (held := self._find_free()) is None:
                 if not told and time.monotonic() - began > _SAY_AFTER_S:
                     told = True
-                    self.say(f"Waiting: {self.slots} other runs are in a Tinker call ([backend] max_concurrent).")
+                    self.say(f"Waiting for other runs: [backend] max_concurrent = {self.slots} are in a Tinker call.")
                 time.sleep(_LOOK_EVERY_S)
             return held
         finally:

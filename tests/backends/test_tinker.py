@@ -151,7 +151,7 @@ def test_two_steps_on_the_service_are_two_local_steps(
     moved_there = torch.cat([(remote[name] - start[name]).flatten() for name in start])
     assert moved_here.norm() > 1e-4
     assert torch.nn.functional.cosine_similarity(moved_here, moved_there, dim=0) > 0.99999
-    torch.testing.assert_close(moved_there, moved_here, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(moved_there, moved_here, rtol=1e-3, atol=1e-5)
 
 
 def test_a_run_prints_records_and_keeps_what_it_should(
@@ -557,16 +557,23 @@ def test_without_the_sdk_the_extra_is_named(
         build(config, None, lambda line: None, lambda phase, done, total: None)
 
 
-# Whoever imports one of these is told that it is not there, as on a machine without it.
+# No finder finds these any more, as on a machine without them.
 WITHOUT_TORCH = """
 import sys
 
-class Absent:
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("torch", "peft", "accelerate", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return None
+        return self.finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path[:] = map(Without, sys.meta_path)
 from retrain.cli import run
 code = run(sys.argv[1:])
 assert not {"torch", "peft"} & set(sys.modules), "something brought it in"

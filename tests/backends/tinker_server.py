@@ -30,7 +30,7 @@ from retrain.backends.local.model import Policy, load_policy
 from retrain.config.schema import Inference, Lora, Model
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.tokens import load_tokenizer
-from retrain.types import Sampling
+from retrain.types import Completion, IntArray, Sampling
 
 KEY = "tml-loopback"
 CPU = torch.device("cpu")
@@ -68,23 +68,19 @@ class Trainee:
     def forward_backward(self, request: Any) -> Any:
         output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         settings = dict(request.loss_fn_config)
-        total, rows = 0.0, []
-        for datum in request.data:
-            tokens = np.concatenate([np.frombuffer(c.encoded_text.tokens, np.int32) for c in datum.model_input])
-            inputs = {name: tensor_of(value) for name, value in datum.loss_fn_inputs.items()}
-            logprobs = raw_logprobs(self.policy, torch.from_numpy(tokens.astype(np.int64)), inputs["target_tokens"])
-            loss = LOSSES[request.loss_fn](logprobs, inputs, settings)
-            if not request.forward_only:
-                loss.backward()
-            total += float(loss.detach())
-            rows.append(logprobs.detach().numpy().astype(np.float32))
+        told = [{name: tensor_of(value) for name, value in datum.loss_fn_inputs.items()} for datum in request.data]
+        logprobs = raw_logprobs(self.policy, [tokens_of(d) for d in request.data], [t["target_tokens"] for t in told])
+        loss = torch.stack([LOSSES[request.loss_fn](*row, settings) for row in zip(logprobs, told, strict=True)]).sum()
+        if not request.forward_only:
+            loss.backward()
+        rows = [row.detach().numpy().astype(np.float32) for row in logprobs]
         offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
         field = wire.BatchedTensor(
             data=b"".join(row.tobytes() for row in rows), offsets=offsets.tobytes(), dtype=wire.DTYPE_FLOAT32
         )
         record = output.loss_fn_outputs.add(num_datums=len(rows))
         record.fields["logprobs"].CopyFrom(field)
-        output.metrics["loss:sum"] = total
+        output.metrics["loss:sum"] = float(loss.detach())
         return output
 
     def optim_step(self, told: dict[str, float]) -> dict[str, Any]:
@@ -111,11 +107,18 @@ class Trainee:
             self.adam.load_state_dict(copy.deepcopy(state.adam))
 
 
-def raw_logprobs(policy: Policy, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Log-prob of each target after its token, untempered."""
-    length = len(tokens)
-    hidden = policy.hidden(tokens[None], torch.arange(length)[None], PackedAttention([length], CPU))[0]
-    return policy.head(hidden).log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+def raw_logprobs(policy: Policy, tokens: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """Log-prob of each row's targets after its tokens, untempered."""
+    lengths = [len(row) for row in tokens]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    hidden = policy.hidden(torch.cat(tokens)[None], positions[None], PackedAttention(lengths, CPU))[0]
+    wanted = torch.cat(targets)[:, None]
+    return list(policy.head(hidden).log_softmax(1).gather(1, wanted).squeeze(1).split(lengths))
+
+
+def tokens_of(datum: Any) -> Tensor:
+    parts = [np.frombuffer(chunk.encoded_text.tokens, np.int32) for chunk in datum.model_input]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
 def tensor_of(told: Any) -> Tensor:
@@ -168,13 +171,18 @@ class Sampler:
         tokenizer = load_tokenizer(base_model)
         self.engine = PyTorchEngine(self.policy, Inference(), tokenizer, lambda phase, done, total: None)
 
-    def sample(self, adapter: dict[str, Tensor], request: dict[str, Any]) -> Any:
+    def sample(self, adapter: dict[str, Tensor], requests: list[dict[str, Any]]) -> list[Any]:
+        """Answer requests that differ in nothing but prompt and seed; all are drawn with the first one's seed."""
+        request = requests[0]
         self.policy.load_adapter_state(adapter)
         self.engine.sync(self.policy)
         told = request["sampling_params"]
         # A service may know no end token by itself.
         self.policy.stop_ids = tuple(told.get("stop") or ())
-        prompt = np.array([token for chunk in request["prompt"]["chunks"] for token in chunk["tokens"]], np.int64)
+        prompts = [
+            np.array([token for chunk in one["prompt"]["chunks"] for token in chunk["tokens"]], np.int64)
+            for one in requests
+        ]
         sampling = Sampling(
             max_tokens=told["max_tokens"],
             n=request["num_samples"],
@@ -183,16 +191,19 @@ class Sampler:
             top_k=max(0, told["top_k"]),
             seed=told["seed"],
         )
+        groups = self.engine.generate(prompts, sampling)
+        return [self.response(prompt, drawn) for prompt, drawn in zip(prompts, groups, strict=True)]
+
+    def response(self, prompt: IntArray, drawn: list[Completion]) -> Any:
+        rows = [torch.from_numpy(np.concatenate([prompt, one.token_ids_T])) for one in drawn]
+        with torch.no_grad():
+            logprobs = raw_logprobs(self.policy, [row[:-1] for row in rows], [row[1:] for row in rows])
         response = wire.SampleResponse()
-        for drawn in self.engine.generate([prompt], sampling)[0]:
-            full = torch.from_numpy(np.concatenate([prompt, drawn.token_ids_T]))
-            with torch.no_grad():
-                logprobs = raw_logprobs(self.policy, full[:-1], full[1:])[len(prompt) - 1 :]
-            stop = wire.STOP_REASON_STOP if drawn.finish_reason == "stop" else wire.STOP_REASON_LENGTH
+        for one, row in zip(drawn, logprobs, strict=True):
             response.sequences.add(
-                stop_reason=stop,
-                tokens=drawn.token_ids_T.astype(np.int32).tobytes(),
-                logprobs=logprobs.numpy().astype(np.float32).tobytes(),
+                stop_reason=wire.STOP_REASON_STOP if one.finish_reason == "stop" else wire.STOP_REASON_LENGTH,
+                tokens=one.token_ids_T.astype(np.int32).tobytes(),
+                logprobs=row[len(prompt) - 1 :].numpy().astype(np.float32).tobytes(),
             )
         return response
 
@@ -204,6 +215,8 @@ class TinkerServer:
     folder: Path
     base_model: str = "builtin:tiny"
     context: int | None = 256
+    batching: bool = False
+    """Sample what is queued together: faster, but what is drawn then depends on what came in time."""
     seen: list[tuple[str, Any]] = field(default_factory=list)
     """Every request but polls and heartbeats, with its body."""
     faults: dict[str, Callable[[], None]] = field(default_factory=dict)
@@ -219,8 +232,7 @@ class TinkerServer:
         self.files: dict[str, Path] = {}
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.most_waiting = 0
-        self.waiting = 0
+        self.queued: list[tuple[dict[str, Any], Future[Any]]] = []
         handler = type("Handler", (_Handler,), {"service": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.http.daemon_threads = True
@@ -289,10 +301,12 @@ class TinkerServer:
         request = self.fresh("request")
         if name.startswith("save_weights"):
             self.reserve_name(name, body)
-        with self.lock:
-            self.waiting += 1
-            self.most_waiting = max(self.most_waiting, self.waiting)
-        self.futures[request] = self.worker.submit(self.work, name, body)
+        if name == "asample" and self.batching:
+            self.futures[request] = Future()
+            self.queued.append((body, self.futures[request]))
+            self.worker.submit(self.sample_queued)
+        else:
+            self.futures[request] = self.worker.submit(WORK[name], self, body)
         promise: dict[str, Any] = {"request_id": request}
         if name == "asample":
             promise["sample_sequence_ids"] = [f"{request}/{n}" for n in range(body["num_samples"])]
@@ -303,12 +317,13 @@ class TinkerServer:
         if body.get("path") and f"tinker://{body['model_id']}/{kind}/{body['path']}" in self.states:
             raise Refused(409, f"{body['path']} exists already")
 
-    def work(self, name: str, body: Any) -> Any:
-        try:
-            return WORK[name](self, body)
-        finally:
-            with self.lock:
-                self.waiting -= 1
+    def sample_queued(self) -> None:
+        time.sleep(0.05)
+        batch, self.queued = self.queued, []
+        if batch:
+            responses = self.sample([body for body, _ in batch])
+            for (_, future), response in zip(batch, responses, strict=True):
+                future.set_result(response)
 
     def create_model(self, body: dict[str, Any]) -> dict[str, Any]:
         run, lora = self.fresh("run"), body["lora_config"]
@@ -343,11 +358,13 @@ class TinkerServer:
         return {"path": path, "type": "save_weights_external"}
 
     def asample(self, body: dict[str, Any]) -> Any:
-        adapter = self.sampling[body["sampling_session_id"]]
+        return self.sample([body])[0]
+
+    def sample(self, bodies: list[dict[str, Any]]) -> list[Any]:
         if self.sampler is None:
             rank = next(iter(self.trainees.values())).rank
             self.sampler = Sampler(self.base_model, rank)
-        return self.sampler.sample(adapter, body)
+        return self.sampler.sample(self.sampling[bodies[0]["sampling_session_id"]], bodies)
 
     def state(self, path: str) -> State:
         if path not in self.states:

@@ -211,7 +211,7 @@ def test_sampling_follows_its_options_and_its_seed(server: TinkerServer, tmp_pat
     assert [c.token_ids_T.tolist() for c in first] != [c.token_ids_T.tolist() for c in second]
     again = engine.generate([same, same], sampling)
     assert [c.token_ids_T.tolist() for c in again[0]] == [c.token_ids_T.tolist() for c in first]
-    asked = [body for path, body in server.seen if path == "asample"][0]["sampling_params"]
+    asked = next(body for path, body in server.seen if path == "asample")["sampling_params"]
     assert {key: asked[key] for key in ("max_tokens", "temperature", "top_p", "top_k", "stop")} == {
         "max_tokens": 6,
         "temperature": 0.7,
@@ -321,9 +321,7 @@ def test_a_service_that_cannot_delete_is_told_and_forgiven(server: TinkerServer,
     assert "could not be deleted" in printed
 
 
-def test_with_async_steps_the_sampler_lags_and_the_loss_is_a_placeholder(
-    server: TinkerServer, tmp_path: Path
-) -> None:
+def test_with_async_steps_the_sampler_lags_and_the_loss_is_a_placeholder(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path, training__async_steps=1)
     backend = backend_for(config)
     assert backend.capabilities.reports_late
@@ -424,7 +422,12 @@ def test_an_uncertainty_that_needs_entropies_is_refused_by_the_name_of_the_backe
     ],
 )
 def test_a_bad_key_is_wrong_input_and_is_never_shown(
-    server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, told: str
+    server: TinkerServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    told: str,
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", key)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -531,7 +534,7 @@ def test_a_state_of_another_run_is_refused(server: TinkerServer, tmp_path: Path)
     config = config_for(server, tmp_path)
     train_quietly(config)
     other = config_for(server, tmp_path, model__lora_rank=8, resume__from=str(tmp_path / "logs"))
-    with pytest.raises(CheckpointError, match="belongs to another run: it has .* and rank 4"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run: it has .* and rank 4"):
         train_quietly(other, force_resume=True)
 
 
@@ -548,9 +551,7 @@ def test_a_local_checkpoint_cannot_go_on_at_the_service(server: TinkerServer, tm
         backend.load(tmp_path)
 
 
-def test_without_the_sdk_the_extra_is_named(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_sdk_the_extra_is_named(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = load_config(None, {"backend.backend": "tinker", "model.model": str(tiny)})
     with pytest.raises(MissingExtraError, match=r"pip install -e \"\.\[tinker\]\""):

@@ -145,5 +145,5 @@ def test_what_is_no_adapter_is_refused(server: TinkerServer, tmp_path: Path) -> 
     folder = server.folder / "run-7" / "mine"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("nothing here")
-    with pytest.raises(BackendError, match="lacks adapter_config.json and adapter_model.safetensors"):
+    with pytest.raises(BackendError, match=r"lacks adapter_config\.json and adapter_model.safetensors"):
         fetch_adapter("tinker://run-7/external_weights/mine", tmp_path / "here")

@@ -35,7 +35,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 # Everything that a run on this backend imports, and nothing that would bring PyTorch along.
-LIGHT = ["tinker", "transformers", "numpy", "scipy", "click", "rich", "pydantic", "python-dotenv", "httpx", "safetensors"]
+LIGHT = [
+    "tinker",
+    "transformers",
+    "numpy",
+    "scipy",
+    "click",
+    "rich",
+    "pydantic",
+    "python-dotenv",
+    "httpx",
+    "jinja2",
+    "safetensors",
+]
 
 
 def config_for(url: str, model: str, folder: Path, **overrides: Any) -> TrainConfig:
@@ -101,9 +113,7 @@ def _answers(port: int) -> bool:
         return False
 
 
-def test_five_steps_with_a_resume_on_skyrl(
-    side_venv: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_steps_with_a_resume_on_skyrl(side_venv: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = side_venv("skyrl", [["install", "torch==2.13.0"], ["install", "skyrl[tinker,jax]==0.3.0"]])
     monkeypatch.setenv("TINKER_API_KEY", "tml-dummy")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")

@@ -1,7 +1,8 @@
-"""The remote side of a run: one LoRA training client, a sampling client for each step, and where its states are kept."""
+"""The remote side of a run: one LoRA training client, a sampling client for each step, and the states it keeps."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -32,9 +33,7 @@ from retrain.types import Datum, StepMetrics
 _UNKNOWN_CONTEXT = 1 << 30
 
 
-def connect_backend(
-    config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
-) -> Backend:
+def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
     """Connect, check that the service has the model, and make the training client, unless a resume will."""
     refuse_unsupported(config)
     ignored = describe_ignored(config)
@@ -175,9 +174,7 @@ class TinkerBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the session, so that the service need not wait for its heartbeats to stop. What was saved stays."""
-        self.service.close(
-            "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
-        )
+        self.service.close("success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted")
 
     @property
     def _client(self) -> tinker.TrainingClient:
@@ -269,9 +266,8 @@ def find_context_length(service: Service, model: str) -> int:
 def find_stop_ids(model: str, tokenizer: Any) -> list[int]:
     """The tokens that end an answer: not every service knows them by itself."""
     ids: list[int] | int | None = None
-    try:
+    # A model without a generation configuration leaves it to the tokenizer, which knows one of them.
+    with contextlib.suppress(OSError, ValueError):
         ids = GenerationConfig.from_pretrained(resolve_model(model)).eos_token_id
-    except (OSError, ValueError):
-        pass  # a model without a generation configuration: the tokenizer knows one of them
     found = list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
     return found or ([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])

@@ -11,11 +11,15 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import httpx
 
 from retrain.backends.tinker import require_sdk
 from retrain.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from retrain.backends.tinker.service import Service
 
 # LoRA of the largest rank on the largest model that Tinker serves is far below this.
 MAX_BYTES = 64 << 30
@@ -66,7 +70,9 @@ def _download_export(service: Service, export: str, target: Path) -> Path:
     import tinker  # noqa: PLC0415  (an optional extra)
 
     rest = tinker.RestClient(base_url=service.url)
-    urls = service.call(lambda: rest.get_external_weights_urls(export).result(), f"asking for the files of {export}").urls
+    urls = service.call(
+        lambda: rest.get_external_weights_urls(export).result(), f"asking for the files of {export}"
+    ).urls
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -96,7 +102,9 @@ def plan_files(urls: Mapping[str, str], folder: Path) -> dict[str, Path]:
         parts = PurePosixPath(name).parts
         unsafe = name.startswith("/") or "\\" in name or "\0" in name or not parts or ".." in parts
         if unsafe or not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise BackendError(f"the service listed a file {name!r}, which would be written outside its folder; refused.")
+            raise BackendError(
+                f"the service listed a file {name!r}, which would be written outside its folder; refused."
+            )
         if not url.startswith(("https://", "http://")):
             raise BackendError(f"the service gave {name!r} an address that is not http; refused.")
         places[name] = folder / name

@@ -19,7 +19,6 @@ from retrain.inference_engine import Progress, Turn, Turns
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
-
 # Some services keep a seed in 32 bits with a sign.
 MAX_SEED = 1 << 31
 
@@ -87,7 +86,9 @@ class TinkerEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
         )
-        return self.client.sample(types.ModelInput.from_ints(prompt.tolist()), sampling.n, parameters)
+        asked: Future[types.SampleResponse]
+        asked = self.client.sample(types.ModelInput.from_ints(prompt.tolist()), sampling.n, parameters)
+        return asked
 
     def _watch(self, futures: Sequence[Future[types.SampleResponse]]) -> None:
         """Wait for all of them, or for the first that fails."""
@@ -129,7 +130,9 @@ class TinkerEngine:
 
     def _completion(self, sequence: types.SampledSequence) -> Completion:
         if sequence.logprobs_np is None and len(sequence.tokens):
-            raise RolloutError("the Tinker service returned a completion without log-probs, so it cannot be trained on.")
+            raise RolloutError(
+                "the Tinker service returned a completion without log-probs, so it cannot be trained on."
+            )
         tokens = np.asarray(sequence.tokens, dtype=np.int64)
         return Completion(
             token_ids_T=tokens,

@@ -1,4 +1,4 @@
-"""What the service decides by itself: options that are refused because they would change the run, or named as ignored."""
+"""What the service decides by itself: options that are refused because they change the run, or named as ignored."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ def step_metrics(
     logprobs = _completion_logprobs(datums, output)
     if logprobs is None:
         if reported is None:
-            raise BackendError("the Tinker service returned neither a loss nor log-probs, so nothing is known of the step.")
+            raise BackendError(
+                "the Tinker service returned neither a loss nor log-probs, so nothing is known of the step."
+            )
         return {"loss": reported, "ratio_mean": None, "ratio_max": None, "kl_sample_train": None}
     objective, log_ratios = 0.0, []
     for ours, datum in zip(logprobs, datums, strict=True):

@@ -44,6 +44,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def leaks_show_here() -> Iterator[None]:
+    """The SDK leaves a connection open; it is to be found now, so that no other file's tests are blamed for it."""
+    yield
+    gc.collect()
+
+
 BACKENDS: list[TinkerBackend] = []
 
 
@@ -57,8 +64,6 @@ def server(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield made
         while BACKENDS:
             BACKENDS.pop().service.close("success")
-    # Here, so that no other file's tests are blamed for it.
-    gc.collect()
 
 
 def config_for(server: TinkerServer, folder: Path, **overrides: Any) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SAVED = "tinker://run-0/weights/last"
+
+
+@pytest.fixture(autouse=True)
+def leaks_show_here() -> Iterator[None]:
+    """The SDK leaves a connection open; it is to be found now, so that no other file's tests are blamed for it."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

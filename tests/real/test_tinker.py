@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -48,6 +49,13 @@ LIGHT = [
     "jinja2",
     "safetensors",
 ]
+
+
+@pytest.fixture(autouse=True)
+def leaks_show_here() -> Iterator[None]:
+    """The SDK leaves a connection open; it is to be found now, so that no other file's tests are blamed for it."""
+    yield
+    gc.collect()
 
 
 def config_for(url: str, model: str, folder: Path, **overrides: Any) -> TrainConfig:

@@ -114,8 +114,10 @@ def _build(
     examples, held_out = problems.load(tokenizer)
     backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
-        stack.callback(backend.close)
-    credit.require_entropies(backend.capabilities.gives_entropies, config.inference.engine)
+        stack.push(lambda kind, error, trace: backend.close(kind))
+    # Only the local backend samples with [inference] engine; others bring their own.
+    sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
+    credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
     scorer = problems.scorer(backend.capabilities.context_length)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)

@@ -27,6 +27,7 @@ MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
 ADAPTER_MARK = "adapter_config.json"
+NOTES = "notes.json"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,13 @@ def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
         raise explain_write_error(error, log_dir) from error
 
 
+def read_notes(checkpoint: Path) -> dict[str, Any]:
+    """What the backend noted of a checkpoint for trainer_state.json: where a service keeps the weights, for one."""
+    path = checkpoint / NOTES
+    notes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return notes
+
+
 def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     """A full disk or the like, in a sentence; the run failed, its input was not wrong."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -129,14 +137,14 @@ def explain_write_error(error: Exception, where: Path) -> CheckpointError:
 
 def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> None:
     """Put a copy of the newest adapter where `[backend] adapter_path` wants it. A copy that fails loses nothing."""
+    if not (checkpoint / "adapter").is_dir():
+        # A backend of another kind may have none.
+        return
     if not _may_replace(adapter_path):
         say(
             f"Warning: {adapter_path} holds something other than an adapter, so it is left alone. "
             f"The adapter is in {checkpoint / 'adapter'}."
         )
-        return
-    if not (checkpoint / "adapter").is_dir():
-        # A backend of another kind may have none.
         return
     draft = adapter_path.with_name(f".{adapter_path.name}.{os.getpid()}")
     try:

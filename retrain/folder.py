@@ -26,7 +26,7 @@ FREE_TO_CHANGE = (
     "training.record", "memory.", "eval.", "reward.timeout_s", "reward.workers",
     "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
     "reward.judge_completion_price", "logging.", "resume.", "plugins.",
-    "inference.url", "campaign.", "squeeze.",
+    "inference.url", "model.base_url", "backend.max_concurrent", "backend.throttle_dir", "campaign.", "squeeze.",
 )  # fmt: skip
 
 
@@ -128,7 +128,12 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return config.model_copy(
         update={
             "model": model,
-            "backend": config.backend.model_copy(update={"adapter_path": absolute(config.backend.adapter_path)}),
+            "backend": config.backend.model_copy(
+                update={
+                    "adapter_path": absolute(config.backend.adapter_path),
+                    "throttle_dir": absolute(config.backend.throttle_dir),
+                }
+            ),
             "data": config.data.model_copy(update={"path": absolute(config.data.path)}),
             "eval": config.eval.model_copy(update={"path": absolute(config.eval.path)}),
             "plugins": config.plugins.model_copy(

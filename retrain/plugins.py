@@ -193,6 +193,10 @@ REGISTRIES: dict[str, Registry] = {
                 "reasoning_gym": "retrain.environments.reasoning_gym:load",
             },
         ),
-        Registry("backend", "backend", {"local": "retrain.backends.local:build"}, reserved=("tinker",)),
+        Registry(
+            "backend",
+            "backend",
+            {"local": "retrain.backends.local:build", "tinker": "retrain.backends.tinker:build"},
+        ),
     )
 }

@@ -28,6 +28,8 @@ def seed_everything(seed: int, step: int) -> None:
     value = derive_seed(seed, "global", step)
     random.seed(value)
     np.random.seed(value)
-    import torch  # noqa: PLC0415  (absent on machines that train remotely)
-
+    try:
+        import torch  # noqa: PLC0415  (absent on machines that train remotely)
+    except ImportError:
+        return
     torch.manual_seed(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
@@ -15,6 +15,10 @@ from retrain.types import Example, IntArray
 
 def load_tokenizer(model: str) -> Any:
     """The model's tokenizer, or a sentence that says how to get it."""
+    # Without PyTorch the library advises to install it as it is imported; a remote backend needs none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer  # noqa: PLC0415  (its first word is to be kept from the screen)
+
     try:
         return AutoTokenizer.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:

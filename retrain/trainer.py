@@ -15,7 +15,7 @@ import numpy as np
 
 from retrain.advantages import Credit
 from retrain.assemble import MakeBackend, Parts, assemble
-from retrain.checkpoint import publish_adapter, write_state_file
+from retrain.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
 from retrain.interrupts import Interrupts
@@ -50,6 +50,8 @@ class TrainResult:
     running_correct_rate: float
     first_evaluation: Evaluation | None
     last_evaluation: Evaluation | None
+    weights: str = ""
+    """Where a service keeps what was trained; empty when it is in `[backend] adapter_path`."""
 
 
 def train(
@@ -136,7 +138,9 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             if progress.step % training.save_every == 0 or progress.step == training.max_steps:
                 save(parts, progress, "running")
     last = finish(parts, progress)
-    return TrainResult(str(parts.folder.path), progress.step, progress.right / max(1, progress.scored), first, last)
+    weights = str(read_notes(parts.checkpoints.path_of(progress.step)).get("adapter", ""))
+    rate = progress.right / max(1, progress.scored)
+    return TrainResult(str(parts.folder.path), progress.step, rate, first, last, weights)
 
 
 def build_datums(groups: Sequence[Group], credit: Credit) -> list[Datum]:
@@ -235,6 +239,7 @@ def save(parts: Parts, progress: Progress, status: str) -> None:
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{progress.step:06d}",
             "running_correct_rate": progress.right / max(1, progress.scored),
+            **read_notes(path),
         },
     )
     publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)

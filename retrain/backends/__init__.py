@@ -54,6 +54,6 @@ class Backend(Protocol):
 class Closes(Protocol):
     """A backend that holds something outside this process, or a thread."""
 
-    def close(self) -> None:
-        """Let go of it; called once, however the run ends."""
+    def close(self, ended_by: type[BaseException] | None) -> None:
+        """Let go of it; called once, however the run ends: None is the kind of end one hopes for."""
         ...

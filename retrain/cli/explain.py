@@ -141,6 +141,9 @@ def runs_at_once(config: TrainConfig, runs: int) -> int:
 
 def _engine(config: TrainConfig) -> dict[str, Any]:
     inference = config.inference
+    if config.backend.backend == "tinker":
+        url = config.model.base_url or None
+        return {"name": "tinker", "url": url, "backend": "tinker", "devices": "the service"}
     return {
         "name": inference.engine,
         "url": inference.url or None,

@@ -93,7 +93,7 @@ def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
             f"names several, but [inference] engine {json.dumps(config.inference.engine)} samples on a server.",
             f'Try: devices = "{config.backend.devices.split(",")[-1].strip()}"; [training] async_steps = 1 overlaps',
         )
-    if config.training.async_steps and config.inference.engine == "pytorch" and not split:
+    if config.backend.backend == "local" and config.training.async_steps and not (server or split):
         yield Problem(
             "[training] async_steps",
             "needs a sampler apart from the trainer: an [inference] engine that is a server, or two [backend] devices.",

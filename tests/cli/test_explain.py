@@ -189,9 +189,15 @@ def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.Captu
     assert _explain(capsys)["time"]["run_seconds"] == 200.0
 
 
+def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[backend]\nbackend = "tinker"\n[model]\nbase_url = "http://there:1"\n')
+    engine = _explain(capsys)["engine"]
+    assert engine == {"name": "tinker", "url": "http://there:1", "backend": "tinker", "devices": "the service"}
+
+
 def test_a_part_that_this_version_lacks_is_said_to_block(capsys: pytest.CaptureFixture[str]) -> None:
-    _write('[backend]\nbackend = "tinker"\n')
-    assert any("tinker" in line for line in _explain(capsys)["blockers"])
+    _write("[distributed]\nzero_stage = 1\n")
+    assert any("zero_stage" in line for line in _explain(capsys)["blockers"])
 
 
 def test_a_wrong_file_is_explained_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,7 +318,6 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
         assert len(problems_in({**tables, **extra})) == 1
     for tables in (
         {"distributed": {"zero_stage": 3, "offload_optimizer": True}},
-        {"backend": {"backend": "tinker"}, "model": {"base_url": "http://a:1"}},
         {"teaching": {"enabled": True, "student_model": "a/b"}},
     ):
         config = build_config({**tables, **extra}, {}, "run.toml")

@@ -88,7 +88,7 @@ class LocalBackend:
         """Restore adapter and optimiser."""
         self.learner.load(path)
 
-    def close(self) -> None:
+    def close(self, ended_by: type[BaseException] | None) -> None:
         """Let the engine free what it holds."""
         self.engine.shutdown()
 

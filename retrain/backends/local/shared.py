@@ -81,6 +81,9 @@ class SharedBackend(LocalBackend):
         self._take_model()
         super().load(path)
 
+    def close(self, ended_by: type[BaseException] | None) -> None:
+        """Nothing: the other runs go on with the engine."""
+
 
 def trained_parameters(policy: Policy) -> list[nn.Parameter]:
     """The adapter's parameters, in the order in which the model names them."""

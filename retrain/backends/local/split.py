@@ -71,7 +71,7 @@ class SplitBackend:
         self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
         self.engine.sync(self.mirror)
 
-    def close(self) -> None:
+    def close(self, ended_by: type[BaseException] | None) -> None:
         """Finish the step under way, whatever comes of it, and let the engine free what it holds."""
         self.thread.shutdown(wait=True)
         self.engine.shutdown()

@@ -1,0 +1,31 @@
+"""Training on a Tinker service: the weights are remote, and this machine needs no GPU and no PyTorch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from retrain.backends import Backend
+from retrain.config import TrainConfig
+from retrain.errors import MissingExtraError
+from retrain.inference_engine import Progress
+
+__all__ = ["build", "require_sdk"]
+
+
+def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
+    """Connect to the service and have it make, or find again, the adapter that is trained."""
+    require_sdk('[backend] backend = "tinker"')
+    from retrain.backends.tinker.backend import connect_backend  # noqa: PLC0415  (imports the SDK, an optional extra)
+
+    return connect_backend(config, tokenizer, say, progress)
+
+
+def require_sdk(what: str) -> None:
+    """Refuse to go on without the SDK; `what` needs it."""
+    if importlib.util.find_spec("tinker") is None:
+        raise MissingExtraError(
+            f'{what} needs the Tinker SDK, which is not installed.  Try: pip install -e ".[tinker]" in a checkout, '
+            'or pip install "tinker>=0.36"'
+        )

@@ -1,0 +1,143 @@
+"""An adapter from a `tinker://` path onto this machine, in PEFT layout.
+
+The service is asked for a list of files and signed addresses. It is not trusted with where they go: a name that leads
+out of the folder, too much data or a file that ends early is refused, and nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import httpx
+
+from retrain.backends.tinker import require_sdk
+from retrain.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from retrain.backends.tinker.service import Service
+
+# LoRA of the largest rank on the largest model that Tinker serves is far below this.
+MAX_BYTES = 64 << 30
+MAX_FILES = 1000
+# The service deletes the export by itself after this, should we not come to it.
+_EXPORT_SECONDS = 3600
+NEEDED = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def fetch_adapter(tinker_path: str, folder: Path, base_url: str = "") -> Path:
+    """Download the adapter at `tinker_path` into a folder of its own below `folder`, and return that."""
+    require_sdk(f"the adapter {tinker_path}")
+    from tinker import ParsedCheckpointTinkerPath  # noqa: PLC0415  (an optional extra)
+
+    from retrain.backends.tinker.service import Service  # noqa: PLC0415  (imports that extra)
+
+    try:
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{tinker_path!r} is not a path of a saved adapter.  Try: tinker://<run>/weights/<name>"
+        ) from error
+    if parsed.checkpoint_type == "sampler":
+        raise ConfigError(
+            f"{tinker_path} holds weights for sampling, which the service does not hand out.  "
+            "Try: a path of the form tinker://<run>/weights/<name>, as in trainer_state.json"
+        )
+    target = folder / tinker_path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
+    service = Service(base_url, lambda line: None)
+    if parsed.checkpoint_type == "external":
+        return _download_export(service, tinker_path, target)
+    try:
+        client = service.call(
+            lambda: service.client.create_training_client_from_state(tinker_path), f"loading {tinker_path}"
+        )
+        name = f"retrain-{secrets.token_hex(4)}"
+        export = service.wait(client.save_weights_external(name, ttl_seconds=_EXPORT_SECONDS), "exporting").path
+        try:
+            return _download_export(service, export, target)
+        finally:
+            _delete(service, export)
+    finally:
+        service.close("success")
+
+
+def _download_export(service: Service, export: str, target: Path) -> Path:
+    """Fetch every file of an export beside its place, then move the whole there."""
+    import tinker  # noqa: PLC0415  (an optional extra)
+
+    rest = tinker.RestClient(base_url=service.url)
+    urls = service.call(
+        lambda: rest.get_external_weights_urls(export).result(), f"asking for the files of {export}"
+    ).urls
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        places = plan_files(urls, draft)
+        draft.mkdir(parents=True)
+        left = MAX_BYTES
+        for name, place in places.items():
+            left -= _download_file(urls[name], place, left)
+        missing = [name for name in NEEDED if not (draft / name).is_file()]
+        if missing:
+            raise BackendError(f"{export} is not an adapter in PEFT layout: it lacks {' and '.join(missing)}.")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(draft, target)
+    except OSError as error:
+        raise BackendError(f"{export} could not be written to {target}: {error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def plan_files(urls: Mapping[str, str], folder: Path) -> dict[str, Path]:
+    """Where each file goes, all of them inside `folder`."""
+    if not 0 < len(urls) <= MAX_FILES:
+        raise BackendError(f"the service listed {len(urls)} files, where 1 to {MAX_FILES} are expected.")
+    places: dict[str, Path] = {}
+    for name, url in urls.items():
+        parts = PurePosixPath(name).parts
+        unsafe = name.startswith("/") or "\\" in name or "\0" in name or not parts or ".." in parts
+        if unsafe or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise BackendError(
+                f"the service listed a file {name!r}, which would be written outside its folder; refused."
+            )
+        if not url.startswith(("https://", "http://")):
+            raise BackendError(f"the service gave {name!r} an address that is not http; refused.")
+        places[name] = folder / name
+    return places
+
+
+def _download_file(url: str, place: Path, most: int) -> int:
+    """Stream one file; returns its size. The address is signed, so messages do not show it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    size = 0
+    try:
+        with httpx.stream("GET", url, timeout=60.0, follow_redirects=True) as response, place.open("xb") as file:
+            if response.status_code != 200:
+                raise BackendError(f"{place.name} could not be downloaded: status {response.status_code}.")
+            promised = int(response.headers.get("content-length") or 0)
+            for piece in response.iter_bytes():
+                size += len(piece)
+                if size > most:
+                    raise BackendError(f"{place.name} makes the adapter larger than {MAX_BYTES >> 30} GiB; refused.")
+                file.write(piece)
+    except httpx.HTTPError as error:
+        raise BackendError(f"{place.name} could not be downloaded: {type(error).__name__}.") from error
+    if promised and size != promised and "content-encoding" not in response.headers:
+        raise BackendError(f"{place.name} ended early: {size} of {promised} bytes came.")
+    return size
+
+
+def _delete(service: Service, export: str) -> None:
+    """Best effort: it expires by itself."""
+    import tinker  # noqa: PLC0415  (an optional extra)
+
+    rest = tinker.RestClient(base_url=service.url)
+    try:
+        rest.delete_checkpoint_from_tinker_path(export).result(timeout=60)
+    except (tinker.TinkerError, TimeoutError, ValueError):
+        return

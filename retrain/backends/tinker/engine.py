@@ -1,0 +1,142 @@
+"""Sampling on the service: every prompt is a request of its own, and all are in flight at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+from retrain.backends.tinker.service import Service
+from retrain.backends.tinker.throttle import Throttle
+from retrain.errors import RolloutError
+from retrain.inference_engine import Progress, Turn, Turns
+from retrain.seeding import derive_seed
+from retrain.types import Completion, IntArray, Sampling
+
+# Some services keep a seed in 32 bits with a sign.
+MAX_SEED = 1 << 31
+
+
+class TinkerEngine:
+    """An InferenceEngine over a sampling client, which the backend replaces after each step."""
+
+    def __init__(
+        self, service: Service, throttle: Throttle, tokenizer: Any, stop_ids: Sequence[int], progress: Progress
+    ) -> None:
+        self.service = service
+        self.throttle = throttle
+        self.tokenizer = tokenizer
+        self.stop_ids = list(stop_ids)
+        self.progress = progress
+        self.client: tinker.SamplingClient | None = None
+
+    def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+        """Draw completions for all prompts at once."""
+        with self.throttle.slot():
+            # Equal prompts must not get equal answers, so each has a seed of its own.
+            futures = [
+                self._ask(prompt, sampling, derive_seed(sampling.seed, f"tinker/{index}"))
+                for index, prompt in enumerate(prompts)
+            ]
+            try:
+                self._watch(futures)
+                return [self._completions(future.result()) for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def serve(self, turns: Turns) -> None:
+        """Ask for each turn as it comes and answer it as soon as it is done."""
+        asked: list[Future[types.SampleResponse]] = []
+        over = threading.Event()
+        with self.throttle.slot():
+            threading.Thread(target=self._give_up_on_silence, args=(asked, over), daemon=True).start()
+            try:
+                while batch := turns.take(wait=True):
+                    for turn in batch:
+                        future = self._ask(turn.prompt_ids, turn.sampling, turn.sampling.seed)
+                        asked.append(future)
+                        future.add_done_callback(self._answering(turn))
+            finally:
+                over.set()
+                for future in asked:
+                    future.cancel()
+
+    def sync(self, weights: object) -> None:
+        """Sample from another set of weights: a sampling client of the service."""
+        assert isinstance(weights, tinker.SamplingClient)
+        self.client = weights
+
+    def shutdown(self) -> None:
+        """The service holds everything."""
+
+    def _ask(self, prompt: IntArray, sampling: Sampling, seed: int) -> Future[types.SampleResponse]:
+        assert self.client is not None, "sample only from what Backend.sampler gave"
+        parameters = types.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            seed=seed % MAX_SEED,
+            stop=self.stop_ids or None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+        )
+        asked: Future[types.SampleResponse]
+        asked = self.client.sample(types.ModelInput.from_ints(prompt.tolist()), sampling.n, parameters)
+        return asked
+
+    def _watch(self, futures: Sequence[Future[types.SampleResponse]]) -> None:
+        """Wait for all of them, or for the first that fails."""
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=self.service.ask_every_s, return_when=FIRST_COMPLETED)
+            for future in done or list(pending)[:1]:
+                # Not done means that nothing came for a while: the service is asked whether it is still there.
+                self.service.wait(future, "sampling")
+            self.progress("sampling", len(futures) - len(pending), len(futures))
+
+    def _give_up_on_silence(self, asked: list[Future[types.SampleResponse]], over: threading.Event) -> None:
+        """Cancel what was asked when the service is gone, since whoever waits for an answer would wait for ever."""
+        last_seen = time.monotonic()
+        while not over.wait(self.service.ask_every_s):
+            if self.service.answers():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > self.service.patience_s:
+                for future in tuple(asked):
+                    future.cancel()
+
+    def _answering(self, turn: Turn) -> Callable[[Future[types.SampleResponse]], None]:
+        def answer(future: Future[types.SampleResponse]) -> None:
+            if turn.answer.done():
+                return
+            if future.cancelled():
+                gone = f"the Tinker service at {self.service.url} stopped answering, or the run was stopped."
+                turn.answer.set_exception(RolloutError(f"the turn was given up: {gone}"))
+                return
+            try:
+                turn.answer.set_result(self._completions(self.service.wait(future, "sampling"))[0])
+            except Exception as error:
+                turn.answer.set_exception(error)
+
+        return answer
+
+    def _completions(self, response: types.SampleResponse) -> list[Completion]:
+        return [self._completion(sequence) for sequence in response.sequences]
+
+    def _completion(self, sequence: types.SampledSequence) -> Completion:
+        if sequence.logprobs_np is None and len(sequence.tokens):
+            raise RolloutError(
+                "the Tinker service returned a completion without log-probs, so it cannot be trained on."
+            )
+        tokens = np.asarray(sequence.tokens, dtype=np.int64)
+        return Completion(
+            token_ids_T=tokens,
+            logprobs_T=np.asarray(sequence.logprobs if len(tokens) else [], dtype=np.float32),
+            text=self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
+            finish_reason=sequence.stop_reason,
+        )

@@ -1,11 +1,11 @@
 """What each precision of the sampling weights and of the KV cache costs and gains.
 
-    python benchmarks/precision.py [--workload w1] [--json FILE]
+    python benchmarks/precision.py [--workload w1 | embedded] [--json FILE]
 
 Each row samples the workload twice and shows the second time; then the trainer scores the same tokens in its own
 precision: `|Δ|` is the mean absolute difference of log-probs, `ratio` the mean importance ratio, `KL` what a run would
-log as kl_sample_train. Weights are random, and their last matrix is made sharper, so that the policy is about as sure
-of itself as a trained one. Needs a GPU; a value that this one cannot do is shown with its refusal.
+log as kl_sample_train. The workloads of step.py have random weights and serve for speed; `embedded` is the embedded
+model in bf16 on its own task, and serves for errors. Needs a GPU; what this one cannot do is shown with its refusal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ CHOICES = (
 )  # fmt: skip
 # Rows scored by the trainer; enough for a mean over tens of thousands of tokens.
 SCORED = 32
-SHARPER = 6.0
 
 
 class _NoText:
@@ -72,38 +71,57 @@ def measure(policy: Any, config: Any, prompts: list[np.ndarray]) -> dict[str, fl
     }
 
 
+def embedded_policy(config: Any) -> tuple[Any, list[np.ndarray]]:
+    """The embedded model in bf16 and prompts it knows: trained weights, so that errors mean something."""
+    from retrain.backends.local.model import load_policy
+    from retrain.data import load_examples
+    from retrain.tokens import PromptEncoder, load_tokenizer
+
+    policy = load_policy(config.model, config.lora, 0, torch.device("cuda", 0), lambda line: None)
+    encoder = PromptEncoder(load_tokenizer(config.model.model), "", 0, lambda line: None)
+    return policy, [encoder.encode(example) for example in load_examples(config.data, ())[:64]]
+
+
+def random_policy(workload: Any, config: Any) -> tuple[Any, list[np.ndarray]]:
+    """A real shape with random weights, for speed; what it errs by says nothing about a trained model."""
+    from retrain.backends.local.attention import ATTENTION_NAME, register
+    from retrain.backends.local.model import adapt
+
+    register()
+    model = random_model(workload.model, ATTENTION_NAME, "cuda")
+    policy = adapt(model, config.model, config.lora, 0, lambda line: None)
+    policy.stop_ids = tuple(stop_tokens(workload, model.config.vocab_size))
+    rng = np.random.default_rng(0)
+    return policy, [rng.integers(10, model.config.vocab_size - 10, PROMPT) for _ in range(workload.prompts)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=WORKLOADS, default="w1")
+    parser.add_argument("--workload", choices=[*WORKLOADS, "embedded"], default="w1")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU", file=sys.stderr)
         return 1
-    from retrain.backends.local.attention import ATTENTION_NAME, register
-    from retrain.backends.local.model import adapt
     from retrain.config import load_config
     from retrain.errors import ConfigError
 
-    register()
-    workload = WORKLOADS[args.workload]
-    sizes = {"max_tokens": workload.tokens, "group_size": workload.group, "batch_size": workload.prompts}
-    model = random_model(workload.model, ATTENTION_NAME, "cuda")
-    vocabulary = model.config.vocab_size
-    plain = load_config(None, {f"training.{key}": value for key, value in sizes.items()})
-    policy = adapt(model, plain.model, plain.lora, 0, lambda line: None)
-    policy.stop_ids = tuple(stop_tokens(workload, vocabulary))
-    with torch.no_grad():
-        # The last norm scales what the head sees; the embeddings, which the head may share, stay as they are.
-        model.model.norm.weight.mul_(SHARPER)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(workload.prompts)]
+    if args.workload == "embedded":
+        options: dict[str, Any] = {
+            "model.model": "builtin:tiny",
+            "data.source": "arithmetic",
+            "training.max_tokens": 48,
+        }
+        policy, prompts = embedded_policy(load_config(None, options))
+    else:
+        load = WORKLOADS[args.workload]
+        options = {"training.max_tokens": load.tokens, "training.group_size": load.group}
+        policy, prompts = random_policy(load, load_config(None, options))
     print(f"{args.workload} on {torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'attention':>10}{'weights':>9}{'cache':>7}{'sample':>9}{'tokens/s':>10}{'|Δ|':>10}{'ratio':>8}{'KL':>10}")
     told = []
     for choice in CHOICES:
-        options = {f"training.{k}": v for k, v in sizes.items()} | {f"inference.{k}": v for k, v in choice.items()}
-        config = load_config(None, options)
+        config = load_config(None, options | {f"inference.{k}": v for k, v in choice.items()})
         names = [choice.get(key, "auto") for key in ("attention_kernel", "dtype", "kv_cache_dtype")]
         try:
             row = measure(policy, config, prompts)

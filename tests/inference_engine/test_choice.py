@@ -102,11 +102,12 @@ def test_linear_layers_that_share_an_input_are_one_product(llama: Rig) -> None:
     assert all(isinstance(part, Part) for part in parts)
     assert len({id(part.product) for part in parts}) == 1
     assert block.mlp.gate_proj.product is block.mlp.up_proj.product
-    assert type(block.self_attn.o_proj) is torch.nn.Linear
+    assert block.self_attn.o_proj.product is not parts[0].product
     inputs = torch.randn(2, 3, 32)
+    adapted = [model.adapted[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv"]
     # Whatever the order and however often they are called.
-    for part in (parts[2], parts[0], parts[0], parts[1], parts[2]):
-        torch.testing.assert_close(part(inputs), inputs @ part.weight.T, atol=1e-5, rtol=1e-4)
+    for at in (2, 0, 0, 1, 2):
+        torch.testing.assert_close(parts[at](inputs), adapted[at](inputs), atol=1e-5, rtol=1e-4)
     assert torch.equal(parts[1](inputs * 2), parts[1](inputs * 2))
 
 

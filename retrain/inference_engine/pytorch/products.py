@@ -53,6 +53,38 @@ class Product:
         return held[start : start + self.sizes[index]]
 
 
+class PackedProduct(Product):
+    """The same on the CPU in float32, with the matrix in oneDNN's own layout: few rows run a third faster."""
+
+    def compute(self, inputs: Tensor) -> Tensor:
+        """One product."""
+        return packed_linear(inputs, self.packed, self.bias)
+
+    def pack(self, weight: Tensor) -> None:
+        """Take over the matrix of all layers."""
+        self.packed = pack_matrix(weight)
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packed products are to be had."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and dtype == torch.float32 and bool(available)
+
+
+def pack_matrix(weight: Tensor) -> Tensor:
+    """A (outputs, inputs) matrix in the layout that packed_linear wants; a copy."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return packed
+
+
+def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """inputs · weightᵀ + bias."""
+    flat: Tensor = torch.ops.mkldnn._linear_pointwise(
+        inputs.reshape(-1, inputs.shape[-1]), packed, bias, "none", [], ""
+    )
+    return flat.view(*inputs.shape[:-1], -1)
+
+
 class Fp8Product(Product):
     """The same with 8-bit floats, scaled for each output in the weights and for each token in the input."""
 
@@ -115,14 +147,6 @@ def _can_share(layers: Sequence[nn.Linear]) -> bool:
     return len(alike) == 1 and first.weight.device.type != "meta"
 
 
-def empty_matrix(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for a layer's (outputs, inputs) matrix, laid out so that a product with few rows is fast."""
-    if device.type == "cpu":
-        # A product of 16 rows runs three times as fast when each input's weights lie together.
-        return torch.empty(inputs, outputs, dtype=dtype).t()
-    return torch.empty(outputs, inputs, dtype=dtype, device=device)
-
-
 def fits_fp8(layers: Sequence[nn.Linear]) -> bool:
     """Whether the hardware's product takes these sizes."""
     return all(size % 16 == 0 for layer in layers for size in (layer.in_features, layer.out_features))
@@ -133,8 +157,12 @@ def replace_with(model: nn.Module, siblings: dict[str, nn.Linear], kind: type[Pr
     layers = list(siblings.values())
     biases = [layer.bias.data for layer in layers if layer.bias is not None]
     sizes = [layer.out_features for layer in layers]
-    weight_dtype = FP8 if kind is Fp8Product else dtype
-    weight = empty_matrix(sum(sizes), layers[0].in_features, weight_dtype, layers[0].weight.device)
+    shape, device = (sum(sizes), layers[0].in_features), layers[0].weight.device
+    if kind is PackedProduct:
+        # The matrix lives in its packed form; what stands for it has a shape and no memory.
+        weight = torch.empty((), dtype=dtype).expand(shape)
+    else:
+        weight = torch.empty(shape, dtype=FP8 if kind is Fp8Product else dtype, device=device)
     product = kind(weight, torch.cat(biases) if biases else None, sizes)
     for index, name in enumerate(siblings):
         model.set_submodule(name, Part(product, index))

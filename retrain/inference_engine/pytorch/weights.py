@@ -18,10 +18,13 @@ from retrain.backends.local.attention import ATTENTION_NAME, Attention
 from retrain.backends.local.model import Policy, last_hidden
 from retrain.inference_engine.pytorch.products import (
     Fp8Product,
+    PackedProduct,
     Product,
-    empty_matrix,
     find_siblings,
     fits_fp8,
+    pack_matrix,
+    packed_linear,
+    packs,
     replace_with,
 )
 
@@ -45,7 +48,13 @@ class SamplingModel:
         self._share_weights()
         self.folding: list[Callable[[], None]] = []
         """What writes each matrix that is the sampling model's own."""
+        self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
         self._own_matrices(in_fp8)
+        self.packed_head: Tensor | None = None
+        head = policy.causal_lm.get_output_embeddings()
+        if self.packs and policy.has_plain_head:
+            # Frozen, so it is packed once.
+            self.packed_head = pack_matrix(head.weight.detach())
         self.refresh()
 
     @torch.no_grad()
@@ -60,6 +69,8 @@ class SamplingModel:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
+        if self.packed_head is not None:
+            return packed_linear(hidden, self.packed_head, None)
         return self.policy.head(hidden.to(self.policy.dtype))
 
     def _share_weights(self) -> None:
@@ -86,6 +97,8 @@ class SamplingModel:
                 left.pop(next(iter(siblings)), None)
             elif in_fp8 and fits_fp8(layers):
                 self._replace(siblings, Fp8Product)
+            elif self.packs and all(name in self.adapted for name in siblings):
+                self._pack(siblings)
             elif len(siblings) > 1 and all(name in self.adapted for name in siblings):
                 self._replace(siblings, Product)
             else:
@@ -94,10 +107,21 @@ class SamplingModel:
                 left.pop(name, None)
         for name, layer in left.items():
             module = self.causal_lm.get_submodule(name)
-            outputs, inputs = module.weight.shape
-            own = empty_matrix(outputs, inputs, self.dtype, module.weight.device)
+            own = torch.empty_like(module.weight, dtype=self.dtype)
             module.register_parameter("weight", nn.Parameter(own, requires_grad=False))
             self.folding.append(lambda layer=layer, own=own: fold(layer, own))  # type: ignore[misc]
+
+    def _pack(self, siblings: dict[str, nn.Linear]) -> None:
+        product = replace_with(self.causal_lm, siblings, PackedProduct, self.dtype)
+        assert isinstance(product, PackedProduct)
+
+        def write() -> None:
+            whole = torch.empty(product.weight.shape, dtype=self.dtype)
+            for index, name in enumerate(siblings):
+                fold(self.adapted[name], product.rows_of(index, whole))
+            product.pack(whole)
+
+        self.folding.append(write)
 
     def _replace(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> None:
         product = replace_with(self.causal_lm, siblings, kind, self.dtype)

@@ -34,8 +34,9 @@ class Learner:
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
         self.memory = StepMemory(policy, config.memory, say)
-        # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
-        policy.causal_lm.enable_input_require_grads()
+        if policy.device.type == "cuda":
+            # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
+            policy.causal_lm.enable_input_require_grads()
         # Layers are able to recompute from the start; `_train_mode` says which of them do.
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]

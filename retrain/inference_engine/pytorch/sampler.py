@@ -75,5 +75,6 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     target = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
     # "right" skips tokens of zero mass, whose cumulative value equals that of the token before them.
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1).squeeze(1)
-    entropies = torch.special.entr(probabilities).sum(1)
+    # A token without mass adds nothing, but 0 · -inf would be NaN.
+    entropies = -(probabilities * logprobs.clamp_min(-1e4)).sum(1)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1), entropies

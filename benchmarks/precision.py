@@ -101,8 +101,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("this benchmark needs a GPU", file=sys.stderr)
-        return 1
+        print("benchmarks/precision.py needs a GPU: the kernels it compares run nowhere else.", file=sys.stderr)
+        return 2
     from retrain.config import load_config
     from retrain.errors import ConfigError
 

@@ -238,6 +238,9 @@ def main() -> int:
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     device = "cuda" if torch.cuda.is_available() and args.workload != "w4" else "cpu"
+    if device == "cpu" and args.workload != "w4":
+        print(f"{args.workload} needs a GPU, and there is none here.  Try: --workload w4", file=sys.stderr)
+        return 2
     if args.side == "retrain":
         run_ours(workload, args.steps, device)
         return 0

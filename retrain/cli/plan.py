@@ -197,13 +197,20 @@ def _times(seconds: float | None, count: float) -> float | None:
     return None if seconds is None else seconds * count
 
 
+def why_unknown(model: dict[str, Any]) -> str:
+    """Why there is no plan for a model, and what would help."""
+    if model["parameters_from"] == "its files":
+        return "models of this kind, such as mixtures of experts, are not planned"
+    return f"its config.json is not on this machine.  Try: hf download {model['name']} config.json"
+
+
 def _print(data: dict[str, Any]) -> None:
     card, memory, step, run, campaign = (data[key] for key in ("card", "memory", "step", "run", "campaign"))
     named = f"{card['name']}, {card['memory']:.0f} GB" if card and card["memory"] else "no card known; try --card H100"
     click.echo(f"{data['file']}: {data['model']['name']} on {named}")
     print_heading("Memory at the peak of a step")
     if memory is None:
-        click.echo(f"  unknown: parameters are {data['model']['parameters_from']}")
+        click.echo(f"  unknown: {why_unknown(data['model'])}")
     else:
         rows = [(text, _gigabytes(memory[part])) for part, text in _PARTS.items()]
         fits = {None: "", True: "  fits", False: "  DOES NOT FIT"}[memory["fits"]]
@@ -215,7 +222,8 @@ def _print(data: dict[str, Any]) -> None:
     print_heading("Time")
     rows = [("a step", f"{step['completions']:,} completions, at most {step['tokens']:,} tokens sampled")]
     if step["seconds"] is None:
-        rows.append(("seconds", "unknown: no step has been measured, and neither --card nor --tflops is known"))
+        told = "the model's shape is unknown" if data["memory"] is None else "neither --card nor --tflops is known"
+        rows.append(("seconds", f"unknown: no step has been measured, and {told}"))
     else:
         rows += [
             ("seconds a step", f"{step['seconds']:.2f}, by {step['seconds_from']}"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -148,6 +149,11 @@ def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[st
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"
         ) from error
+    if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
+        raise ConfigError(
+            f"{model.model} keeps its experts in one tensor, which no adapter can be folded out of and in here.  "
+            'Try: [lora] target_modules = "q_proj,k_proj,v_proj,o_proj"'
+        )
     trainable, total = adapted.get_nb_trainable_parameters()
     say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
     settings = causal_lm.config.get_text_config()

@@ -32,9 +32,9 @@ REFUSED = {
     ): "it needs 4-bit products, which only Blackwell GPUs have and this engine does not use",
 }
 TAKES = {
-    "attention_kernel": "default, flash, triton",
-    "dtype": "auto, bf16, fp8",
-    "kv_cache_dtype": "auto, bf16, fp8, int8",
+    "attention_kernel": ("default", "flash", "triton"),
+    "dtype": ("auto", "bf16", "fp8"),
+    "kv_cache_dtype": ("auto", "bf16", "fp8", "int8"),
 }
 # Ada; the first GPUs that compute with 8-bit floats.
 FP8_CAPABILITY = (8, 9)
@@ -130,9 +130,8 @@ def _describe(device: torch.device) -> str:
 
 
 def _refusal(key: str, value: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f'[inference] {key} = "{value}" is not for the pytorch engine here: {reason}. It takes: {TAKES[key]}.'
-    )
+    others = ", ".join(name for name in TAKES[key] if name != value)
+    return ConfigError(f'[inference] {key} = "{value}" is not for the pytorch engine here: {reason}.  Try: {others}')
 
 
 def make_model(policy: Policy, choice: Choice) -> SamplingModel | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from retrain.environments.turns import EventLoop, TurnQueue, play
 from retrain.errors import RetrainError, RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.rewards import RIGHT_FROM
+from retrain.rewards.custom import LARGEST_REWARD
 from retrain.rollout import Failures, Rollouts
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
@@ -24,6 +25,9 @@ from retrain.types import Completion, Example, Group, IntArray, Sampling, Score,
 # Tool servers import what they need, which takes a while; hanging there is not allowed.
 OPENING_S = 300.0
 CLOSING_S = 20.0
+# Seconds between looks at a rollout's clock, and how long one may take to stop when it is told to.
+LOOK_S = 1.0
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,39 +119,85 @@ class Player:
         return loop
 
     async def _rollout(self, number: int, example: Example, queue: TurnQueue) -> tuple[PolicyChat, Score]:
-        clock = asyncio.timeout(self.rules.timeout_s)
+        clock = _Clock(self.rules.timeout_s)
 
         async def sample(ids: IntArray, max_tokens: int) -> Completion:
+            if clock.is_over:
+                raise ChatOver("the rollout was given up.")
             # The engine's time is not the environment's: other rollouts may be what it is busy with.
-            due, paused = clock.when(), asyncio.get_running_loop().time()
-            clock.reschedule(None)
-            try:
+            with clock.paused():
                 return await queue.sample(number, ids, max_tokens)
-            finally:
-                if due is not None and not clock.expired():
-                    clock.reschedule(due + asyncio.get_running_loop().time() - paused)
 
         seed = derive_seed(queue.sampling.seed, "rollout", number)
         chat = PolicyChat(self.template, sample, self.rules.limits, seed)
+        task = asyncio.ensure_future(self._play(example, chat))
         try:
-            async with clock:
-                score = _score(await self.environment.rollout(example, chat), chat)
-        except ChatOver:
-            score = _score(Outcome(0.0), chat)
-        except TimeoutError as error:
+            while not task.done() and clock.left_s > 0:
+                await asyncio.wait({task}, timeout=min(clock.left_s, LOOK_S))
+            if not task.done():
+                clock.is_over = True
+                task.cancel()
+                await asyncio.wait({task}, timeout=GRACE_S)
+        finally:
+            task.cancel()
+        if clock.is_over:
             late = f"no result after {self.rules.timeout_s:g} s of the environment's own time"
-            score = Score(0.0, "timeout", late) if clock.expired() else _failed(error)
-        except (Exception, SystemExit) as error:
-            # SystemExit would end the event loop, and with it every other rollout.
-            score = _failed(error)
-        return chat, score
+            return chat, Score(0.0, "timeout", late if task.done() else f"{late}, and it would not be stopped")
+        return chat, task.result()
+
+    async def _play(self, example: Example, chat: PolicyChat) -> Score:
+        """One rollout to its score, whatever the environment raises."""
+        try:
+            return _score(await self.environment.rollout(example, chat), chat)
+        except ChatOver:
+            return _score(Outcome(0.0), chat)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # The last two would end the event loop, and with it every other rollout.
+            return _failed(error)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Nobody cancelled this rollout: it leaked out of something inside the environment.
+            return _failed(error)
+
+
+class _Clock:
+    """The environment's own time in one rollout; it stands still while the engine samples."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.waiting = 0
+        self.used_s = 0.0
+        self.since = time.monotonic()
+        self.is_over = False
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the limit."""
+        running = 0.0 if self.waiting else time.monotonic() - self.since
+        return self.limit_s - self.used_s - running
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this holds, time does not count; it may be entered by several at once."""
+        if not self.waiting:
+            self.used_s += time.monotonic() - self.since
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            if not self.waiting:
+                self.since = time.monotonic()
 
 
 def _score(outcome: object, chat: PolicyChat) -> Score:
     if not isinstance(outcome, Outcome):
         return Score(0.0, "error", f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
-    if not math.isfinite(outcome.reward):
-        return Score(0.0, "error", f"the environment gave a reward of {outcome.reward}.")
+    if not abs(outcome.reward) <= LARGEST_REWARD:
+        largest = f"{LARGEST_REWARD:,.0f}"
+        return Score(0.0, "error", f"the environment gave a reward of {outcome.reward}; at most ±{largest} counts.")
     if not chat.turns:
         return Score(0.0, "error", "the environment asked the model nothing.")
     return RolloutScore(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,11 +142,18 @@ def fails(when: str) -> Rollout:
             raise KeyError("piece")
         if broken and when == "never ends":
             await asyncio.sleep(3600)
+        while broken and when == "will not stop":
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)
         if broken and when == "exit":
             raise SystemExit(3)
+        if broken and when == "interrupt":
+            raise KeyboardInterrupt
+        if broken and when == "leak":
+            raise asyncio.CancelledError
         if broken and when == "inner timeout":
             raise TimeoutError("the tool was slow")
-        values = {"nan": float("nan"), "infinite": float("inf")}
+        values = {"nan": float("nan"), "infinite": float("inf"), "absurd": 1e30}
         if broken and when == "wrong type":
             return 1.0  # type: ignore[return-value]
         return Outcome(values.get(when, 1.0) if broken else 1.0)
@@ -160,7 +168,11 @@ def fails(when: str) -> Rollout:
         ("turn", "error", "KeyError: 'piece'"),
         ("never ends", "timeout", "no result after 1.5 s of the environment's own time"),
         ("inner timeout", "error", "TimeoutError: the tool was slow"),
+        ("will not stop", "timeout", "and it would not be stopped"),
         ("exit", "error", "SystemExit: 3"),
+        ("interrupt", "error", "KeyboardInterrupt"),
+        ("leak", "error", "CancelledError"),
+        ("absurd", "error", "a reward of 1e+30; at most ±1,000,000 counts"),
         ("nan", "error", "a reward of nan"),
         ("infinite", "error", "a reward of inf"),
         ("wrong type", "error", "returned float where an Outcome is needed"),

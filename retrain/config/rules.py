@@ -152,7 +152,9 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "[environment] id",
             f"is empty, but provider is {json.dumps(environment.provider)}.",
-            'Try: id = "primeintellect/gsm8k"',
+            {"builtin": 'Try: id = "guess-number"', "reasoning_gym": 'Try: id = "chain_sum"'}.get(
+                environment.provider, 'Try: id = "primeintellect/gsm8k"'
+            ),
         )
     if environment.id and not environment.provider:
         yield Problem("[environment] id", "is set, but provider is empty.", 'Try: provider = "verifiers"')

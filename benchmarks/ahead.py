@@ -3,7 +3,8 @@
     python benchmarks/ahead.py [--steps 8] [--seconds 3]
 
 The server is a process of its own, the loopback server of the tests over a small model. Each request waits there for
-`--seconds`, as if an accelerator decoded elsewhere; the trainer computes here.
+`--seconds`, as if an accelerator decoded elsewhere, and gets random tokens with their true log-probs, which costs this
+machine little; the trainer computes here.
 """
 
 from __future__ import annotations
@@ -19,15 +20,37 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import numpy as np
 from e2e.runs import fake_config, rows, train_quietly
 from e2e.tiny import write_model, write_tokenizer
 from inference_engine.loopback import Loopback
 
+from retrain.inference_engine.http.proof import Row
+from retrain.types import Sampling
+
 PARTS = ("step_time_s", "sample_time_s", "train_time_s")
 
 
+class Scripted(Loopback):
+    """Scores random tokens in place of sampling them one by one."""
+
+    def choices(self, body: dict[str, Any], adapter: dict[str, Any] | None) -> list[dict[str, Any]]:
+        rng, prompt = np.random.default_rng(body["seed"]), np.array(body["prompt"])
+        drawn = rng.integers(3, self.policy.vocabulary, (body["n"], body["max_tokens"]))
+        drawn = np.where(np.isin(drawn, self.policy.stop_ids), 2, drawn)
+        drawn_rows = [Row(prompt, ids, np.zeros(len(ids), np.float32)) for ids in drawn]
+        options = {key: body[key] for key in ("max_tokens", "temperature", "repetition_penalty")}
+        with self.lock:
+            self.policy.load_adapter_state(self.base if adapter is None else adapter)
+            told = self.scorer.logprobs(drawn_rows, Sampling(**options))
+        return [
+            {"index": at, "token_ids": ids.tolist(), "logprobs": {"token_logprobs": values.tolist()}}
+            for at, (ids, values) in enumerate(zip(drawn, told, strict=True))
+        ]
+
+
 def serve(model: Path, port: Any, seconds: float) -> None:
-    with Loopback(model, delay_s=seconds) as server:
+    with Scripted(model, delay_s=seconds) as server:
         port.value = server.port
         while True:
             time.sleep(60)

@@ -59,7 +59,7 @@ def test_without_adapters_ids_and_log_probs_are_those_of_the_base_model(
         sampling = Sampling(max_tokens=12, n=3, temperature=0.7, seed=3)
         startup = Startup(engine.wire, engine.fleet, tokenizer, PolicyScorer(policy), engine.text_of)
         engine.survey = startup.survey(sampling, said.append)
-        assert engine.survey.meaning == "raw" and not engine.survey.takes_n
+        assert engine.survey.meaning == "untempered" and not engine.survey.takes_n
         assert engine.survey.mismatch < 1e-3
         engine.fleet.servers[0].ready = True
         prompts = [np.array(tokenizer(text)["input_ids"], np.int64) for text in ("What is 1 + 2?", "What is 30 - 4?")]

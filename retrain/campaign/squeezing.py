@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
+from retrain.checkpoint import STATE_FILE
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
 
@@ -46,10 +48,10 @@ class FirstRunAnalysis:
         from retrain.squeeze import squeeze  # noqa: PLC0415
 
         assert self.config.squeeze is not None
-        settings = self.config.squeeze.model_copy(update={"adapter_path": run.config.backend.adapter_path})
         self.lines.append(f"\nLoRA-Squeeze of {run.name}:")
         try:
-            analysis = squeeze(settings, self.lines.append, run.config.model.lora_rank)
+            settings = self.config.squeeze.model_copy(update={"adapter_path": adapter_of(run)})
+            analysis = squeeze(settings, self.lines.append, run.config.model.lora_rank, run.config.model.base_url)
         except (RetrainError, OSError) as error:
             self.lines.append(f"  It could not be analysed: {error}")
             return
@@ -71,3 +73,10 @@ class FirstRunAnalysis:
             log_squeeze(self.config, folder, self.found)
         except Exception as error:
             self.lines.append(f"Warning: wandb did not take the analysis: {error}")
+
+
+def adapter_of(run: Run) -> str:
+    """Where a finished run's adapter is: on a service, if its last state says so, or else in its folder."""
+    state = run.folder / STATE_FILE
+    told = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    return str(told.get("adapter") or run.config.backend.adapter_path)

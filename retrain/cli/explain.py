@@ -165,7 +165,8 @@ def _problems(config: TrainConfig) -> str:
 def _adapter(config: TrainConfig) -> dict[str, Any]:
     assert config.squeeze is not None
     path = config.squeeze.adapter_path
-    exists = Path(path).expanduser().is_dir()
+    # What is on a service is not asked for here.
+    exists = None if path.startswith("tinker://") else Path(path).expanduser().is_dir()
     return {"path": path, "exists": exists, "min_variance_retention": config.squeeze.min_variance_retention}
 
 
@@ -282,8 +283,9 @@ def _where(path: str) -> str:
 def _summary(data: dict[str, Any]) -> list[tuple[str, str]]:
     if data["kind"] == "squeeze":
         adapter = data["adapter"]
+        where = {True: "found", False: "MISSING", None: "to be downloaded"}[adapter["exists"]]
         return [
-            ("adapter", f"{adapter['path']} ({'found' if adapter['exists'] else 'MISSING'})"),
+            ("adapter", f"{adapter['path']} ({where})"),
             ("analysis", f"the smallest rank that keeps {adapter['min_variance_retention']:.0%} of the variance"),
         ]
     model, engine, step, memory, time = (data[key] for key in ("model", "engine", "step", "memory", "time"))

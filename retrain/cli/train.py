@@ -99,7 +99,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
             raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")
         from retrain.squeeze import squeeze  # noqa: PLC0415  (loads PyTorch)
 
-        squeeze(config.squeeze, _say, config.model.lora_rank)
+        squeeze(config.squeeze, _say, config.model.lora_rank, config.model.base_url)
         return 0
     from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
 

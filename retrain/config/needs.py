@@ -35,6 +35,10 @@ def _sources(config: TrainConfig) -> set[str]:
 
 
 _TINKER = Need('[backend] backend = "tinker"', lambda c: c.backend.backend != "local")
+_SERVICE = Need(
+    _TINKER.text,
+    lambda c: _TINKER.is_met(c) or (c.squeeze is not None and c.squeeze.adapter_path.startswith("tinker://")),
+)
 _SEMANTIC = Need('[planning] detector = "semantic"', lambda c: c.planning.detector != "regex")
 _MOVING_REFERENCE = Need("[kl] sync_ref_model = true", lambda c: c.kl.sync_ref_model)
 _ROWS = Need('[data] source = "jsonl" or "hub"', lambda c: bool(_sources(c) - {"math", "gsm8k", "arithmetic"}))
@@ -57,7 +61,7 @@ _ZERO_3 = Need("[distributed] zero_stage = 3", lambda c: c.distributed.zero_stag
 NEEDS: dict[str, Need] = {
     "backend.max_concurrent": _TINKER,
     "backend.throttle_dir": _TINKER,
-    "model.base_url": _TINKER,
+    "model.base_url": _SERVICE,
     # 0 says that there is no cap, which is true of cispo.
     "loss.ratio_cap": Need('[loss] type other than "cispo"', lambda c: c.loss.type != "cispo" or not c.loss.ratio_cap),
     "kl.ref_model_mixup_alpha": _MOVING_REFERENCE,

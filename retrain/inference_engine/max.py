@@ -1,7 +1,7 @@
 """The MAX engine: a client of `max serve`.
 
-MAX in this process could not be trained with: its `LLM` gives text, without token ids or log-probs, and takes no
-adapter.
+MAX in this process could not be trained with. In 26.7.0 offline inference is one private class, LLM in
+max._entrypoints.llm: its generate() takes text and a length, gives text, and has no seed, temperature or adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def build(policy: Policy, inference: Inference, tokenizer: Any, progress: Progre
     raise ConfigError(
         '[inference] engine = "max" without url would run MAX in this process, '
         + (
-            "where it gives text alone: no token ids, no log-probs, and no adapters."
+            "where its LLM class (checked in 26.7.0) takes text and gives text: no token ids, log-probs or adapters."
             if there
             else "and the package max is not installed here."
         )

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from retrain.backends.tinker.download import fetch_adapter
 from retrain.config.schema import Squeeze
-from retrain.errors import ConfigError, MissingExtraError
+from retrain.errors import ConfigError
 from retrain.squeeze.analyze import Analysis, analyze_adapter
 from retrain.squeeze.compress import compress_adapter
 
 REMOTE = "tinker://"
 
 
-def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0) -> Analysis:
+def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0, base_url: str = "") -> Analysis:
     """Analyse the adapter of a [squeeze] table, and compress it where the table names an output.
 
     `trained_rank` is what the configuration says the adapter was trained with; a difference is remarked on.
+    `base_url` is where the service of a `tinker://` path is; empty takes the SDK's own.
     """
     if not settings.adapter_path:
         raise ConfigError(
@@ -28,7 +28,7 @@ def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0
         )
     if settings.compress_to and not settings.output_path:
         raise ConfigError('[squeeze] compress_to is set, but output_path is empty.  Try: output_path = "small_adapter"')
-    with local_folder(settings.adapter_path) as folder:
+    with local_folder(settings.adapter_path, base_url) as folder:
         analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
         _check_rank(settings, analysis.source_rank, trained_rank, say)
         say(f"{settings.adapter_path}: {analysis.layers} layers, rank {analysis.source_rank}")
@@ -55,18 +55,10 @@ def _check_rank(settings: Squeeze, found: int, trained_rank: int, say: Callable[
 
 
 @contextmanager
-def local_folder(adapter_path: str) -> Iterator[Path]:
+def local_folder(adapter_path: str, base_url: str = "") -> Iterator[Path]:
     """The adapter's folder; one on Tinker is fetched, and deleted again afterwards."""
     if not adapter_path.startswith(REMOTE):
         yield Path(adapter_path).expanduser()
         return
-    try:
-        # By name: it needs the extra, without which the rest of this package works.
-        tinker: Any = importlib.import_module("retrain.backends.tinker")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"[squeeze] adapter_path = {adapter_path!r} needs the Tinker client ({error}).  "
-            'Try: pip install -e ".[tinker]"'
-        ) from error
     with tempfile.TemporaryDirectory(prefix="retrain_squeeze_") as scratch:
-        yield tinker.fetch_adapter(adapter_path, Path(scratch))
+        yield fetch_adapter(adapter_path, Path(scratch), base_url)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from retrain.backends.tinker import download
 from retrain.backends.tinker.download import fetch_adapter, plan_files
+from retrain.cli import run
 from retrain.errors import BackendError, ConfigError
 
 from .tinker_server import KEY, TinkerServer, Trainee
@@ -155,3 +156,29 @@ def test_what_is_no_adapter_is_refused(server: TinkerServer, tmp_path: Path) -> 
     (folder / "README.md").write_text("nothing here")
     with pytest.raises(BackendError, match=r"lacks adapter_config\.json and adapter_model.safetensors"):
         fetch_adapter("tinker://run-7/external_weights/mine", tmp_path / "here")
+
+
+def test_a_squeeze_file_takes_a_path_on_the_service(
+    server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
+    file = tmp_path / "squeeze.toml"
+    tables = f'[model]\nbase_url = "{server.url}"\n[squeeze]\nadapter_path = "{SAVED}"\n'
+    file.write_text(f'{tables}compress_to = 1\noutput_path = "{tmp_path / "small"}"\n')
+    assert run(["explain", str(file)]) == 0
+    assert f"{SAVED} (to be downloaded)" in capsys.readouterr().out
+    assert run([str(file)]) == 0
+    told = capsys.readouterr().out
+    assert f"{SAVED}: " in told and "rank 4" in told and "Mean Var%" in told
+    small = load_file(tmp_path / "small" / "adapter_model.safetensors")
+    assert {min(tensor.shape) for tensor in small.values()} == {1}
+    assert list(server.states) == [SAVED], "nothing of the download is left on the service"
+
+
+def test_a_squeeze_of_what_the_service_does_not_have_ends_with_a_sentence(
+    server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "squeeze.toml"
+    file.write_text('[squeeze]\nadapter_path = "tinker://run-0/weights/other"\n')
+    assert run([str(file)]) == 1
+    assert "there is no tinker://run-0/weights/other" in capsys.readouterr().err

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from squeeze.adapters import random_factors, write_adapter
 
 from retrain.campaign.plan import Run
+from retrain.campaign.squeezing import adapter_of
 
-from .campaigns import FakeExecutor, campaign_config, manifest_of, rate_by_seed, run_with
+from .campaigns import FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
 
 Captured = pytest.CaptureFixture[str]
 
@@ -66,3 +68,12 @@ def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
     assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
     assert "Warning: wandb did not take the analysis: no network" in capsys.readouterr().out
     assert manifest_of(tmp_path / "b")["squeeze"]["source_rank"] == 8
+
+
+def test_the_adapter_of_a_run_on_tinker_is_where_its_state_says(tmp_path: Path) -> None:
+    tinker, local = planned(campaign_config(tmp_path))[:2]
+    for run, state in ((tinker, {"adapter": "tinker://run-0/weights/last"}), (local, {})):
+        run.folder.mkdir(parents=True)
+        (run.folder / "trainer_state.json").write_text(json.dumps(state))
+    assert adapter_of(tinker) == "tinker://run-0/weights/last"
+    assert adapter_of(local) == str(local.folder / "adapter")

@@ -47,6 +47,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("split_mode_has_no_dropout", {"lora": {"dropout": 0.1}}),
     ("samplers_are_where_they_can_be", {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}}),
     ("samplers_are_where_they_can_be", {"backend": {"devices": "gpu:0,gpu:1"}, "training": {"async_steps": 1}}),
+    ("samplers_are_where_they_can_be", {"backend": {"backend": "tinker"}, "training": {"async_steps": 1}}),
     ("evaluation_has_enough_samples", {"eval": {"k": 4, "samples": 4}}),
     (
         "evaluation_has_held_out_problems",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from retrain.builtin import resolve_model
 
@@ -65,4 +65,28 @@ def convert_gguf(file: Path, folder: Path) -> Path:
     settings = json.loads(path.read_text())
     theta = settings["rope_parameters"]["rope_theta"]
     path.write_text(json.dumps(settings | {"architectures": ["LlamaForCausalLM"], "rope_theta": theta}, indent=1))
+    return folder
+
+
+def write_llama(folder: Path) -> Path:
+    """A little Llama with random weights and the embedded model's tokenizer: MAX 26.7 asks for a GPU for Qwen3."""
+    source = Path(resolve_model("builtin:tiny"))
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    own = json.loads((source / "config.json").read_text())
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        **{key: own[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")},
+        bos_token_id=None,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"rope_theta": settings["rope_parameters"]["rope_theta"]}, indent=1))
     return folder

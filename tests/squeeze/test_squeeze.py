@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -303,23 +301,22 @@ def test_a_squeeze_cannot_be_resumed(adapter: Path, tmp_path: Path, capsys: pyte
 def test_an_adapter_on_tinker_is_fetched_and_deleted_again(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, Path]] = []
+    asked: list[tuple[str, Path, str]] = []
 
-    def fetch_adapter(tinker_path: str, folder: Path) -> Path:
-        asked.append((tinker_path, folder))
+    def fetch_adapter(tinker_path: str, folder: Path, base_url: str) -> Path:
+        asked.append((tinker_path, folder, base_url))
         return write_adapter(folder / "adapter", random_factors(8))
 
-    module = types.ModuleType("retrain.backends.tinker")
-    module.fetch_adapter = fetch_adapter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "retrain.backends.tinker", module)
-    analysis = squeeze(Squeeze(adapter_path="tinker://run/weights/1", output_path=str(tmp_path / "out")), print)
+    monkeypatch.setattr("retrain.squeeze.run.fetch_adapter", fetch_adapter)
+    settings = Squeeze(adapter_path="tinker://run/weights/1", output_path=str(tmp_path / "out"))
+    analysis = squeeze(settings, print, base_url="http://there")
     assert analysis.source_rank == 8
-    ((path, folder),) = asked
-    assert path == "tinker://run/weights/1" and not folder.exists()
+    ((path, folder, base_url),) = asked
+    assert (path, base_url) == ("tinker://run/weights/1", "http://there") and not folder.exists()
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
 def test_without_the_tinker_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "retrain.backends.tinker", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"\[tinker\]"):
-        squeeze(Squeeze(adapter_path="tinker://x"), print)
+        squeeze(Squeeze(adapter_path="tinker://x/weights/1"), print)

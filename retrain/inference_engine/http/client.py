@@ -47,9 +47,9 @@ class Lanes:
     the requests. A proxy from the environment is for the web, not for the machines that one trains with: none is used.
     """
 
-    def __init__(self, lanes: int = 32) -> None:
+    def __init__(self, lanes: int = 128) -> None:
         context = httpx.create_ssl_context()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
         self.lanes = [httpx.AsyncHTTPTransport(verify=context, limits=limits) for _ in range(lanes)]
         self.busy = [0] * lanes
 

@@ -1,0 +1,105 @@
+"""What `async_steps = 1` gains: the same run on a server, sampling in turn with training and a step ahead of it.
+
+    python benchmarks/ahead.py [--steps 8] [--seconds 3]
+
+The server is a process of its own, the loopback server of the tests over a small model. Each request waits there for
+`--seconds`, as if an accelerator decoded elsewhere, and gets random tokens with their true log-probs, which costs this
+machine little; the trainer computes here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import numpy as np
+from e2e.runs import fake_config, rows, train_quietly
+from e2e.tiny import write_model, write_tokenizer
+from inference_engine.loopback import Loopback
+
+from retrain.inference_engine.http.proof import Row
+from retrain.types import Sampling
+
+PARTS = ("step_time_s", "sample_time_s", "train_time_s")
+
+
+class Scripted(Loopback):
+    """Scores random tokens in place of sampling them one by one."""
+
+    def choices(self, body: dict[str, Any], adapter: dict[str, Any] | None) -> list[dict[str, Any]]:
+        rng, prompt = np.random.default_rng(body["seed"]), np.array(body["prompt"])
+        drawn = rng.integers(3, self.policy.vocabulary, (body["n"], body["max_tokens"]))
+        drawn = np.where(np.isin(drawn, self.policy.stop_ids), 2, drawn)
+        drawn_rows = [Row(prompt, ids, np.zeros(len(ids), np.float32)) for ids in drawn]
+        options = {key: body[key] for key in ("max_tokens", "temperature", "repetition_penalty")}
+        with self.lock:
+            self.policy.load_adapter_state(self.base if adapter is None else adapter)
+            told = self.scorer.logprobs(drawn_rows, Sampling(**options))
+        return [
+            {"index": at, "token_ids": ids.tolist(), "logprobs": {"token_logprobs": values.tolist()}}
+            for at, (ids, values) in enumerate(zip(drawn, told, strict=True))
+        ]
+
+
+def serve(model: Path, port: Any, seconds: float) -> None:
+    with Scripted(model, delay_s=seconds) as server:
+        port.value = server.port
+        while True:
+            time.sleep(60)
+
+
+def run(model: Path, url: str, folder: Path, ahead: int, steps: int) -> list[dict[str, Any]]:
+    folder.mkdir()
+    options = {
+        "backend__backend": "local",
+        "backend__devices": "cpu",
+        "inference__engine": "vllm",
+        "inference__url": url,
+        "inference__wait_s": 60.0,
+        "model__lora_rank": 4,
+        "training__async_steps": ahead,
+        "training__max_steps": steps,
+        "training__batch_size": 8,
+        "training__group_size": 16,
+        "training__max_tokens": 48,
+        "reward__custom_function": "score_length",
+    }
+    result, _ = train_quietly(fake_config(model, folder, **options))
+    return rows(result.log_dir)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    told = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_tokenizer(write_model(Path(scratch) / "model", "qwen3", layers=3))
+        port = multiprocessing.Value("i", 0)
+        server = multiprocessing.Process(target=serve, args=(model, port, told.seconds), daemon=True)
+        server.start()
+        while not port.value:
+            time.sleep(0.05)
+        print(f"8 prompts of 16 completions, {told.seconds} s on the server, medians over the steps after the second")
+        print("| async_steps | step | sampling waited for | training | staleness | largest ratio |")
+        print("|---|---|---|---|---|---|")
+        for ahead in (0, 1):
+            done = run(model, f"http://127.0.0.1:{port.value}", Path(scratch) / str(ahead), ahead, told.steps)[2:]
+            step, sample, train = (statistics.median(row[part] for row in done) for part in PARTS)
+            largest = max(row["ratio_max"] for row in done)
+            stale = done[-1]["staleness"]
+            print(f"| {ahead} | {step:.2f} s | {sample:.2f} s | {train:.2f} s | {stale} | {largest:.3f} |", flush=True)
+        server.terminate()
+        server.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,7 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
         async with open_tab() as tab:
             await tab.open(page.as_uri())
             titles = await tab.do("[...document.querySelectorAll('h2')].map(node => node.textContent)")
-            assert titles == ["Runs", "Learning", "Held out", "Comparison", "Entropy and λ", "Time", "Dead groups",
+            assert titles == ["Comparison", "Runs", "Held out", "Learning", "Entropy and λ", "Time", "Dead groups",
                               "Configuration", "Completions"]  # fmt: skip
             assert await count(tab, "#nav a") == len(titles)
             # Curves are drawn, and tell their numbers.

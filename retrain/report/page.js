@@ -95,9 +95,9 @@ function chart(title, lines, { unit = show, floor = null, note = "", across = "s
       unit === percent ? label(100 * tick, levels.map((level) => 100 * level)) + " %" : label(tick, levels)));
   }
   for (const tick of ticks(x0, x1, 6).filter(Number.isInteger)) {
-    svg.append(draw("text", { x: x(tick), y: box.height - 13, "text-anchor": "middle" }, show(tick)));
+    svg.append(draw("text", { x: x(tick), y: box.height - 14, "text-anchor": "middle" }, show(tick)));
   }
-  svg.append(draw("text", { x: box.width - box.right, y: box.height, "text-anchor": "end" }, across));
+  svg.append(draw("text", { x: box.width - box.right, y: box.height - 3, "text-anchor": "end" }, across));
   for (const line of lines) {
     const sorted = line.points;
     if (line.bars) {

@@ -146,7 +146,7 @@ def shared_settings(runs: Sequence[RunRecord]) -> list[Data]:
         {"option": path, "value": show_value(value)}
         for path, value in every[0].items()
         if path in options
-        and path not in PLACES
+        and path not in (*PLACES, "plugins.search_paths")
         and value != options[path].default
         and all(values.get(path) == value for values in every)
     ]

@@ -54,7 +54,7 @@ const band = (runs, key) => bandOf(runs.map((run) => run.steps.map((step, index)
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const size = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= raw) || raw;
+  const size = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= raw) || raw;
   const found = [];
   for (let tick = Math.ceil(low / size) * size; tick <= high + size * 1e-9; tick += size) found.push(tick);
   return found;
@@ -63,7 +63,9 @@ function ticks(low, high, count) {
 /** How many digits tell these numbers apart. */
 function digitsFor(found) {
   const gap = found.length > 1 ? found[1] - found[0] : 1;
-  return Math.min(6, Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)));
+  const digits = Math.max(0, -Math.floor(Math.log10(gap) + 1e-9));
+  const left = gap * 10 ** digits;
+  return Math.min(6, digits + (Math.abs(left - Math.round(left)) > 1e-6 ? 1 : 0));
 }
 function label(value, found) {
   const least = found.length > 1 ? found[1] - found[0] : 1;
@@ -245,7 +247,7 @@ function signal() {
 
 function squeeze() {
   if (!data.squeeze) return null;
-  const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.min, high: row.max })) };
+  const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.minimum, high: row.maximum })) };
   return [make("p", {}, `Recommended rank: ${data.squeeze.recommended_rank}. The band reaches from the worst to the best layer.`),
     make("div", { class: "charts" }, chart("Variance kept at each rank", [line], { unit: percent, across: "rank" }))];
 }

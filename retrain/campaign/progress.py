@@ -7,8 +7,8 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,15 @@ class RunProgress:
     step_seconds: float | None = None
     quiet_seconds: float | None = None
     """Time since it last logged a step."""
+    turns: int = 1
+    """Runs that step in turn over one model, itself among them."""
 
     @property
     def eta_seconds(self) -> float | None:
         """Seconds to its end at the pace of the last steps; None when it is not running."""
         if self.status != "running" or self.step_seconds is None or self.max_steps is None:
             return None
-        return max(0.0, (self.max_steps - self.step) * self.step_seconds - (self.quiet_seconds or 0.0))
+        return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - (self.quiet_seconds or 0.0))
 
 
 def read_progress(folder: Path) -> RunProgress:
@@ -68,6 +70,12 @@ def read_progress(folder: Path) -> RunProgress:
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
     )
+
+
+def taking_turns(runs: Mapping[str, RunProgress]) -> dict[str, RunProgress]:
+    """The same runs, of which only one steps at a time."""
+    running = sum(run.status == "running" for run in runs.values())
+    return {name: replace(run, turns=max(1, running)) for name, run in runs.items()}
 
 
 def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:

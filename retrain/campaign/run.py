@@ -15,7 +15,15 @@ from retrain.campaign.decide import EarlyLook, refuse_few_seeds, stopped_early, 
 from retrain.campaign.manifest import MANIFEST, Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Ended, Executor, LocalProcesses
-from retrain.campaign.progress import RunProgress, is_finished, is_held, read_progress, read_tail, seconds_left
+from retrain.campaign.progress import (
+    RunProgress,
+    is_finished,
+    is_held,
+    read_progress,
+    read_tail,
+    seconds_left,
+    taking_turns,
+)
 from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess, refuse_unshared
 from retrain.campaign.squeezing import FirstRunAnalysis
@@ -186,7 +194,7 @@ class Campaign:
             status = self.manifest[name]["status"]
             progress = read_progress(run.folder) if status != "pending" else RunProgress("pending")
             shown[name] = replace(progress, status=status, max_steps=run.max_steps)
-        return shown
+        return taking_turns(shown) if self.settings.share_model else shown
 
     def _conclude(self, stopped: bool) -> int:
         statuses = [self.manifest[name]["status"] for name in self.runs]

@@ -16,7 +16,13 @@ from retrain.errors import ConfigError
 
 
 @click.command("init-plugin", short_help="Write a plug-in to start from.")
-@click.option("--kind", required=True, type=click.Choice(list(SCAFFOLDS)), help="Which part it replaces.")
+@click.option(
+    "--kind",
+    required=True,
+    metavar="KIND",
+    type=click.Choice(list(SCAFFOLDS)),
+    help=f"Which part it replaces: {', '.join(SCAFFOLDS)}.",
+)
 @click.option("--name", required=True, metavar="NAME", help="Name of the module.")
 @click.option("--with-test", is_flag=True, help="Write a test as well; it passes as it stands.")
 @click.option(

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from retrain.campaign.manifest import MANIFEST, read_table
-from retrain.campaign.progress import RunProgress, is_held, read_progress, seconds_left
+from retrain.campaign.progress import RunProgress, is_held, read_progress, seconds_left, taking_turns
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
@@ -52,7 +52,7 @@ def command(logs: str, as_json: bool) -> int:
 
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
-    eta_seconds). A run is dead when nobody holds its folder's lock although it had not ended.
+    turns, eta_seconds). A run is dead when nobody holds its folder's lock although it had not ended.
     """
     entries = find_entries(Path(logs).expanduser())
     if as_json:
@@ -91,12 +91,12 @@ def read_campaign(folder: Path) -> Entry:
     try:
         table = read_table(folder)
         runs = {record["name"]: _read_run(folder, record) for record in table["runs"]}
-        status = table["status"]
+        status, in_turn = table["status"], bool(table["config"]["campaign"]["share_model"])
     except (RetrainError, KeyError, TypeError) as error:
         return Entry(str(folder), "campaign", "unreadable", live, {}, str(error))
     if status == "running" and not live:
         status = "dead"
-    return Entry(str(folder), "campaign", status, live, runs, in_turn=table["config"]["campaign"]["share_model"])
+    return Entry(str(folder), "campaign", status, live, taking_turns(runs) if in_turn else runs, in_turn=in_turn)
 
 
 def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:

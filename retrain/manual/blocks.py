@@ -46,7 +46,10 @@ def _describe_command(name: str) -> Iterator[str]:
 
 
 def _describe_choices(flag: click.Option) -> str:
-    return f" {'|'.join(map(str, flag.type.choices))}" if isinstance(flag.type, click.Choice) else ""
+    """The choices, unless a metavar stands for them because they are too many for a line."""
+    if not isinstance(flag.type, click.Choice) or flag.metavar:
+        return ""
+    return f" {'|'.join(map(str, flag.type.choices))}"
 
 
 def options_block() -> str:

@@ -10,12 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from retrain.cli.compare import compare_runs, early_stops
+from retrain.campaign.progress import read_progress
+from retrain.cli.compare import compare_runs, early_stops, explanation_lines
+from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.recording import FOLDER as RECORDINGS
-from retrain.runs import MANIFEST, RunRecord, find_runs, read_manifest
+from retrain.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
 from retrain.tracking.jsonl import FILES, GENERATIONS
 
 Data = dict[str, Any]
@@ -53,6 +55,8 @@ def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
         "squeeze": find_squeeze(folders),
         "configs": differences,
         "config_columns": columns,
+        "settings": shared_settings(runs),
+        "origin": describe_origin(folders),
         "groups": groups,
         "groups_note": note,
     }
@@ -73,7 +77,7 @@ def describe_run(run: RunRecord) -> Data:
         "name": run.path.resolve().name,
         "condition": run.condition,
         "seed": run.seed,
-        "status": run.status,
+        "status": run.status if run.status not in ("", "running") else read_progress(run.path).status,
         "done": rows[-1]["step"] + 1 if rows else 0,
         "max_steps": run.config.training.max_steps,
         "late_correct_rate": statistics.fmean(late) if late else None,
@@ -94,18 +98,22 @@ def describe_run(run: RunRecord) -> Data:
 def describe_comparison(runs: Sequence[RunRecord], folders: Sequence[Path]) -> Data:
     """The table of verdicts, or a sentence that says why there is none."""
     try:
+        require_same_model(runs)
         told = compare_runs(runs)
     except ConfigError as error:
         return {"compare": None, "compare_note": f"No comparison: {error}"}
     rows = [
         {
             **{key: row[key] for key in ("condition", "mean", "baseline_mean", "p_adjusted", "verdict", "sentence")},
-            **{key: row["test"][key] for key in ("difference", "interval", "p_value", "permutation_p", "cohens_d")},
+            **{key: row["test"][key] for key in ("difference", "interval", "bootstrap_interval", "p_value")},
+            **{key: row["test"][key] for key in ("permutation_p", "cohens_d")},
             "seeds": len(row["seeds"]),
         }
         for row in told["comparisons"]
     ]
-    notes = [*told["notes"], *early_stops([str(folder) for folder in folders])]
+    told["notes"] += early_stops([str(folder) for folder in folders])
+    said = {row["sentence"] for row in rows}
+    notes = [line.strip() for line in explanation_lines(told) if line not in said]
     place = f"{told['metric']} at step {told['step']}"
     baseline = told["comparisons"][0]["baseline"]
     return {"compare": {"metric": place, "baseline": baseline, "rows": rows, "notes": notes}, "compare_note": ""}
@@ -129,6 +137,36 @@ def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]
         if path not in PLACES and any(value != values[0] for value in values):
             rows.append({"option": path, "values": [show_value(value) for value in values]})
     return columns, rows
+
+
+def shared_settings(runs: Sequence[RunRecord]) -> list[Data]:
+    """Options that all runs set to the same value, other than the default."""
+    options, every = options_by_path(), [values_of(run.config) for run in runs]
+    return [
+        {"option": path, "value": show_value(value)}
+        for path, value in every[0].items()
+        if path in options
+        and path not in (*PLACES, "plugins.search_paths")
+        and value != options[path].default
+        and all(values.get(path) == value for values in every)
+    ]
+
+
+def describe_origin(folders: Iterable[Path]) -> list[str]:
+    """Where, when and with what each campaign was run, in sentences."""
+    told = []
+    for folder in folders:
+        table = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+        if not table:
+            continue
+        versions = ", ".join(f"{name} {version}" for name, version in (table.get("versions") or {}).items())
+        git = table.get("git") or {}
+        state = f"git {str(git.get('commit'))[:12]}{' with changes' if git.get('dirty') else ''}" if git else "no git"
+        told.append(
+            f"{folder.resolve().name}: {table.get('status')}, started {table.get('started')}, ended "
+            f"{table.get('ended') or 'not yet'}, on {table.get('host')}; {versions}; {state}."
+        )
+    return told
 
 
 def find_squeeze(folders: Iterable[Path]) -> Data | None:

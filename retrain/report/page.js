@@ -54,15 +54,28 @@ const band = (runs, key) => bandOf(runs.map((run) => run.steps.map((step, index)
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const size = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= raw) || raw;
+  const size = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= raw) || raw;
   const found = [];
   for (let tick = Math.ceil(low / size) * size; tick <= high + size * 1e-9; tick += size) found.push(tick);
   return found;
 }
 
+/** How many digits tell these numbers apart. */
+function digitsFor(found) {
+  const gap = found.length > 1 ? found[1] - found[0] : 1;
+  const digits = Math.max(0, -Math.floor(Math.log10(gap) + 1e-9));
+  const left = gap * 10 ** digits;
+  return Math.min(6, digits + (Math.abs(left - Math.round(left)) > 1e-6 ? 1 : 0));
+}
+function label(value, found) {
+  const least = found.length > 1 ? found[1] - found[0] : 1;
+  if (least < 1e-5 && Math.abs(value) < 1e-3) return Math.abs(value) < least / 2 ? "0" : value.toExponential(0);
+  return value.toFixed(digitsFor(found));
+}
+
 /** A line chart of [{name, colour, points: [{x, y, low, high, n}], dashed}]. */
-function chart(title, lines, { unit = show, floor = null, note = "" } = {}) {
-  const box = { left: 46, right: 8, top: 8, bottom: 22, width: 400, height: 210 };
+function chart(title, lines, { unit = show, floor = null, note = "", across = "step" } = {}) {
+  const box = { left: 46, right: 8, top: 8, bottom: 26, width: 400, height: 210 };
   const points = lines.flatMap((line) => line.points);
   const card = make("div", { class: "card chart" }, make("h3", {}, title));
   if (!points.length) {
@@ -77,13 +90,16 @@ function chart(title, lines, { unit = show, floor = null, note = "" } = {}) {
   const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.width - box.left - box.right);
   const y = (value) => box.height - box.bottom - ((value - y0) / (y1 - y0)) * (box.height - box.top - box.bottom);
   const svg = draw("svg", { viewBox: `0 0 ${box.width} ${box.height}`, role: "img", "aria-label": title });
-  for (const tick of ticks(y0, y1, 4)) {
+  const levels = ticks(y0, y1, 4);
+  for (const tick of levels) {
     svg.append(draw("line", { class: "axis", x1: box.left, x2: box.width - box.right, y1: y(tick), y2: y(tick) }));
-    svg.append(draw("text", { x: box.left - 5, y: y(tick) + 3, "text-anchor": "end" }, unit(tick, 1.5 * y1 < y0 + 1 ? 3 : 2)));
+    svg.append(draw("text", { x: box.left - 5, y: y(tick) + 3, "text-anchor": "end" },
+      unit === percent ? label(100 * tick, levels.map((level) => 100 * level)) + " %" : label(tick, levels)));
   }
   for (const tick of ticks(x0, x1, 6).filter(Number.isInteger)) {
-    svg.append(draw("text", { x: x(tick), y: box.height - 7, "text-anchor": "middle" }, show(tick)));
+    svg.append(draw("text", { x: x(tick), y: box.height - 14, "text-anchor": "middle" }, show(tick)));
   }
+  svg.append(draw("text", { x: box.width - box.right, y: box.height - 3, "text-anchor": "end" }, across));
   for (const line of lines) {
     const sorted = line.points;
     if (line.bars) {
@@ -114,7 +130,7 @@ function chart(title, lines, { unit = show, floor = null, note = "" } = {}) {
     }
     cursor.setAttribute("x1", x(nearest));
     cursor.setAttribute("x2", x(nearest));
-    tell(event, `step ${show(nearest)}\n${told.join("\n")}`);
+    tell(event, `${across} ${show(nearest)}\n${told.join("\n")}`);
   });
   svg.addEventListener("mouseleave", () => { tell(null); cursor.setAttribute("x1", -9); cursor.setAttribute("x2", -9); });
   card.append(svg);
@@ -186,15 +202,16 @@ function evaluation() {
     make("div", { class: "charts" }, chart("Held-out pass@1, by condition", means, { unit: percent, floor: 0 }), chart("Held-out pass@1, by run", each, { unit: percent, floor: 0 }))];
 }
 
+const span = (interval) => (interval ? `${show(interval[0])} to ${show(interval[1])}` : "–");
 const CLASS_OF = { statistically_significant_improvement: "better", significant_degradation: "worse" };
 function comparison() {
   if (!data.compare) return data.compare_note ? [make("p", {}, data.compare_note)] : null;
   const rows = data.compare.rows.map((row) => [row.condition, row.seeds, row.mean, row.baseline_mean, row.difference,
-    row.interval ? `${show(row.interval[0])} to ${show(row.interval[1])}` : "–", row.p_value, row.permutation_p, row.p_adjusted, row.cohens_d,
+    span(row.interval), span(row.bootstrap_interval), row.p_value, row.permutation_p, row.p_adjusted, row.cohens_d,
     make("span", { class: CLASS_OF[row.verdict] || null }, row.sentence)]);
   return [make("p", {}, `${data.compare.metric}, against ${data.compare.baseline}.`),
-    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "p", "p (sign flips)", "p (Holm)", "Cohen's d", "verdict"],
-      rows, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "bootstrap", "p", "p (sign flips)", "p (Holm)", "Cohen's d", "verdict"],
+      rows, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     ...(data.compare.notes || []).map((note) => make("p", { class: "soft" }, note))];
 }
 
@@ -202,7 +219,7 @@ function credit() {
   const drawn = [["Entropy of execution tokens, mean", "exec_entropy_mean"], ["Entropy of execution tokens, variance", "exec_entropy_var"],
     ["Entropy of planning tokens, mean", "plan_entropy_mean"], ["Entropy of planning tokens, variance", "plan_entropy_var"],
     ["SEPA λ", "sepa_lambda"]].filter(([, key]) => has(key)).map(([title, key]) => curve(title, key, { floor: 0 }));
-  return drawn.length ? [make("div", { class: "charts" }, ...drawn)] : null;
+  return drawn.length ? [legend(), make("div", { class: "charts" }, ...drawn)] : null;
 }
 
 function timing() {
@@ -212,7 +229,8 @@ function timing() {
     return chart(`Seconds a step: ${name}`, parts.map(([key, label], index) => ({ name: label, colour: COLOURS[index], points: band(runs, key).map(({ x, y }) => ({ x, y })) })), { floor: 0 });
   });
   const key = make("p", { class: "legend" }, ...parts.map(([, label], index) => make("span", {}, make("span", { class: "swatch", style: `background:${COLOURS[index]}` }), label)));
-  return [key, make("div", { class: "charts" }, ...cards, curve("Tokens sampled a second", "tokens_per_s", { floor: 0 }), curve("Batch size", "batch_size", { floor: 0 }))];
+  return [key, make("div", { class: "charts" }, ...cards, curve("Tokens sampled a second", "tokens_per_s", { floor: 0 }),
+    ...(new Set(data.runs.flatMap((run) => run.series.batch_size)).size > 1 ? [curve("Batch size", "batch_size", { floor: 0 })] : []))];
 }
 
 function signal() {
@@ -229,15 +247,18 @@ function signal() {
 
 function squeeze() {
   if (!data.squeeze) return null;
-  const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.min, high: row.max })) };
+  const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.minimum, high: row.maximum })) };
   return [make("p", {}, `Recommended rank: ${data.squeeze.recommended_rank}. The band reaches from the worst to the best layer.`),
-    make("div", { class: "charts" }, chart("Variance kept at each rank", [line], { unit: percent }))];
+    make("div", { class: "charts" }, chart("Variance kept at each rank", [line], { unit: percent, across: "rank" }))];
 }
 
 function configuration() {
   const rows = data.configs.map((row) => [row.option, ...row.values]);
-  if (!rows.length) return [make("p", {}, "The runs differ in nothing but their seeds and folders.")];
-  return [table(["option", ...data.config_columns], rows)];
+  const differ = rows.length ? table(["option that differs", ...data.config_columns], rows)
+    : make("p", {}, "The runs differ in nothing but their seeds and folders.");
+  const same = data.settings.map((row) => [row.option, row.value]);
+  return [differ, make("br"), ...(same.length ? [table(["the same in all, other than the default", "value"], same)] : []),
+    ...data.origin.map((sentence) => make("p", { class: "soft" }, sentence))];
 }
 
 // ---- completions
@@ -341,8 +362,8 @@ function microscope(tokens) {
 
 // ---- the page
 
-const SECTIONS = [["overview", "Runs", overview], ["learning", "Learning", learning], ["evaluation", "Held out", evaluation],
-  ["comparison", "Comparison", comparison], ["credit", "Entropy and λ", credit], ["timing", "Time", timing], ["signal", "Dead groups", signal],
+const SECTIONS = [["comparison", "Comparison", comparison], ["overview", "Runs", overview], ["evaluation", "Held out", evaluation],
+  ["learning", "Learning", learning], ["credit", "Entropy and λ", credit], ["timing", "Time", timing], ["signal", "Dead groups", signal],
   ["squeeze", "Squeeze", squeeze], ["configuration", "Configuration", configuration], ["completions", "Completions", completions]];
 
 function render() {

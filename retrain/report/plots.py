@@ -26,7 +26,7 @@ def write_plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
-        raise MissingExtraError("--png needs matplotlib.  Try: pip install matplotlib") from error
+        raise MissingExtraError('--png needs matplotlib.  Try: pip install -e ".[plots]"') from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     written = [path for key, title in CURVES.items() for path in _plot(data, key, title, folder)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from folders import write_run
 
-from retrain.campaign.progress import RunProgress, is_held, read_progress, read_tail, seconds_left
+from retrain.campaign.progress import RunProgress, is_held, read_progress, read_tail, seconds_left, taking_turns
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.cli.top import choose, draw
@@ -165,6 +165,14 @@ def test_top_shows_what_lives(tmp_path: Path, capsys: Captured) -> None:
             console.print(draw(choose(find_entries(tmp_path), show_all=False)))
         assert "1/10" in captured.get()
     assert "Nothing is running" in str(draw([]))
+
+
+def test_runs_that_take_turns_wait_for_each_other() -> None:
+    runs = {name: RunProgress("running", 5, 10, step_seconds=2.0, quiet_seconds=3.0) for name in "abc"}
+    shown = taking_turns(runs | {"d": RunProgress("pending", 0, 10)})
+    assert shown["a"].eta_seconds == 5 * 2.0 * 3 - 3.0
+    assert shown["d"].eta_seconds is None
+    assert runs["a"].eta_seconds == 7.0
 
 
 def test_time_left_is_shared_by_those_that_run_at_once() -> None:

@@ -1,15 +1,20 @@
-"""Every command in the pages on statistics, squeeze and back pressure is run, on the embedded model."""
+"""Every command in the pages on experiments is run, on the embedded model."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from retrain.cli import run
+from tests.report.folders import write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 RUN = """
@@ -54,7 +59,7 @@ def commands(page: str) -> Iterator[list[str]]:
     for block in blocks(page, "bash"):
         text = re.sub(r"for (\w+) in ([^;]+); do\n(.*?)^done$", unroll, block, flags=re.M | re.S)
         for line in filter(None, map(str.strip, text.splitlines())):
-            words = shlex.split(line)
+            words = shlex.split(line, comments=True)
             assert words[0] == "retrain", line
             yield words[1:]
 
@@ -90,3 +95,66 @@ def test_the_commands_of_the_back_pressure_page_work(folder: Path) -> None:
     for words in commands("back-pressure.md"):
         assert run(words) == 0, words
     assert '"bp_action": "explore"' in (folder / "logs" / "train" / "metrics.jsonl").read_text()
+
+
+def test_the_commands_of_the_campaign_page_work(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = "logs/campaign_20261115_101500"
+    settings = RUN.replace('adapter_path = "adapter"\n', "").replace("max_steps = 2\n", "")
+    campaign = "[campaign]\nseeds = [1, 2]\nmax_steps = 1\nshare_model = true\n"
+    conditions = "".join(
+        f'[[campaign.conditions]]\nadvantage_mode = "{mode}"\ntransform_mode = "none"\n' for mode in ("grpo", "maxrl")
+    )
+    text = f'{settings}\n[logging]\nlog_dir = "{place}"\n{campaign}{conditions}'
+    (folder / "campaign.toml").write_text(text)
+    write_run(folder / "exp" / "one", 1)
+    given = list(commands("campaigns.md"))
+    for words in given:
+        assert run(words) == 0, words
+    assert {words[0] for words in given} == {
+        "explain", "campaign.toml", "--resume", "status", "top", "compare", "report"
+    }  # fmt: skip
+    assert "Campaign of 4 runs" in capsys.readouterr().out
+    assert (folder / place / "report.html").is_file()
+
+
+def test_the_commands_of_the_capacity_page_work(capsys: pytest.CaptureFixture[str]) -> None:
+    given = list(commands("capacity-planning.md"))
+    for words in given:
+        assert run(words) == 0, words
+    assert {words[0] for words in given} == {"plan", "my_run.toml"}
+    assert "median" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_logging_page_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for words in commands("logging.md"):
+        absent = "--trackio-project" in words and find_spec("trackio") is None
+        assert run(words) == (2 if absent else 0), words
+    scope: dict[str, list[float]] = {}
+    exec(blocks("logging.md", "python")[0], scope)
+    assert len(scope["rewards"]) == 2
+
+
+def test_the_commands_of_the_reports_page_work(folder: Path) -> None:
+    for mode in ("grpo", "maxrl"):
+        write_run(folder / "logs" / "sweep" / mode, 1, mode)
+    for words in commands("reports.md"):
+        if words[0] == "ui":
+            assert serves(words)
+        else:
+            absent = "--png" in words and find_spec("matplotlib") is None
+            assert run(words) == (2 if absent else 0), words
+    assert (folder / "report.html").is_file() and (folder / "logs" / "sweep" / "report.html").is_file()
+
+
+def serves(words: list[str]) -> bool:
+    """Whether the page is there while the command runs; on a free port, so that tests do not meet."""
+    command = [sys.executable, "-u", "-m", "retrain", *words[:-1], "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            with urllib.request.urlopen(server.stdout.readline().split()[2], timeout=60) as answer:
+                return b"retrain: sweep" in answer.read()
+        finally:
+            server.kill()

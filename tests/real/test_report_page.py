@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from retrain.cli import run
+from retrain.squeeze.analyze import RankVariance
 from tests.real.browser import Tab, open_tab
 
 pytestmark = pytest.mark.real
@@ -66,7 +69,7 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
         async with open_tab() as tab:
             await tab.open(page.as_uri())
             titles = await tab.do("[...document.querySelectorAll('h2')].map(node => node.textContent)")
-            assert titles == ["Runs", "Learning", "Held out", "Comparison", "Entropy and λ", "Time", "Dead groups",
+            assert titles == ["Comparison", "Runs", "Held out", "Learning", "Entropy and λ", "Time", "Dead groups",
                               "Configuration", "Completions"]  # fmt: skip
             assert await count(tab, "#nav a") == len(titles)
             # Curves are drawn, and tell their numbers.
@@ -109,6 +112,21 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
             )
             told = await tab.do("document.getElementById('tip').textContent")
             assert all(word in told for word in ("surprisal", "entropy", "advantage", "execution"))
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_the_squeeze_curve_has_a_band_from_the_worst_layer_to_the_best(page: Path) -> None:
+    ranks = [asdict(RankVariance(rank, 0.9, 0.8, 0.95)) for rank in (2, 4, 8)]
+    told = json.dumps({"recommended_rank": 4, "ranks": ranks})
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await tab.do(f"data.squeeze = {told}; render()")
+            assert await count(tab, "#squeeze polyline") == 1
+            assert await count(tab, "#squeeze polygon") == 1
             assert tab.complaints == []
 
     asyncio.run(read())

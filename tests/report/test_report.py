@@ -14,6 +14,7 @@ from retrain.cli import run
 from retrain.cli.ui import Handler
 from retrain.errors import ConfigError
 from retrain.report import build_page, collect
+from retrain.report.contents import describe_origin
 from tests.report.folders import write_run
 
 
@@ -68,6 +69,29 @@ def test_only_options_that_tell_conditions_apart_are_listed(campaign: Path) -> N
     data = collect([campaign])
     assert [row["option"] for row in data["configs"]] == ["algorithm.advantage_mode"]
     assert data["configs"][0]["values"] == ['"grpo"', '"maxrl"']
+
+
+def test_what_all_runs_share_is_listed_beside_what_differs(campaign: Path) -> None:
+    shared = {row["option"]: row["value"] for row in collect([campaign])["settings"]}
+    assert shared["model.model"] == '"builtin:tiny"'
+    assert "algorithm.advantage_mode" not in shared and "training.seed" not in shared
+
+
+def test_different_models_are_shown_but_not_compared(campaign: Path) -> None:
+    for folder in campaign.glob("maxrl*"):
+        text = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(text.replace('"builtin:tiny"', '"some/model"'))
+    data = collect([campaign])
+    assert data["compare"] is None and "different models" in data["compare_note"]
+    assert len(data["runs"]) == 6
+
+
+def test_a_campaigns_page_says_with_what_it_was_run(tmp_path: Path) -> None:
+    versions = {"python": "3.11.7", "torch": "2.13.0"}
+    told = {"runs": [], "status": "finished", "started": "then", "ended": "later", "host": "h", "versions": versions}
+    (tmp_path / "manifest.json").write_text(json.dumps(told | {"git": {"commit": "a" * 40, "dirty": True}}))
+    (sentence,) = describe_origin([tmp_path])
+    assert "started then, ended later, on h; python 3.11.7, torch 2.13.0; git aaaaaaaaaaaa with changes." in sentence
 
 
 def test_torn_lines_are_left_out(campaign: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from workloads import MODELS, PROMPT, random_model
+from workloads import MODELS, PROMPT, NoText, random_model
 
 from retrain.capacity import Shape, TrainingCost, plan_memory, read_shape, workload_of
 
@@ -43,7 +43,7 @@ def measure(name: str, prompts: int, group: int, tokens: int) -> list[dict[str, 
     policy = adapt(model, config.model, config.lora, 0, lambda line: None)
     policy.stop_ids = (vocabulary - 1,)
     learner = Learner(policy, config, print)
-    engine = PyTorchEngine(policy, config.inference, _NoText(), lambda *_: None)
+    engine = PyTorchEngine(policy, config.inference, NoText(), lambda *_: None)
     rng = np.random.default_rng(0)
     asked = [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(prompts)]
     planned = plan_memory(shape, workload_of(config, PROMPT))
@@ -90,11 +90,6 @@ def packed_tokens(batch: list[Any]) -> int:
 def peak() -> int:
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
-
-
-class _NoText:
-    def batch_decode(self, rows: list[Any], skip_special_tokens: bool) -> list[str]:
-        return [""] * len(rows)
 
 
 def main() -> int:

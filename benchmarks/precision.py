@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from workloads import PROMPT, WORKLOADS, random_model, stop_tokens
+from workloads import PROMPT, WORKLOADS, NoText, random_model, stop_tokens
 
 CHOICES = (
     {}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"dtype": "fp8"},
@@ -30,18 +30,13 @@ CHOICES = (
 SCORED = 32
 
 
-class _NoText:
-    def batch_decode(self, rows: list[Any], skip_special_tokens: bool) -> list[str]:
-        return [""] * len(rows)
-
-
 def measure(policy: Any, config: Any, prompts: list[np.ndarray]) -> dict[str, float]:
     from retrain.backends.local.learner import Learner
     from retrain.inference_engine.pytorch import build
     from retrain.sampling import training_distribution
     from retrain.types import Datum
 
-    engine = build(policy, config.inference, _NoText(), lambda *_: None)
+    engine = build(policy, config.inference, NoText(), lambda *_: None)
     sampling = training_distribution(config)
     for _ in range(2):
         torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from workloads import PROMPT, WORKLOADS, Workload, random_model, stop_tokens
+from workloads import PROMPT, WORKLOADS, NoText, Workload, random_model, stop_tokens
 
 Numbers = dict[str, float]
 UNKNOWN = math.nan
@@ -77,7 +77,7 @@ def run_ours(workload: Workload, steps: int, device: str) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(workload.prompts)]
     backend = (
-        None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, _NoText(), lambda *_: None))
+        None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, NoText(), lambda *_: None))
     )
     sampling = training_distribution(config)
     for step in range(steps):
@@ -107,11 +107,6 @@ def run_ours(workload: Workload, steps: int, device: str) -> None:
         if step == 0:
             print(f"first step done {done - started:.1f} s after the weights were there", flush=True)
         tell(numbers)
-
-
-class _NoText:
-    def batch_decode(self, rows: list[Any], skip_special_tokens: bool) -> list[str]:
-        return [""] * len(rows)
 
 
 def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) -> None:

@@ -22,7 +22,7 @@ from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
-from retrain.rollout import RolloutSource, SamplesAndScores, Scorer, SingleTurn
+from retrain.rollout import GroupCollector, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
@@ -126,7 +126,7 @@ def _build(
         config=config,
         folder=folder,
         backend=backend,
-        rollouts=SingleTurn(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
+        rollouts=GroupCollector(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
         order=order,
         credit=credit,
         planning=build_planning(config, texts) if credit.needs_planning else None,

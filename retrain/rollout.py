@@ -68,7 +68,7 @@ class SamplesAndScores(Protocol):
         ...
 
 
-class SingleTurn:
+class GroupCollector:
     """Draws a step's examples, and fresh ones in place of those that taught nothing."""
 
     def __init__(

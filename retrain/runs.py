@@ -5,6 +5,7 @@ A folder is a run, a campaign (manifest.json), or holds runs one level below. No
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -19,7 +20,7 @@ from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
 from retrain.folder import CONFIG_FILE, FREE_TO_CHANGE
-from retrain.tracking.jsonl import EVALS, METRICS
+from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
 
 Row = Mapping[str, Any]
 
@@ -134,20 +135,17 @@ def read_run(path: Path) -> RunRecord:
 
 def read_rows(path: Path) -> tuple[dict[int, Row], int]:
     """Rows of a JSONL file by step, and how many lines were no rows."""
-    rows: dict[int, Row] = {}
-    torn = 0
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}, 0
-    for line in text.split("\n"):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
+    lines = [line for line in text.split("\n") if line.strip()]
+    rows: dict[int, Row] = {}
+    torn = len(lines)
+    for row in whole_rows(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             rows[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError):
-            torn += 1
+            torn -= 1
     return dict(sorted(rows.items())), torn
 
 

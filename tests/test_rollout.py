@@ -9,7 +9,7 @@ import pytest
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.rewards import BatchReward, Item
-from retrain.rollout import Scorer, SingleTurn, has_signal
+from retrain.rollout import GroupCollector, Scorer, has_signal
 from retrain.testing import ScriptedEngine
 from retrain.types import Completion, Example, Group, IntArray, Outcome, Sampling, Score, StepMetrics
 
@@ -113,11 +113,11 @@ def test_each_step_draws_with_a_seed_of_its_own_and_the_next_problems() -> None:
 
     watched = Watched(lambda prompt, index, rng: "right" if index else "wrong")
     order = ExampleOrder(EXAMPLES, seed=0)
-    source = SingleTurn(order, scorer(), Sampling(max_tokens=9, n=2), seed=3)
+    source = GroupCollector(order, scorer(), Sampling(max_tokens=9, n=2), seed=3)
     asked = [group.example.prompt for step in range(2) for group in source.collect(watched, step, 2).groups]
     assert len(set(asked)) == 4
     assert len(set(seeds)) == 2
-    again = SingleTurn(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), seed=3)
+    again = GroupCollector(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), seed=3)
     assert [group.example.prompt for step in range(2) for group in again.collect(watched, step, 2).groups] == asked
     assert seeds[:2] == seeds[2:]
 
@@ -126,7 +126,8 @@ def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
     def odd(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
         return "right" if index == 0 and (prompt[-1] - ord("0")) % 2 else "wrong"
 
-    source = SingleTurn(ExampleOrder(EXAMPLES, seed=0), scorer(), Sampling(max_tokens=9, n=2), 0, resample_rounds=20)
+    order = ExampleOrder(EXAMPLES, seed=0)
+    source = GroupCollector(order, scorer(), Sampling(max_tokens=9, n=2), 0, resample_rounds=20)
     rollouts = source.collect(ScriptedEngine(odd), step=0, batch_size=3)
     groups = rollouts.groups
     assert rollouts.metrics == {"words": 2 * len(groups)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.checkpoint import STATE_FILE
 from retrain.folder import CONFIG_FILE, LOCK_FILE
-from retrain.tracking.jsonl import EVALS, METRICS
+from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
 
 # Enough for the last steps of any log, however long it has become.
 _TAIL_BYTES = 1 << 17
@@ -121,16 +121,8 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    rows = []
     # Where the file was entered in the middle, its first line is the end of one.
-    for line in lines[1 if size > _TAIL_BYTES else 0 : -1]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    return list(whole_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
 
 
 def _status(folder: Path, state: dict[str, Any], max_steps: int | None) -> str:

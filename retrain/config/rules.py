@@ -85,7 +85,7 @@ def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[Problem]:
 
 def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
     """A sampler that runs ahead has a device or a server of its own; one on a server has no device here."""
-    server = config.inference.engine in ("max", "vllm", "sglang", "mlx", "openai")
+    server = config.inference.engine in set(REGISTRIES["engine"].builtins) - {"pytorch"}
     split = "," in config.backend.devices
     if config.backend.backend == "local" and server and split:
         yield Problem(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -38,3 +39,15 @@ def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: s
     close = get_close_matches(str(place[-1]), list(model.model_fields), n=1)
     hint = f"Did you mean {close[0]}?" if close else f"It takes: {', '.join(model.model_fields) or 'none'}."
     return Problem(where, "is not known.", hint)
+
+
+def check_names(args: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse arguments that an environment does not take, all in one error."""
+    problems = []
+    for name in args:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(known) or 'nothing'}."
+            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
+    if problems:
+        raise ConfigError("the environment's arguments are wrong:", tuple(problems))

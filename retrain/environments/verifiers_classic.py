@@ -7,7 +7,6 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from difflib import get_close_matches
 from typing import Any
 
 import verifiers as vf
@@ -16,10 +15,11 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 
 from retrain.config import schema
 from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
+from retrain.environments.args import check_names
 from retrain.environments.chat import text_of
 from retrain.environments.tools import calls_to_wire
 from retrain.environments.verifiers import NEEDS_V1, import_environment
-from retrain.errors import ConfigError, PluginError, Problem, RolloutError
+from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.types import Example
 
 _failures: ContextVar[list[str]] = ContextVar("failures")
@@ -193,14 +193,7 @@ def _checked_args(args: Mapping[str, Any], signature: inspect.Signature) -> dict
         return dict(args)
     # What a classic environment trains on is its training split by definition.
     wanted = {name: value for name, value in args.items() if (name, value) != ("split", "train") or name in parameters}
-    problems = []
-    for name in wanted:
-        if name not in parameters:
-            close = get_close_matches(name, parameters, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(parameters) or 'nothing'}."
-            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
-    if problems:
-        raise ConfigError("the environment's arguments are wrong:", tuple(problems))
+    check_names(wanted, list(parameters))
     return wanted
 
 

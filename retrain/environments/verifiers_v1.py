@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from difflib import get_close_matches
 from itertools import islice
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,6 +19,7 @@ from verifiers.v1.utils.loaders import env_config_type, resolve_env_config, task
 
 from retrain.config import schema
 from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
+from retrain.environments.args import check_names
 from retrain.environments.tools import calls_to_wire
 from retrain.environments.verifiers import NEEDS_CLASSIC, import_environment, is_shipped
 from retrain.environments.verifiers_harness import HARNESS_ID, ChatHarness
@@ -42,7 +42,7 @@ class TasksetEnvironment:
         self.say = say
         self.who = f"environment {section.id!r}"
         self.fields = self._config_type().model_fields
-        _check_names(section.args, self.fields)
+        check_names(section.args, [name for name in self.fields if name != "id"])
         self.split_field = next((name for name in SPLIT_FIELDS if name in self.fields), "")
         self.tasks: dict[str, Any] = {}
         self.env = self._load(self._training_args())
@@ -246,18 +246,6 @@ def _refuse_sandboxes(env: Any, who: str) -> None:
                 f"{who} runs its tools in a {server.config.runtime.type!r} runtime; retrain takes only subprocess.  "
                 "Try: set its runtime in args."
             )
-
-
-def _check_names(args: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    known = [name for name in fields if name != "id"]
-    problems = []
-    for name in args:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(known)}."
-            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
-    if problems:
-        raise ConfigError("the environment's arguments are wrong:", tuple(problems))
 
 
 def _problems(error: ValidationError) -> list[Problem]:

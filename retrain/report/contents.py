@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.recording import FOLDER as RECORDINGS
 from retrain.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
-from retrain.tracking.jsonl import FILES, GENERATIONS
+from retrain.tracking.jsonl import FILES, GENERATIONS, whole_rows
 
 Data = dict[str, Any]
 
@@ -249,10 +248,4 @@ def read_lines(path: Path) -> Iterator[Data]:
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+        yield from whole_rows(lines)

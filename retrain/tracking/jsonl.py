@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,6 +107,17 @@ def prompt_text(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in example.prompt)
+
+
+def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The rows among lines of a log; one that a kill tore, or that is no object, is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
 
 
 def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> None:

@@ -106,16 +106,17 @@ class PackedAttention:
         return flat.reshape(self.rows, self.longest, *flat.shape[1:]).transpose(1, 2)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attention of sequences on themselves."""
-    length = query.shape[2]
-    if scoring.softcap is None and (scoring.window is None or scoring.window >= length):
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, prefix: int = 0) -> Tensor:
+    """Attention of sequences on themselves; queries begin after `prefix` of the keys."""
+    length = key.shape[2]
+    if not prefix and scoring.softcap is None and (scoring.window is None or scoring.window >= length):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=grouped
         )
     positions = torch.arange(length, device=query.device)
-    return masked_attention(query, key, value, visible(positions[:, None], positions[None, :], scoring.window), scoring)
+    sees = visible(positions[prefix:, None], positions[None, :], scoring.window)
+    return masked_attention(query, key, value, sees, scoring)
 
 
 def visible(query_position: Tensor, key_position: Tensor, window: int | None) -> Tensor:

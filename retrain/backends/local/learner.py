@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from retrain.backends.local.compiling import compile_layers
-from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import AdapterOptimizer
-from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, split_by_tokens
+from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
 from retrain.backends.local.prefix import takes_uneven_lengths
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
@@ -117,8 +116,7 @@ class Learner:
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         """Log-probs of the completion tokens under the policy now."""
-        hidden = self.policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
-        return token_logprobs(self.policy, hidden[packed.predicting], packed.targets, self.sampling, packed.history)
+        return packed_logprobs(self.policy, packed, self.sampling)
 
     def save(self, path: Path) -> None:
         """Write adapter and optimiser state into a folder."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from retrain.backends.local.attention import Attention, PackedAttention
-from retrain.backends.local.logprobs import History
+from retrain.backends.local.logprobs import History, token_logprobs
+from retrain.backends.local.model import Policy
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
-from retrain.types import Datum, IntArray
+from retrain.types import Datum, IntArray, Sampling
 
 # Share of a micro-batch's tokens that one copy of each prompt must save to be worth the copying of its keys.
 WORTH_SHARING = 0.02
@@ -216,3 +217,9 @@ def _lay_out(datums: Sequence[Datum], share: bool) -> _Layout:
 
 def _sequence(datum: Datum) -> IntArray:
     return np.concatenate([datum.prompt_ids, datum.completion_ids_T])
+
+
+def packed_logprobs(policy: Policy, packed: MicroBatch, sampling: Sampling) -> Tensor:
+    """Log-probs of a micro-batch's completion tokens under a policy as it is now."""
+    hidden = policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
+    return token_logprobs(policy, hidden[packed.predicting], packed.targets, sampling, packed.history)

@@ -41,8 +41,8 @@ class Stretch:
 class SharedPrefixAttention:
     """Causal attention of each stretch on its prefix and itself. Stretches lie end to end, in order, and fill the row.
 
-    Flash attention takes stretches of any lengths as they lie. Where it cannot be used, they are padded on the right to
-    the longest for this one operation; a causal query never sees what comes after it.
+    Flash attention takes stretches of any lengths as they lie. Where it cannot be used, those with prefixes of one
+    length are padded on the right to the longest of them for this one operation; a query never sees what is after it.
     """
 
     def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class SharedPrefixAttention:
             torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
             for lengths in ([s.length for s in stretches], [s.seen for s in stretches])
         )
-        self._padding: tuple[Tensor, Tensor, Tensor] | None = None
+        self._padding: _Padding | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
@@ -75,30 +75,9 @@ class SharedPrefixAttention:
         return output
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        queries, keys, back = self._padding or self._lay_out()
-        self._padding = queries, keys, back
-        rows = (len(self.stretches), self.longest)
-
-        def pad(flat: Tensor, index: Tensor) -> Tensor:
-            return flat.index_select(0, index).reshape(*rows, *flat.shape[1:]).transpose(1, 2)
-
-        output = causal_attention(pad(query, queries), pad(key, keys), pad(value, keys), scoring)
-        return output.transpose(1, 2).flatten(0, 1).index_select(0, back)
-
-    def _lay_out(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each cell of the padded queries and keys comes from, and which cells hold the outputs."""
-        columns = np.arange(self.longest)
-        prefix, seen, start = (
-            np.array(column)[:, None]
-            for column in zip(*((s.prefix, s.seen, s.start) for s in self.stretches), strict=True)
-        )
-        keys_start = np.cumsum([0, *(s.seen for s in self.stretches[:-1])])[:, None]
-        is_query = (columns >= prefix) & (columns < seen)
-        queries = np.where(is_query, start + columns - prefix, 0)
-        keys = np.where(columns < seen, keys_start + columns, 0)
-        found = (queries.ravel(), keys.ravel(), is_query.ravel().nonzero()[0])
-        on_device = [torch.as_tensor(index).to(self.device) for index in found]
-        return on_device[0], on_device[1], on_device[2]
+        self._padding = self._padding or _Padding.plan(self.stretches, self.device)
+        outputs = [rows.attend(query, key, value, scoring) for rows in self._padding.rows]
+        return torch.cat(outputs).index_select(0, self._padding.cells)
 
 
 def can_flash(query: Tensor, scoring: Scoring) -> bool:
@@ -123,6 +102,53 @@ def _has_flash(device: torch.device, dtype: torch.dtype) -> bool:
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Stretches with prefixes of one length, as the rows of a table."""
+
+    count: int
+    prefix: int
+    queries: Tensor
+    """The token of the row in each cell; padding repeats the first."""
+    keys: Tensor
+    """The spread key in each cell."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Outputs of all cells, end to end."""
+        q, k, v = (
+            flat.index_select(0, cells).reshape(self.count, -1, *flat.shape[1:]).transpose(1, 2)
+            for flat, cells in ((query, self.queries), (key, self.keys), (value, self.keys))
+        )
+        return causal_attention(q, k, v, scoring, self.prefix).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Padding:
+    """The stretches as tables, and the cell of each token of the row in all of them."""
+
+    rows: list[_Rows]
+    cells: Tensor
+
+    @classmethod
+    def plan(cls, stretches: Sequence[Stretch], device: torch.device) -> _Padding:
+        keys_at = np.cumsum([0, *(s.seen for s in stretches[:-1])])
+        rows, cells, cell = [], np.empty(sum(s.length for s in stretches), np.int64), 0
+        for prefix in sorted({s.prefix for s in stretches}):
+            alike = [(s, at) for s, at in zip(stretches, keys_at, strict=True) if s.prefix == prefix]
+            longest = max(s.length for s, _ in alike)
+            queries = np.zeros((len(alike), longest), np.int64)
+            keys = np.zeros((len(alike), prefix + longest), np.int64)
+            for row, (s, at) in enumerate(alike):
+                columns = np.arange(s.length)
+                queries[row, : s.length] = s.start + columns
+                keys[row, : s.seen] = at + np.arange(s.seen)
+                cells[s.start + columns] = cell + row * longest + columns
+            cell += queries.size
+            on_device = [torch.as_tensor(part.ravel()).to(device) for part in (queries, keys)]
+            rows.append(_Rows(len(alike), prefix, on_device[0], on_device[1]))
+        return cls(rows, torch.as_tensor(cells).to(device))
 
 
 @dataclass(frozen=True)

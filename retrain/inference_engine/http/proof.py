@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import pack, split_by_tokens
+from retrain.backends.local.packing import pack, packed_logprobs, split_by_tokens
 from retrain.capacity import MICRO_BATCH
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
@@ -94,8 +93,7 @@ class PolicyScorer:
         device = self.policy.device
         for batch in split_by_tokens(datums, MICRO_BATCH):
             packed = pack(batch, device, sampling.repetition_penalty != 1.0, share=not self.policy.own_attention)
-            hidden = self.policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
-            values = token_logprobs(self.policy, hidden[packed.predicting], packed.targets, sampling, packed.history)
+            values = packed_logprobs(self.policy, packed, sampling)
             parts = np.split(values.float().cpu().numpy(), np.cumsum([len(d.completion_ids_T) for d in batch])[:-1])
             for datum, part in zip(batch, parts, strict=True):
                 scored[numbered[id(datum)]] = part

@@ -42,7 +42,7 @@ def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
     path = find_config(config, overrides)
     loaded = load_config(path, overrides)
     if loaded.kind == "campaign":
-        from retrain.campaign import run_campaign  # noqa: PLC0415  (only a campaign needs it)
+        from retrain.campaign.run import run_campaign  # noqa: PLC0415  (only a campaign needs it)
 
         return run_campaign(loaded, force_resume, str(path))
     return run_config(loaded, force_resume)

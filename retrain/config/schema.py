@@ -85,10 +85,11 @@ class Model(Section):
         "Qwen/Qwen3-4B-Instruct-2507", "Hugging Face id, a local folder, or builtin:tiny.", min_length=1, flag="--model"
     )
     base_url: str = option("", "Tinker service URL (tinker backend only).")
-    lora_rank: Count = option(32, "LoRA rank.", ge=1)
+    lora_rank: Count = option(32, "LoRA rank; 0 trains the whole model.", ge=0)
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "Training precision; auto is bf16 on a GPU and fp32 on the CPU."
     )
+    init_kwargs: Table = option({}, "Keyword arguments of transformers' from_pretrained, beside those set here.")
 
 
 class Algorithm(Section):
@@ -117,6 +118,7 @@ class Training(Section):
         -1, "Seed of every random draw; -1 takes a fresh one and writes it into the run's config.toml.", ge=-1
     )
     max_steps: Count = option(500, "Training steps in all.", ge=1, flag="--max-steps")
+    epochs: float = option(0.0, "Passes over the examples in place of max_steps; 0 counts steps.", ge=0, le=1e6)
     batch_size: Count = option(8, "Prompts a step.", ge=1)
     group_size: Count = option(16, "Completions a prompt.", ge=1)
     max_tokens: Count = option(2048, "Most new tokens a completion.", ge=1)
@@ -130,6 +132,7 @@ class Training(Section):
     resample_dead_groups: Count = option(
         0, "Rounds of fresh prompts drawn to replace groups whose rewards are all equal.", ge=0, le=100
     )
+    prompts_per_sampling: Count = option(0, "Prompts sampled at one time; 0 samples a step's all at once.", ge=0)
     async_steps: Count = option(
         0, "Steps the sampler may run ahead of the trainer; 0 is strictly on-policy.", ge=0, le=1
     )
@@ -143,11 +146,18 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    """AdamW."""
+    """AdamW and its learning rate over the steps."""
 
     beta1: float = option(0.9, "AdamW beta1.", ge=0, lt=1)
     beta2: float = option(0.95, "AdamW beta2.", ge=0, lt=1)
     eps: float = option(1e-8, "AdamW epsilon.", gt=0, le=1)
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = option(
+        "constant", "Learning rate after its warm-up.", flag="--lr-schedule"
+    )
+    schedule_args: Table = option({}, "Arguments of the schedule by transformers' names, such as min_lr_rate.")
+    warmup_steps: float = option(
+        0.0, "Steps over which the learning rate rises from 0; below 1 it is a share of all steps.", ge=0
+    )
 
 
 class Lora(Section):
@@ -194,6 +204,8 @@ class Memory(Section):
     """What fits where."""
 
     micro_batch_tokens: Count = option(0, "Most tokens in one forward and backward pass; 0 chooses.", ge=0)
+    micro_batches: Count = option(0, "Forward and backward passes a step is split into, at least; 0 chooses.", ge=0)
+    micro_batch_rows: Count = option(0, "Most completions in one forward and backward pass; 0 chooses.", ge=0)
     gradient_checkpointing: bool = option(
         False, "Always recompute activations in the backward pass; otherwise only as many layers as memory asks for."
     )
@@ -234,6 +246,24 @@ class Inference(Section):
     wait_s: float = option(
         300.0, "Seconds to wait for a server that does not answer.", ge=0, le=86400, flag="--inference-wait-s"
     )
+    launch: bool = option(
+        False, "Start a vLLM server for the length of the run, with the options below.", flag="--inference-launch"
+    )
+    launch_device: str = option(
+        "auto",
+        "Its device: cpu, cuda:N, or auto for the first GPU that does not train.",
+        min_length=1,
+        flag="--inference-launch-device",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Share of the GPU's memory for its model and KV cache.", gt=0, le=1, flag="--inference-gpu-memory"
+    )
+    launch_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto", "Precision it computes in.", flag="--inference-launch-dtype"
+    )
+    max_model_len: Count = option(
+        0, "Most tokens of its context; 0 takes the model's.", ge=0, flag="--inference-max-model-len"
+    )
 
 
 class Data(Section):
@@ -247,6 +277,7 @@ class Data(Section):
     prompt_field: str = option("", "Field that holds the problem; empty tries prompt, problem, question.")
     answer_field: str = option("", "Field that holds the reference; empty tries answer, solution.")
     system_prompt: str = option("", "System message put before every prompt.")
+    remove_unused_columns: bool = option(False, "Keep only prompt and answer of a row; rewards see no other column.")
 
 
 class Eval(Section):
@@ -403,8 +434,9 @@ class Distributed(Section):
     """More than one process."""
 
     zero_stage: Annotated[Literal[0, 1, 3], WrapValidator(_whole_number)] = option(
-        0, "DeepSpeed ZeRO stage; 0 trains in one process."
+        0, "DeepSpeed ZeRO stage of a run of several processes; 0 is plain data parallelism."
     )
+    fsdp: bool = option(False, "Shard the weights over the processes with FSDP2; not with a zero_stage.")
     offload_optimizer: bool = option(False, "Keep optimiser state in CPU memory.")
     offload_parameters: bool = option(False, "Keep parameters in CPU memory (stage 3).")
     gather_for_generation: bool = option(True, "Gather stage-3 weights before sampling.")
@@ -486,6 +518,11 @@ class Logging(Section):
     wandb_group: str = option("", "Weights & Biases group.")
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.")
     trackio_project: str = option("", "Trackio project; set it to turn trackio on, with wandb's run name and group.")
+    log_completions: bool = option(False, "Send a table of every step's completions to wandb and trackio.")
+    save_completions_probability: float = option(
+        1.0, "Share of the steps whose completions are written to generations.jsonl.", ge=0, le=1
+    )
+    debug: bool = option(False, "Write what every step did in detail to debug.jsonl.")
     strategic_grams: str = option(
         "", "Planning phrases as a JSON array or comma-separated; empty takes the built-in ones."
     )

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from retrain.config.conditions import conditions_override_real_options
 from retrain.config.options import all_options, options_by_path
@@ -255,7 +256,17 @@ def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
     for where, text in (("[inference] url", config.inference.url), ("[model] base_url", config.model.base_url)):
         for url in filter(None, (part.strip() for part in text.split(","))):
             if not _URL.fullmatch(url):
-                yield Problem(where, f"has {url!r}, which is not a URL.", "Try: http://localhost:8000")
+                bare = url if "://" not in url and _URL.fullmatch(f"http://{url}") else "localhost:8000"
+                yield Problem(where, f"has {url!r}, which is not a URL.", f"Try: http://{bare}")
+            elif not _has_real_port(url):
+                yield Problem(where, f"has {url!r}, and there is no such port.", "Try: a port from 1 to 65535")
+
+
+def _has_real_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:

@@ -214,8 +214,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "urls_are_urls",
-        {"inference": {"engine": "vllm", "url": "localhost:8000"}},
-        "[inference] url has 'localhost:8000'",
+        {"inference": {"engine": "vllm", "url": "node1:8000"}},
+        "[inference] url has 'node1:8000', which is not a URL.  Try: http://node1:8000",
+    ),
+    *(
+        (
+            "urls_are_urls",
+            {"inference": {"engine": "vllm", "url": f"http://a:1, http://b:{port}"}},
+            f"[inference] url has 'http://b:{port}', and there is no such port.",
+        )
+        for port in ("65536", "0", "eighty")
     ),
     ("urls_are_urls", {"model": {"base_url": "http://"}}, "[model] base_url has 'http://'"),
     ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),

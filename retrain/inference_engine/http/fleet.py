@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
-from retrain.inference_engine.http.client import Client, Refused, Transient, gather_all
+from retrain.inference_engine.http.client import KEY_VARIABLE, Client, Refused, Transient, gather_all
 from retrain.inference_engine.http.wire import Adapter, Answer, Ask, Lacking, Wire
 
 ATTEMPTS = 5
@@ -21,6 +21,10 @@ FIRST_PAUSE_S = 0.25
 POLL_S = 0.5
 # Health and adapters answer at once where they answer at all; a first adapter may warm kernels up.
 HEALTH_S, LOAD_S = 10.0, 120.0
+
+
+class NoServerLeft(RolloutError):
+    """Every server was waited for in vain."""
 
 
 @dataclass
@@ -64,6 +68,8 @@ class Fleet:
                     server.ready, server.trouble = False, trouble
             except Refused as error:
                 trouble = str(error)
+                if error.status in (401, 403):
+                    trouble += f". The server wants another key than that of {KEY_VARIABLE}."
                 if self.adapter is None or self.adapter.name not in error.text:
                     break
                 # It restarted and has forgotten its adapter.
@@ -125,7 +131,7 @@ class Fleet:
             waited = time.monotonic() - started
             if waited >= self.wait_s:
                 told = "; ".join(f"{server.url} ({server.trouble})" for server in self.servers)
-                raise RolloutError(f"no inference server is left after waiting {waited:.0f} s: {told}.")
+                raise NoServerLeft(f"no inference server is left after waiting {waited:.0f} s: {told}.")
             self.progress("waiting for the inference server, s", int(waited), int(self.wait_s))
             await asyncio.sleep(POLL_S)
 

@@ -26,6 +26,7 @@ FREE_TO_CHANGE = (
     "training.record", "memory.", "eval.", "reward.timeout_s", "reward.workers",
     "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
     "reward.judge_completion_price", "logging.", "resume.", "plugins.",
+    "inference.launch", "inference.gpu_memory_utilization", "inference.wait_s",
     "inference.url", "model.base_url", "backend.max_concurrent", "backend.throttle_dir", "campaign.", "squeeze.",
 )  # fmt: skip
 

@@ -25,7 +25,6 @@ ABSENT = (
     "optimizer.warmup_steps",
     "memory.micro_batches",
     "memory.micro_batch_rows",
-    "inference.launch",
     "data.remove_unused_columns",
     "logging.log_completions",
     "logging.save_completions_probability",

@@ -20,6 +20,7 @@ Rule = Callable[[TrainConfig], Iterator[Problem]]
 
 _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 TABLE = re.compile(r"\[[a-z]+\]")
+_LAUNCH_DEVICE = re.compile(r"auto|cpu|cuda:(0|[1-9][0-9]{0,2})")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
@@ -277,6 +278,46 @@ def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def launch_device_follows_the_grammar(config: TrainConfig) -> Iterator[Problem]:
+    """`auto`, `cpu` or `cuda:N`."""
+    device = config.inference.launch_device
+    if not _LAUNCH_DEVICE.fullmatch(device):
+        yield Problem(
+            "[inference] launch_device", f"is {device!r}; it is auto, cpu or cuda:N.", 'Try: launch_device = "cuda:1"'
+        )
+
+
+def launched_server_is_vllm_on_this_machine(config: TrainConfig) -> Iterator[Problem]:
+    """retrain knows how to start vLLM, here; a url says that a server is there already."""
+    inference = config.inference
+    if not inference.launch:
+        return
+    if inference.engine != "vllm":
+        yield Problem(
+            "[inference] launch",
+            f"starts vLLM, but [inference] engine is {json.dumps(inference.engine)}.",
+            'Try: engine = "vllm"',
+        )
+    if inference.url:
+        yield Problem("[inference] launch", "starts a server, but [inference] url names one.", "Leave one of them out.")
+    if config.backend.backend != "local":
+        known = json.dumps(config.backend.backend)
+        yield Problem("[inference] launch", f"needs the local backend, not {known}.", "Try: launch = false")
+
+
+def servers_take_adapters(config: TrainConfig) -> Iterator[Problem]:
+    """What is delivered after each step is an adapter; whole weights cannot be handed to a running server."""
+    engine = config.inference.engine
+    remote = config.backend.backend == "tinker" or engine in set(REGISTRIES["engine"].builtins) - {"pytorch"}
+    if config.model.lora_rank == 0 and remote:
+        what = "a Tinker service trains" if config.backend.backend == "tinker" else f"an {engine} server is given"
+        yield Problem(
+            "[model] lora_rank",
+            f"= 0 trains the whole model, and {what} adapters alone.",
+            'Try: lora_rank = 32, or engine = "pytorch" on the local backend',
+        )
+
+
 def params_have_a_plugin(config: TrainConfig) -> Iterator[Problem]:
     """Built-in advantages and transforms take no parameters, so given ones would be ignored."""
     algorithm = config.algorithm
@@ -382,6 +423,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     names_are_known,
     values_can_be_written,
     devices_follow_the_grammar,
+    launch_device_follows_the_grammar,
     groups_can_differ,
     ratio_cap_lets_ratios_of_one_pass,
     urls_are_urls,
@@ -402,5 +444,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     evaluation_is_not_on_training_problems,
     backpressure_bounds_are_ordered,
     engine_options_have_an_engine,
+    launched_server_is_vllm_on_this_machine,
+    servers_take_adapters,
     params_have_a_plugin,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from retrain.errors import RolloutError
@@ -25,6 +26,10 @@ HEALTH_S, LOAD_S = 10.0, 120.0
 
 class NoServerLeft(RolloutError):
     """Every server was waited for in vain."""
+
+
+class OwnServerEnded(RolloutError):
+    """The server that this run started is no more."""
 
 
 @dataclass
@@ -53,6 +58,8 @@ class Fleet:
         self.adapter: Adapter | None = None
         self.turn = 0
         self.reviving = asyncio.Lock()
+        self.ended: Callable[[], str] = lambda: ""
+        """What became of a server that we started ourselves; empty while it runs, and where we started none."""
 
     async def complete(self, ask: Ask) -> tuple[Server, list[Answer]]:
         """All completions of one request, from one server. Never fewer than were asked for."""
@@ -128,12 +135,19 @@ class Fleet:
                     await self._revive_all()
             if any(server.ready for server in self.servers):
                 continue
+            self.refuse_ended()
             waited = time.monotonic() - started
             if waited >= self.wait_s:
                 told = "; ".join(f"{server.url} ({server.trouble})" for server in self.servers)
                 raise NoServerLeft(f"no inference server is left after waiting {waited:.0f} s: {told}.")
             self.progress("waiting for the inference server, s", int(waited), int(self.wait_s))
             await asyncio.sleep(POLL_S)
+
+    def refuse_ended(self) -> None:
+        """Nobody comes back where the run's own server has ended."""
+        told = self.ended()
+        if told:
+            raise OwnServerEnded(told)
 
     async def deliver(self, adapter: Adapter) -> None:
         """Load an adapter on every server that answers, then unload those before it."""

@@ -17,7 +17,7 @@ import torch
 
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.client import KEY_VARIABLE, Refused, Transient
-from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, NoServerLeft, Server
+from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, NoServerLeft, OwnServerEnded, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.wire import Answer, Ask, Lacking, Wire
 from retrain.types import IntArray, Sampling
@@ -95,7 +95,10 @@ class Startup:
                 raise self._lost(absent[0], absent[0].trouble)
             for server in self.fleet.servers:
                 self._run(self.fleet.ask(server, self._probe(Sampling(max_tokens=2))))
+        except OwnServerEnded:
+            raise
         except Transient as error:
+            self.fleet.refuse_ended()
             if error.down or error.status >= 500:
                 raise self._lost(server, str(error)) from error
             raise self._unfit(server, "does not sample from adapters", error, "lora") from error
@@ -143,6 +146,7 @@ class Startup:
             except Transient as error:
                 if error.status not in (0, 502, 503, 504):
                     return
+                self.fleet.refuse_ended()
                 waited = time.monotonic() - started
                 if waited >= self.fleet.wait_s:
                     raise ConfigError(

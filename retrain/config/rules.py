@@ -22,6 +22,7 @@ _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 TABLE = re.compile(r"\[[a-z]+\]")
 _LAUNCH_DEVICE = re.compile(r"auto|cpu|cuda:(0|[1-9][0-9]{0,2})")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
 
@@ -257,7 +258,7 @@ def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
     for where, text in (("[inference] url", config.inference.url), ("[model] base_url", config.model.base_url)):
         for url in filter(None, (part.strip() for part in text.split(","))):
             if not _URL.fullmatch(url):
-                bare = url if "://" not in url and _URL.fullmatch(f"http://{url}") else "localhost:8000"
+                bare = url if _HOST.fullmatch(url) else "localhost:8000"
                 yield Problem(where, f"has {url!r}, which is not a URL.", f"Try: http://{bare}")
             elif not _has_real_port(url):
                 yield Problem(where, f"has {url!r}, and there is no such port.", "Try: a port from 1 to 65535")
@@ -310,7 +311,7 @@ def servers_take_adapters(config: TrainConfig) -> Iterator[Problem]:
     engine = config.inference.engine
     remote = config.backend.backend == "tinker" or engine in set(REGISTRIES["engine"].builtins) - {"pytorch"}
     if config.model.lora_rank == 0 and remote:
-        what = "a Tinker service trains" if config.backend.backend == "tinker" else f"an {engine} server is given"
+        what = "a Tinker service trains" if config.backend.backend == "tinker" else f"the {engine} server is given"
         yield Problem(
             "[model] lora_rank",
             f"= 0 trains the whole model, and {what} adapters alone.",

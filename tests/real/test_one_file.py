@@ -19,7 +19,7 @@ from e2e.runs import rows
 
 from .conftest import Prepare
 from .servers import serve_vllm
-from .skyrl import SKYRL, skyrl
+from .skyrl_process import SKYRL, skyrl
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.real, pytest.mark.timeout(7200)]

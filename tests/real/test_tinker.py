@@ -21,7 +21,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
 
 from .conftest import Prepare
-from .skyrl import SKYRL, skyrl
+from .skyrl_process import SKYRL, skyrl
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [

@@ -15,6 +15,7 @@ from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
+from retrain.schedule import schedule_is_sound
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
 
@@ -102,6 +103,52 @@ def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
             "needs a sampler apart from the trainer: an [inference] engine that is a server, or two [backend] devices.",
             "Try: async_steps = 0",
         )
+
+
+def whole_models_are_trained_here(config: TrainConfig) -> Iterator[Problem]:
+    """Servers and services take adapters; a whole model is trained, and sampled from, in this process."""
+    if config.model.lora_rank:
+        return
+    if config.backend.backend == "tinker":
+        yield Problem(
+            "[model] lora_rank", "= 0 trains the whole model, and tinker trains adapters.", "Try: lora_rank = 32"
+        )
+    if config.inference.engine in REGISTRIES["engine"].builtins and config.inference.engine != "pytorch":
+        told = f"= 0 trains the whole model, and the engine {json.dumps(config.inference.engine)} is given adapters."
+        yield Problem("[model] lora_rank", told, 'Try: [inference] engine = "pytorch"')
+
+
+def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[Problem]:
+    """What retrain itself says when it loads a model cannot be said a second time."""
+    ours = {
+        "dtype": "[model] dtype", "torch_dtype": "[model] dtype", "device_map": "[backend] devices",
+        "attn_implementation": "[inference] attention_kernel", "gguf_file": "a folder with safetensors",
+        "quantization_config": "", "load_in_8bit": "", "load_in_4bit": "",
+    }  # fmt: skip
+    for name in config.model.init_kwargs:
+        if name in ours:
+            hint = f"Try: {ours[name]}" if ours[name] else "Quantised weights cannot be trained here."
+            yield Problem("[model] init_kwargs", f"has {name!r}, which is not for it to say.", hint)
+
+
+def micro_batches_are_cut_one_way(config: TrainConfig) -> Iterator[Problem]:
+    """How many there are and how large they are is one choice."""
+    if config.memory.micro_batches and config.memory.micro_batch_rows:
+        yield Problem("[memory] micro_batches", "and micro_batch_rows cut a step in two ways.", "Set one of them.")
+
+
+def runs_are_measured_one_way(config: TrainConfig) -> Iterator[Problem]:
+    """The runs of a campaign are compared step by step, so it is steps that they are counted in."""
+    if config.campaign is not None and config.training.epochs:
+        yield Problem(
+            "[training] epochs", "does not go with [campaign] max_steps, which counts steps.", "Try: epochs = 0.0"
+        )
+
+
+def reference_has_a_use(config: TrainConfig) -> Iterator[Problem]:
+    """A reference that no penalty looks at cannot be moved."""
+    if config.kl.sync_ref_model and not config.kl.beta:
+        yield Problem("[kl] sync_ref_model", "moves a reference, but [kl] beta = 0 has none.", "Try: beta = 0.04")
 
 
 def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
@@ -306,19 +353,6 @@ def launched_server_is_vllm_on_this_machine(config: TrainConfig) -> Iterator[Pro
         yield Problem("[inference] launch", f"needs the local backend, not {known}.", "Try: launch = false")
 
 
-def servers_take_adapters(config: TrainConfig) -> Iterator[Problem]:
-    """What is delivered after each step is an adapter; whole weights cannot be handed to a running server."""
-    engine = config.inference.engine
-    remote = config.backend.backend == "tinker" or engine in set(REGISTRIES["engine"].builtins) - {"pytorch"}
-    if config.model.lora_rank == 0 and remote:
-        what = "a Tinker service trains" if config.backend.backend == "tinker" else f"the {engine} server is given"
-        yield Problem(
-            "[model] lora_rank",
-            f"= 0 trains the whole model, and {what} adapters alone.",
-            'Try: lora_rank = 32, or engine = "pytorch" on the local backend',
-        )
-
-
 def params_have_a_plugin(config: TrainConfig) -> Iterator[Problem]:
     """Built-in advantages and transforms take no parameters, so given ones would be ignored."""
     algorithm = config.algorithm
@@ -426,6 +460,8 @@ VALUE_RULES: tuple[Rule, ...] = (
     devices_follow_the_grammar,
     launch_device_follows_the_grammar,
     groups_can_differ,
+    init_kwargs_leave_ours_alone,
+    schedule_is_sound,
     ratio_cap_lets_ratios_of_one_pass,
     urls_are_urls,
     strategic_grams_can_be_read,
@@ -436,6 +472,10 @@ VALUE_RULES: tuple[Rule, ...] = (
 )
 RELATION_RULES: tuple[Rule, ...] = (
     split_mode_has_no_dropout,
+    whole_models_are_trained_here,
+    micro_batches_are_cut_one_way,
+    reference_has_a_use,
+    runs_are_measured_one_way,
     samplers_are_where_they_can_be,
     rewards_are_complete,
     environment_is_complete,
@@ -446,6 +486,5 @@ RELATION_RULES: tuple[Rule, ...] = (
     backpressure_bounds_are_ordered,
     engine_options_have_an_engine,
     launched_server_is_vllm_on_this_machine,
-    servers_take_adapters,
     params_have_a_plugin,
 )

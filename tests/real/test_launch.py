@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,12 +19,14 @@ from retrain.errors import RolloutError
 
 from .servers import run_on
 
+MARK = "RETRAIN_STARTED_BY"
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(autouse=True)
-def vllm_on_the_path(vllm_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm_on_the_path(vllm_python: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setenv("PATH", f"{vllm_python.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -35,17 +38,21 @@ def config_of(model: Path, folder: Path, **overrides: object) -> TrainConfig:
     return run_on("vllm", "", model, folder, **own | overrides)
 
 
-def processes_of(model: Path) -> list[str]:
-    """Command lines of servers of a model, and of what they started: vLLM's workers carry its name as theirs."""
-    listed = subprocess.run(["ps", "-eww", "-o", "pid,ppid,pgid,args"], capture_output=True, text=True, check=True).stdout
-    heads = [line.split()[2] for line in listed.splitlines() if f"serve {model}" in line and "keeper.py" not in line]
-    return [line for line in listed.splitlines() if line.split()[2] in heads]
+def processes_of(folder: Path) -> list[str]:
+    """Names of all that a test started, by what it put into their environment; children have it too."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # Some end, or belong to the system.
+        with contextlib.suppress(OSError):
+            if f"{MARK}={folder}\0".encode() in (process / "environ").read_bytes():
+                found.append((process / "comm").read_text().strip())
+    return found
 
 
-def assert_gone(model: Path) -> None:
+def assert_gone(folder: Path) -> None:
     deadline = time.monotonic() + 60
-    while processes_of(model):
-        assert time.monotonic() < deadline, processes_of(model)
+    while processes_of(folder):
+        assert time.monotonic() < deadline, processes_of(folder)
         time.sleep(0.5)
 
 
@@ -59,7 +66,7 @@ def test_a_run_starts_vllm_trains_and_ends_it(tiny: Path, tmp_path: Path) -> Non
         assert row["ratio_mean"] == pytest.approx(1.0, abs=0.02)
     assert [row["policy_proof"] for row in metrics[1:]] == pytest.approx([1.0] * 2, abs=0.05)
     assert "Application startup complete" in (tmp_path / "logs" / "vllm.log").read_text()
-    assert_gone(tiny)
+    assert_gone(tmp_path)
 
 
 def test_a_killed_trainer_takes_vllm_along(tiny: Path, tmp_path: Path) -> None:
@@ -75,13 +82,14 @@ def test_a_killed_trainer_takes_vllm_along(tiny: Path, tmp_path: Path) -> None:
     while not (log.exists() and log.stat().st_size):
         assert trainer.poll() is None
         time.sleep(0.5)
-    assert len(processes_of(tiny)) > 1, "the server and its workers"
+    names = processes_of(tmp_path)
+    assert any("EngineCor" in name for name in names) and any("Worker" in name for name in names), names
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    assert_gone(tiny)
+    assert_gone(tmp_path)
 
 
 def test_a_context_that_vllm_refuses_is_told_in_its_own_words(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"has ended with exit code 1\. The last lines of .*vllm\.log"):
         train_quietly(config_of(tiny, tmp_path, inference__max_model_len=100_000))
-    assert_gone(tiny)
+    assert_gone(tmp_path)

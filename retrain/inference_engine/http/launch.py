@@ -126,9 +126,9 @@ def launch_engine(
 def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
     """`vllm serve` and its flags, but for the port."""
     inference, model = config.inference, policy.adapted.peft_config["default"]
-    rank = next((rank for rank in RANKS if rank >= model.r), None)
+    rank = next((rank for rank in RANKS if rank >= policy.rank), None)
     if rank is None:
-        raise ConfigError(f"[model] lora_rank = {model.r} is more than vLLM takes.  Try: lora_rank = {RANKS[-1]}")
+        raise ConfigError(f"[model] lora_rank = {policy.rank} is more than vLLM takes.  Try: lora_rank = {RANKS[-1]}")
     dtype = str(policy.dtype).removeprefix("torch.") if inference.launch_dtype == "auto" else inference.launch_dtype
     command = [find_vllm(), "serve", str(model.base_model_name_or_path), "--host", "127.0.0.1"]
     command += ["--enable-lora", "--max-lora-rank", str(rank), "--logprobs-mode", "processed_logprobs"]
@@ -191,8 +191,7 @@ def refuse_without_room(policy: Policy, config: TrainConfig) -> None:
     free, total = torch.cuda.mem_get_info(policy.device)
     shape = read_shape(policy.causal_lm.config.to_dict())
     tokens = max(SMALL_MICRO_BATCH, config.training.max_prompt_tokens + config.training.max_tokens)
-    rank = int(policy.adapted.peft_config["default"].r)
-    step = TrainingCost(shape, rank, policy.dtype.itemsize).bytes(tokens, shape.layers) if shape else 0
+    step = TrainingCost(shape, policy.rank, policy.dtype.itemsize).bytes(tokens, shape.layers) if shape else 0
     problem = problem_with_room(total, free, config.inference.gpu_memory_utilization, step + SPARE * total)
     if problem:
         raise ConfigError(f'[inference] launch_device = "{policy.device}" trains as well, and {problem}')

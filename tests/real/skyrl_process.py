@@ -23,20 +23,21 @@ def skyrl(python: Path, model: str, folder: Path) -> Iterator[str]:
     """The address of a running server, seen through the proxy."""
     port = free_port()
     settings = json.dumps({"max_lora_adapters": 8, "max_lora_rank": 8, "train_micro_batch_size": 8})
-    process = subprocess.Popen(
-        [
-            python, Path(__file__).with_name("skyrl_server.py"), "api",
-            "--port", str(port),
-            "--base-model", model,
-            "--backend", "jax",
-            "--backend-config", settings,
-            "--checkpoints-base", folder / "states",
-            "--database-url", f"sqlite:///{folder}/skyrl.db",
-        ],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-        stdout=(folder / "skyrl.log").open("wb"),
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    with (folder / "skyrl.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                python, Path(__file__).with_name("skyrl_server.py"), "api",
+                "--port", str(port),
+                "--base-model", model,
+                "--backend", "jax",
+                "--backend-config", settings,
+                "--checkpoints-base", folder / "states",
+                "--database-url", f"sqlite:///{folder}/skyrl.db",
+            ],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
     proxy = Proxy(f"http://127.0.0.1:{port}")
     try:
         deadline = time.monotonic() + 600

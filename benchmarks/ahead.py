@@ -1,10 +1,11 @@
 """What `async_steps = 1` gains: the same run on a server, sampling in turn with training and a step ahead of it.
 
-    python benchmarks/ahead.py [--steps 8] [--seconds 3]
+    python benchmarks/ahead.py [--steps 8] [--seconds 3] [--url http://localhost:8000 --model FOLDER]
 
-The server is a process of its own, the loopback server of the tests over a small model. Each request waits there for
-`--seconds`, as if an accelerator decoded elsewhere, and gets random tokens with their true log-probs, which costs this
-machine little; the trainer computes here.
+Both are run twice, the second time in the other order. With a url it is a vLLM server that serves the model of that
+folder with adapters of rank 4. Without one it is a process of its own, the loopback server of the tests over a small
+model: each request waits there for `--seconds`, as if an accelerator decoded elsewhere, and gets random tokens with
+their true log-probs, which costs this machine little. The trainer computes here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def run(model: Path, url: str, folder: Path, ahead: int, steps: int) -> list[dic
         "backend__devices": "cpu",
         "inference__engine": "vllm",
         "inference__url": url,
-        "inference__wait_s": 60.0,
+        "inference__wait_s": 300.0,
         "model__lora_rank": 4,
         "training__async_steps": ahead,
         "training__max_steps": steps,
@@ -76,27 +77,35 @@ def run(model: Path, url: str, folder: Path, ahead: int, steps: int) -> list[dic
     return rows(result.log_dir)
 
 
+def compare(model: Path, url: str, scratch: Path, steps: int) -> None:
+    print("8 prompts of 16 completions, medians over the steps after the second")
+    print("| async_steps | step | sampling waited for | training | staleness | largest ratio |")
+    print("|---|---|---|---|---|---|")
+    for at, ahead in enumerate((0, 1, 1, 0)):
+        done = run(model, url, scratch / str(at), ahead, steps)[2:]
+        step, sample, train = (statistics.median(row[part] for row in done) for part in PARTS)
+        largest, stale = max(row["ratio_max"] for row in done), done[-1]["staleness"]
+        print(f"| {ahead} | {step:.2f} s | {sample:.2f} s | {train:.2f} s | {stale} | {largest:.3f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--url", default="")
+    parser.add_argument("--model", type=Path)
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
+        if told.url:
+            compare(told.model, told.url, Path(scratch), told.steps)
+            return
         model = write_tokenizer(write_model(Path(scratch) / "model", "qwen3", layers=3))
         port = multiprocessing.Value("i", 0)
         server = multiprocessing.Process(target=serve, args=(model, port, told.seconds), daemon=True)
         server.start()
         while not port.value:
             time.sleep(0.05)
-        print(f"8 prompts of 16 completions, {told.seconds} s on the server, medians over the steps after the second")
-        print("| async_steps | step | sampling waited for | training | staleness | largest ratio |")
-        print("|---|---|---|---|---|---|")
-        for ahead in (0, 1):
-            done = run(model, f"http://127.0.0.1:{port.value}", Path(scratch) / str(ahead), ahead, told.steps)[2:]
-            step, sample, train = (statistics.median(row[part] for row in done) for part in PARTS)
-            largest = max(row["ratio_max"] for row in done)
-            stale = done[-1]["staleness"]
-            print(f"| {ahead} | {step:.2f} s | {sample:.2f} s | {train:.2f} s | {stale} | {largest:.3f} |", flush=True)
+        compare(model, f"http://127.0.0.1:{port.value}", Path(scratch), told.steps)
         server.terminate()
         server.join()
 

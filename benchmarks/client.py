@@ -3,7 +3,7 @@
     python benchmarks/client.py [--rounds 5] [--concurrency 128] [--tokens 64] [--seconds 2]
 
 A server process answers after a fixed time, as if it had decoded, so every difference is the client's. The bare loop
-writes the same bodies to raw sockets and does not look at the answers.
+writes prepared bodies to raw connections that it opened before, and parses the JSON of the answers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def content_length(head: bytes) -> int:
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: int, seconds: float) -> None:
     """One keep-alive connection of the stand-in server."""
     while head := await reader.readuntil(b"\r\n\r\n"):
-        length = next(
-            (int(h.split(b":")[1]) for h in head.split(b"\r\n") if h.lower().startswith(b"content-length")), 0
-        )
+        length = content_length(head)
         body = json.loads(await reader.readexactly(length)) if length else {}
         reply: Any = {}
         if "prompt" in body:
@@ -68,19 +66,37 @@ def serve(port: Any, tokens: int, seconds: float) -> None:
     asyncio.run(main())
 
 
-async def bare(url: str, bodies: list[bytes]) -> None:
-    """Send every body on a connection of its own, all at once, and read the answers away."""
-    place = urlsplit(url)
+class BareLoop:
+    """Sends bodies on connections of their own, all at once, and parses the answers."""
 
-    async def one(body: bytes) -> None:
-        reader, writer = await asyncio.open_connection(place.hostname, place.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        writer.write(head + body)
-        told = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(content_length(told))
-        writer.close()
+    def __init__(self, url: str) -> None:
+        self.place = urlsplit(url)
+        self.loop = asyncio.new_event_loop()
+        self.connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    await asyncio.gather(*(one(body) for body in bodies))
+    def open(self, count: int) -> None:
+        async def several() -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+            place = self.place
+            return [await asyncio.open_connection(place.hostname, place.port) for _ in range(count)]
+
+        self.connections = self.loop.run_until_complete(several())
+
+    def send(self, bodies: list[bytes]) -> None:
+        async def one(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Any:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            writer.write(head + body)
+            told = await reader.readuntil(b"\r\n\r\n")
+            return json.loads(await reader.readexactly(content_length(told)))
+
+        async def every() -> None:
+            await asyncio.gather(*(one(body, *made) for body, made in zip(bodies, self.connections, strict=True)))
+
+        self.loop.run_until_complete(every())
+
+    def close(self) -> None:
+        for _, writer in self.connections:
+            writer.close()
+        self.loop.run_until_complete(asyncio.sleep(0.1))
 
 
 def main() -> None:
@@ -134,10 +150,14 @@ def measure(engine: Any, url: str, told: argparse.Namespace) -> None:
             drawn = engine.client.run(engine._draw(asks, told.concurrency))
             engine._completions([row for _, row in drawn])
 
+        bare = BareLoop(url)
+        bare.open(len(bodies))
+        through_engine()
         plain, ours = [], []
         for _ in range(told.rounds):
-            plain.append(timed(lambda bodies=bodies: asyncio.run(bare(url, bodies))))
+            plain.append(timed(lambda bare=bare, bodies=bodies: bare.send(bodies)))
             ours.append(timed(through_engine))
+        bare.close()
         (loop, loop_busy), (client, client_busy) = (
             (statistics.median(wall for wall, _ in runs), statistics.median(busy for _, busy in runs))
             for runs in (plain, ours)

@@ -14,7 +14,6 @@ ABSENT = (
     "teaching.enabled",
     "distributed.zero_stage",
     "distributed.fsdp",
-    "inference.launch",
     "logging.log_completions",
     "logging.save_completions_probability",
     "logging.debug",

@@ -48,6 +48,7 @@ _JUDGE = Need(
     '[reward] type = "judge"', lambda c: "judge" in ([term.type for term in c.reward.terms] or [c.reward.type])
 )
 _SERVER = Need("an [inference] engine that is a server", lambda c: c.inference.engine != "pytorch")
+_LAUNCH = Need("[inference] launch = true", lambda c: c.inference.launch)
 _ZERO_3 = Need("[distributed] zero_stage = 3", lambda c: c.distributed.zero_stage == 3)
 
 # What is not here although it can be without effect, and why it stays accepted:
@@ -77,6 +78,10 @@ NEEDS: dict[str, Need] = {
     "inference.adapter_dir": _SERVER,
     "inference.timeout_s": _SERVER,
     "inference.wait_s": _SERVER,
+    "inference.launch_device": _LAUNCH,
+    "inference.gpu_memory_utilization": _LAUNCH,
+    "inference.launch_dtype": _LAUNCH,
+    "inference.max_model_len": _LAUNCH,
     "planning.model": _SEMANTIC,
     "planning.threshold": _SEMANTIC,
     "logging.strategic_grams": Need('[planning] detector = "regex"', lambda c: c.planning.detector != "semantic"),

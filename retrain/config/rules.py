@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from retrain.config.conditions import conditions_override_real_options
 from retrain.config.options import all_options, options_by_path
@@ -20,7 +21,9 @@ Rule = Callable[[TrainConfig], Iterator[Problem]]
 
 _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 TABLE = re.compile(r"\[[a-z]+\]")
+_LAUNCH_DEVICE = re.compile(r"auto|cpu|cuda:(0|[1-9][0-9]{0,2})")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
 
@@ -302,7 +305,17 @@ def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
     for where, text in (("[inference] url", config.inference.url), ("[model] base_url", config.model.base_url)):
         for url in filter(None, (part.strip() for part in text.split(","))):
             if not _URL.fullmatch(url):
-                yield Problem(where, f"has {url!r}, which is not a URL.", "Try: http://localhost:8000")
+                bare = url if _HOST.fullmatch(url) else "localhost:8000"
+                yield Problem(where, f"has {url!r}, which is not a URL.", f"Try: http://{bare}")
+            elif not _has_real_port(url):
+                yield Problem(where, f"has {url!r}, and there is no such port.", "Try: a port from 1 to 65535")
+
+
+def _has_real_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:
@@ -311,6 +324,33 @@ def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "[inference] url", 'is set, but [inference] engine "pytorch" runs in this process.', 'Try: engine = "vllm"'
         )
+
+
+def launch_device_follows_the_grammar(config: TrainConfig) -> Iterator[Problem]:
+    """`auto`, `cpu` or `cuda:N`."""
+    device = config.inference.launch_device
+    if not _LAUNCH_DEVICE.fullmatch(device):
+        yield Problem(
+            "[inference] launch_device", f"is {device!r}; it is auto, cpu or cuda:N.", 'Try: launch_device = "cuda:1"'
+        )
+
+
+def launched_server_is_vllm_on_this_machine(config: TrainConfig) -> Iterator[Problem]:
+    """retrain knows how to start vLLM, here; a url says that a server is there already."""
+    inference = config.inference
+    if not inference.launch:
+        return
+    if inference.engine != "vllm":
+        yield Problem(
+            "[inference] launch",
+            f"starts vLLM, but [inference] engine is {json.dumps(inference.engine)}.",
+            'Try: engine = "vllm"',
+        )
+    if inference.url:
+        yield Problem("[inference] launch", "starts a server, but [inference] url names one.", "Leave one of them out.")
+    if config.backend.backend != "local":
+        known = json.dumps(config.backend.backend)
+        yield Problem("[inference] launch", f"needs the local backend, not {known}.", "Try: launch = false")
 
 
 def params_have_a_plugin(config: TrainConfig) -> Iterator[Problem]:
@@ -418,6 +458,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     names_are_known,
     values_can_be_written,
     devices_follow_the_grammar,
+    launch_device_follows_the_grammar,
     groups_can_differ,
     init_kwargs_leave_ours_alone,
     schedule_is_sound,
@@ -444,5 +485,6 @@ RELATION_RULES: tuple[Rule, ...] = (
     evaluation_is_not_on_training_problems,
     backpressure_bounds_are_ordered,
     engine_options_have_an_engine,
+    launched_server_is_vllm_on_this_machine,
     params_have_a_plugin,
 )

@@ -32,6 +32,15 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ("backend.throttle_dir", "/tmp/t", '[backend] backend = "tinker"', [{"backend": {"backend": "mine.build"}}]),
     ("model.base_url", "http://a:1", '[backend] backend = "tinker"', [{"backend": {"backend": "tinker"}}]),
     *(
+        (f"inference.{key}", value, "[inference] launch = true", [{"inference": {"engine": "vllm", "launch": True}}])
+        for key, value in {
+            "launch_device": "cpu",
+            "gpu_memory_utilization": 0.5,
+            "launch_dtype": "float16",
+            "max_model_len": 512,
+        }.items()
+    ),
+    *(
         (
             f"inference.{key}",
             value,

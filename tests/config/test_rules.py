@@ -12,6 +12,7 @@ from retrain.config.rules import RELATION_RULES, VALUE_RULES
 from retrain.errors import ConfigError
 
 GRPO, MAXRL = {"advantage_mode": "grpo"}, {"advantage_mode": "maxrl"}
+LAUNCH = {"engine": "vllm", "launch": True}
 JSONL = {"source": "jsonl", "path": "a.jsonl"}
 ENVIRONMENT = {"provider": "verifiers", "id": "primeintellect/gsm8k"}
 
@@ -73,6 +74,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("backpressure_bounds_are_ordered", {"backpressure": {"enabled": True, "min_batch_size": 4, "max_batch_size": 4}}),
     ("urls_are_urls", {"inference": {"engine": "vllm", "url": "http://localhost:8000, https://a.example/v1"}}),
     ("engine_options_have_an_engine", {"inference": {"engine": "vllm", "url": "http://localhost:8000"}}),
+    ("launch_device_follows_the_grammar", {"inference": {**LAUNCH, "launch_device": "cuda:1"}}),
+    ("launched_server_is_vllm_on_this_machine", {"inference": LAUNCH}),
     ("params_have_a_plugin", {"algorithm": {"transform_mode": "mine.Spec", "transform_params": {"a": 1}}}),
     ("params_have_a_plugin", {"algorithm": {"algorithm_mode": "mine.all", "transform_params": {"a": 1}}}),
     ("params_have_a_plugin", {"algorithm": {"advantage_mode": "mine.adv", "advantage_params": {"a": 1}}}),
@@ -257,11 +260,39 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "urls_are_urls",
-        {"inference": {"engine": "vllm", "url": "localhost:8000"}},
-        "[inference] url has 'localhost:8000'",
+        {"inference": {"engine": "vllm", "url": "node1:8000"}},
+        "[inference] url has 'node1:8000', which is not a URL.  Try: http://node1:8000",
+    ),
+    *(
+        (
+            "urls_are_urls",
+            {"inference": {"engine": "vllm", "url": f"http://a:1, http://b:{port}"}},
+            f"[inference] url has 'http://b:{port}', and there is no such port.",
+        )
+        for port in ("65536", "0", "eighty")
     ),
     ("urls_are_urls", {"model": {"base_url": "http://"}}, "[model] base_url has 'http://'"),
     ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),
+    (
+        "launch_device_follows_the_grammar",
+        {"inference": {**LAUNCH, "launch_device": "gpu:0"}},
+        "[inference] launch_device is 'gpu:0'; it is auto, cpu or cuda:N.",
+    ),
+    (
+        "launched_server_is_vllm_on_this_machine",
+        {"inference": {"engine": "sglang", "launch": True}},
+        '[inference] launch starts vLLM, but [inference] engine is "sglang".',
+    ),
+    (
+        "launched_server_is_vllm_on_this_machine",
+        {"inference": {**LAUNCH, "url": "http://a:1"}},
+        "[inference] launch starts a server, but [inference] url names one.",
+    ),
+    (
+        "launched_server_is_vllm_on_this_machine",
+        {"inference": LAUNCH, "backend": {"backend": "tinker"}},
+        '[inference] launch needs the local backend, not "tinker".',
+    ),
     ("params_have_a_plugin", {"algorithm": {"transform_params": {"a": 1}}}, "[algorithm] transform_params is set"),
     ("params_have_a_plugin", {"algorithm": {"advantage_params": {"a": 1}}}, "[algorithm] advantage_params is set"),
     (

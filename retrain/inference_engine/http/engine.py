@@ -233,13 +233,20 @@ class HttpEngine:
 
     def _refuse_options(self, sampling: Sampling) -> None:
         defaults = Sampling(max_tokens=1)
-        for option in OPTIONS:
+        changed = [option for option in OPTIONS if getattr(sampling, option) != getattr(defaults, option)]
+        for option in changed:
             value, default = getattr(sampling, option), getattr(defaults, option)
-            if value != default and option not in self.wire.options:
+            if option not in self.wire.options:
                 raise ConfigError(
                     f'[training] {option} = {value} cannot be had from engine = "{self.wire.name}": it lacks the '
                     f"option or means something else by it.  Try: {option} = {default}"
                 )
+        both = [option for option in changed if option in self.wire.apart]
+        if len(both) > 1:
+            raise ConfigError(
+                f'[training] {" and ".join(both)} cannot be had together from engine = "{self.wire.name}": it cuts by '
+                f"them in another order than the trainer.  Try: {both[-1]} = {getattr(defaults, both[-1])}"
+            )
 
 
 def refuse_server_flags(wire: Wire, inference: Inference) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
-from retrain.inference_engine.http.client import Client, Refused, Transient, gather_all
+from retrain.inference_engine.http.client import KEY_VARIABLE, Client, Refused, Transient, gather_all
 from retrain.inference_engine.http.wire import Adapter, Answer, Ask, Lacking, Wire
 
 ATTEMPTS = 5
@@ -21,6 +22,14 @@ FIRST_PAUSE_S = 0.25
 POLL_S = 0.5
 # Health and adapters answer at once where they answer at all; a first adapter may warm kernels up.
 HEALTH_S, LOAD_S = 10.0, 120.0
+
+
+class NoServerLeft(RolloutError):
+    """Every server was waited for in vain."""
+
+
+class OwnServerEnded(RolloutError):
+    """The server that this run started is no more."""
 
 
 @dataclass
@@ -49,6 +58,8 @@ class Fleet:
         self.adapter: Adapter | None = None
         self.turn = 0
         self.reviving = asyncio.Lock()
+        self.ended: Callable[[], str] = lambda: ""
+        """What became of a server that we started ourselves; empty while it runs, and where we started none."""
 
     async def complete(self, ask: Ask) -> tuple[Server, list[Answer]]:
         """All completions of one request, from one server. Never fewer than were asked for."""
@@ -64,6 +75,8 @@ class Fleet:
                     server.ready, server.trouble = False, trouble
             except Refused as error:
                 trouble = str(error)
+                if error.status in (401, 403):
+                    trouble += f". The server wants another key than that of {KEY_VARIABLE}."
                 if self.adapter is None or self.adapter.name not in error.text:
                     break
                 # It restarted and has forgotten its adapter.
@@ -122,12 +135,19 @@ class Fleet:
                     await self._revive_all()
             if any(server.ready for server in self.servers):
                 continue
+            self.refuse_ended()
             waited = time.monotonic() - started
             if waited >= self.wait_s:
                 told = "; ".join(f"{server.url} ({server.trouble})" for server in self.servers)
-                raise RolloutError(f"no inference server is left after waiting {waited:.0f} s: {told}.")
+                raise NoServerLeft(f"no inference server is left after waiting {waited:.0f} s: {told}.")
             self.progress("waiting for the inference server, s", int(waited), int(self.wait_s))
             await asyncio.sleep(POLL_S)
+
+    def refuse_ended(self) -> None:
+        """Nobody comes back where the run's own server has ended."""
+        told = self.ended()
+        if told:
+            raise OwnServerEnded(told)
 
     async def deliver(self, adapter: Adapter) -> None:
         """Load an adapter on every server that answers, then unload those before it."""

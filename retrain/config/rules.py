@@ -165,6 +165,16 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 
 
+def teaching_is_of_one_answer(config: TrainConfig) -> Iterator[Problem]:
+    """An environment has a conversation of its own, in which there is no place for a student."""
+    if config.teaching.enabled and config.environment.provider:
+        yield Problem(
+            "[teaching] enabled",
+            "does not go with an [environment]: the student answers problems of [data], scored by [reward].",
+            "Try: enabled = false",
+        )
+
+
 def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """jsonl needs a path, hub an id; the other sources take neither."""
     for section, named, source, path in (
@@ -310,9 +320,19 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
     values = values_of(config)
     for key, variables in wanted.items():
         text = values[f"teaching.{key}"]
-        missing = [f"{{{name}}}" for name in variables if text and f"{{{name}}}" not in text]
+        known = [f"{{{name}}}" for name in variables]
+        missing = [name for name in known if text and name not in text]
         if missing:
             yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
+        for name in _unknown_variables(text, variables):
+            yield Problem(
+                f"[teaching] {key}", f"has {{{name}}}, which it does not know.", f"It knows {' and '.join(known)}."
+            )
+
+
+def _unknown_variables(text: str, known: Iterable[str]) -> list[str]:
+    """Names in braces that stand for nothing. What follows a letter or a backslash is LaTeX: \\frac{a}{b}."""
+    return [name for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text) if name not in known]
 
 
 def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
@@ -321,14 +341,12 @@ def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
     if text and "{response}" not in text:
         yield Problem("[reward] judge_prompt", "lacks {response}.")
     known = ("question", "reference", "response")
-    # What follows a letter or a backslash is LaTeX: \\frac{a}{b}.
-    for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text):
-        if name not in known:
-            yield Problem(
-                "[reward] judge_prompt",
-                f"has {{{name}}}, which it does not know.",
-                "It knows {question}, {reference} and {response}.",
-            )
+    for name in _unknown_variables(text, known):
+        yield Problem(
+            "[reward] judge_prompt",
+            f"has {{{name}}}, which it does not know.",
+            "It knows {question}, {reference} and {response}.",
+        )
 
 
 def judge_address_holds_no_password(config: TrainConfig) -> Iterator[Problem]:
@@ -385,6 +403,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     samplers_are_where_they_can_be,
     rewards_are_complete,
     environment_is_complete,
+    teaching_is_of_one_answer,
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,

@@ -31,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Policy:
     """The model that samples and learns."""
 
-    adapted: PeftModel
+    adapted: Any
     device: torch.device
     context_length: int
     stop_ids: tuple[int, ...]
@@ -39,7 +39,10 @@ class Policy:
     """Why the model attends by itself; empty where it attends through us."""
 
     def __post_init__(self) -> None:
-        self.causal_lm: Any = self.adapted.get_base_model()
+        has_adapter = isinstance(self.adapted, PeftModel)
+        self.rank = int(self.adapted.peft_config["default"].r) if has_adapter else 0
+        """That of the adapter; 0 where the whole model learns."""
+        self.causal_lm: Any = self.adapted.get_base_model() if has_adapter else self.adapted
         self.layers = int(self.causal_lm.config.get_text_config().num_hidden_layers)
         self.vocabulary = int(self.causal_lm.get_output_embeddings().weight.shape[0])
         parameter = next(self.causal_lm.parameters())
@@ -127,7 +130,7 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
 
 def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[str], None]) -> Policy:
     """Give a loaded model a fresh adapter, and make sure that we understand it."""
-    causal_lm.requires_grad_(False)
+    causal_lm.eval().requires_grad_(False)
     targets: str | list[str] = lora.target_modules
     if targets != "all-linear":
         targets = [name.strip() for name in lora.target_modules.split(",")]

@@ -75,6 +75,11 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         "templates_name_their_variables",
         {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}},
     ),
+    (
+        "templates_name_their_variables",
+        {"teaching": {"enabled": True, "student_baseline_template": r"{question} \\boxed{answer} \\frac{a}{b}"}},
+    ),
+    ("teaching_is_of_one_answer", {"teaching": {"enabled": True}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"sepa": {"steps": 5}, "lr": 1e-3}]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"model": {"lora_rank": 8}}, {"model": "a/b"}]}}),
 ]
@@ -229,6 +234,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": f"[{'1' * 5000}]"}}, "[logging] strategic_grams"),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "[" * 90_000}}, "[logging] strategic_grams"),
     ("templates_name_their_variables", {"teaching": {"student_baseline_template": "?"}}, "lacks {question}"),
+    (
+        "templates_name_their_variables",
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach} {hint}"}},
+        "has {hint}, which it does not know.  It knows {question} and {approach}.",
+    ),
+    (
+        "teaching_is_of_one_answer",
+        {"teaching": {"enabled": True}, "environment": {"provider": "builtin", "id": "guess-number"}},
+        "[teaching] enabled does not go with an [environment]",
+    ),
     ("conditions_override_real_options", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),
     (

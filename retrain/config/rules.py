@@ -175,6 +175,19 @@ def teaching_is_of_one_answer(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[Problem]:
+    """maxrl divides by a group's mean reward, which teaching that does harm makes negative. A campaign's runs are asked
+    one by one."""
+    teaching, mode = config.teaching, config.algorithm
+    is_maxrl = mode.advantage_mode == "maxrl" and not mode.algorithm_mode
+    if teaching.enabled and teaching.degradation_penalty_multiplier and is_maxrl and config.campaign is None:
+        yield Problem(
+            "[algorithm] advantage_mode",
+            '= "maxrl" divides by the mean reward, which [teaching] makes negative where the student does worse.',
+            'Try: advantage_mode = "grpo"',
+        )
+
+
 def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """jsonl needs a path, hub an id; the other sources take neither."""
     for section, named, source, path in (
@@ -404,6 +417,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     rewards_are_complete,
     environment_is_complete,
     teaching_is_of_one_answer,
+    teaching_has_an_advantage_for_losses,
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,

@@ -79,7 +79,7 @@ def test_what_is_drawn_depends_on_seed_and_prompt_alone(model: Path) -> None:
 
 
 def test_another_model_is_loaded_frozen(model: Path, other: Path) -> None:
-    config = config_for(model, teaching__enabled=True, teaching__student_model=str(other))
+    config = config_for(model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(other))
     said: list[str] = []
     policy = policy_for(config)
     lent = lend_frozen(policy, config, PlainTokenizer(), said.append, lambda *told: None)
@@ -105,7 +105,7 @@ def test_a_model_trained_as_a_whole_has_a_frozen_copy_for_a_student(model: Path)
 
 
 def test_a_student_without_weights_is_refused_by_the_option_that_names_it(model: Path, tmp_path: Path) -> None:
-    config = config_for(model, teaching__enabled=True, teaching__student_model=str(tmp_path))
+    config = config_for(model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(tmp_path))
     with pytest.raises(ConfigError, match=r"\[teaching\] student_model = "):
         lend(policy_for(config), config)
 

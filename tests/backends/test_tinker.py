@@ -629,6 +629,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def teaching_config(server: TinkerServer, folder: Path, **overrides: Any) -> TrainConfig:
     own = {
+        "algorithm__advantage_mode": "grpo",
         "teaching__enabled": True,
         "teaching__max_probe_tokens": 4,
         "teaching__student_diagnostic_template": "{question}",

@@ -104,7 +104,7 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
             option.path,
             TEMPLATES.get(option.key, "a {question}" if option.type_name == "str" else 7),
             "[teaching] enabled = true",
-            [{"teaching": {"enabled": True}}],
+            [{"teaching": {"enabled": True}, "algorithm": {"advantage_mode": "grpo"}}],
         )
         for option in all_options()
         if option.section == "teaching" and option.key != "enabled"

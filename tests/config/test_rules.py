@@ -73,13 +73,20 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "wait, let me check"}}),
     (
         "templates_name_their_variables",
-        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}},
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}, "algorithm": GRPO},
     ),
     (
         "templates_name_their_variables",
-        {"teaching": {"enabled": True, "student_baseline_template": r"{question} \\boxed{answer} \\frac{a}{b}"}},
+        {
+            "teaching": {"enabled": True, "student_baseline_template": "{question} \\boxed{answer} \\frac{a}{b}"},
+            "algorithm": GRPO,
+        },
     ),
-    ("teaching_is_of_one_answer", {"teaching": {"enabled": True}}),
+    ("teaching_is_of_one_answer", {"teaching": {"enabled": True}, "algorithm": GRPO}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": GRPO}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": {"algorithm_mode": "a.b"}}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True, "degradation_penalty_multiplier": 0.0}}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "campaign": {"conditions": [GRPO]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"sepa": {"steps": 5}, "lr": 1e-3}]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"model": {"lora_rank": 8}}, {"model": "a/b"}]}}),
 ]
@@ -236,13 +243,22 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("templates_name_their_variables", {"teaching": {"student_baseline_template": "?"}}, "lacks {question}"),
     (
         "templates_name_their_variables",
-        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach} {hint}"}},
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach} {hint}"}, "algorithm": GRPO},
         "has {hint}, which it does not know.  It knows {question} and {approach}.",
     ),
     (
         "teaching_is_of_one_answer",
-        {"teaching": {"enabled": True}, "environment": {"provider": "builtin", "id": "guess-number"}},
+        {
+            "teaching": {"enabled": True},
+            "algorithm": GRPO,
+            "environment": {"provider": "builtin", "id": "guess-number"},
+        },
         "[teaching] enabled does not go with an [environment]",
+    ),
+    (
+        "teaching_has_an_advantage_for_losses",
+        {"teaching": {"enabled": True}},
+        '[algorithm] advantage_mode = "maxrl" divides by the mean reward',
     ),
     ("conditions_override_real_options", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),

@@ -56,6 +56,7 @@ def config_for(model: Path | str, folder: Path, **overrides: Any) -> TrainConfig
         "reward.custom_module": "e2e.fakes",
         "reward.custom_function": "score_length",
         "reward.workers": 1,
+        "algorithm.advantage_mode": "grpo",
         "teaching.enabled": True,
         "teaching.max_probe_tokens": 6,
         "teaching.student_diagnostic_template": "{question}",
@@ -147,7 +148,7 @@ def test_a_student_that_cannot_be_loaded_is_wrong_input(
 
 
 def test_a_backend_that_lends_no_student_is_refused(model: Path, tmp_path: Path) -> None:
-    config = fake_config(model, tmp_path, teaching__enabled=True)
+    config = fake_config(model, tmp_path, teaching__enabled=True, algorithm__advantage_mode="grpo")
     with pytest.raises(ConfigError, match="lends a frozen model, and e2e.fakes.build does not"):
         train_quietly(config)
 

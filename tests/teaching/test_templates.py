@@ -24,7 +24,7 @@ def test_the_built_in_templates_obey_the_rule_for_templates() -> None:
     load_config(
         None,
         {
-            "teaching.enabled": True,
+            "algorithm.advantage_mode": "grpo", "teaching.enabled": True,
             "teaching.student_diagnostic_template": built_in.diagnostic,
             "teaching.teacher_adaptive_template": built_in.teacher,
             "teaching.student_with_teaching_template": built_in.with_teaching,
@@ -75,10 +75,10 @@ def test_without_a_user_the_last_message_is_the_question() -> None:
 )
 def test_a_template_with_the_wrong_variables_is_refused(key: str, text: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(None, {"teaching.enabled": True, f"teaching.{key}": text})
+        load_config(None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, f"teaching.{key}": text})
     assert f"[teaching] {key} {told}" in str(refused.value)
 
 
 def test_latex_in_a_template_is_no_variable() -> None:
     text = r"Put the answer in \boxed{answer}, such as \frac{a}{b}. {question}"
-    load_config(None, {"teaching.enabled": True, "teaching.student_baseline_template": text})
+    load_config(None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, "teaching.student_baseline_template": text})

@@ -49,7 +49,7 @@ def test_the_base_is_sampled_whatever_the_adapter_has_learned(model: Path) -> No
     expected = lend(untrained, config).engine.generate(PROMPTS, SAMPLING)
     student = lend(policy, config)
     assert tokens(student.engine.generate(PROMPTS, SAMPLING)) == tokens(expected)
-    learner_for(policy, config).step(random_datums([(5, 8), (3, 6)]))
+    learner_for(policy, config).step(random_datums([(5, 8), (3, 6)]), 0)
     assert tokens(student.engine.generate(PROMPTS, SAMPLING)) == tokens(expected)
     taught = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *told: None)
     assert tokens(taught.generate(PROMPTS, SAMPLING)) != tokens(expected)

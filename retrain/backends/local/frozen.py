@@ -49,9 +49,10 @@ class FrozenEngine(PyTorchEngine):
 
 def _load(name: str, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> Policy:
     say(f"Loading student: {name} on {policy.device}...")
-    own = config.model.model_copy(update={"model": name, "lora_rank": 1, "init_kwargs": {}})
+    own = config.model.model_copy(update={"model": name, "lora_rank": 0, "init_kwargs": {}})
     try:
         student = load_policy(own, config.lora, config.training.seed, policy.device, lambda line: None)
     except ConfigError as error:
         raise ConfigError(f"[teaching] student_model = {name!r}: {error}") from error
-    return without_adapter(student)
+    student.causal_lm.requires_grad_(False)
+    return student

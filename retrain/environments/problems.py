@@ -44,7 +44,9 @@ class EnvironmentProblems:
     def scorer(self, backend: Backend) -> SamplesAndScores:
         """What plays them, once it is known how many tokens the model holds."""
         training = self.config.training
-        limits = Limits(training.max_tokens, backend.capabilities.context_length, self.section.max_turns, training.max_prompt_tokens)
+        limits = Limits(
+            training.max_tokens, backend.capabilities.context_length, self.section.max_turns, training.max_prompt_tokens
+        )
         rules = Rules(limits, self.section.timeout_s)
         self.player = Player(self.environment, self.template, rules, self.console.say, self.console.progress)
         return self.player

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 BONUS_TOKENS = 100.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TeachingScore(Score):
     """What a piece of teaching is worth, and the two scores of the student that this follows from."""
 
-    alone: Score = Score(0.0, "wrong")
-    taught: Score = Score(0.0, "wrong")
+    alone: Score
+    taught: Score
 
 
 def teaching_reward(alone: Score, taught: Score, tokens: int, section: schema.Teaching) -> float:
@@ -107,7 +107,7 @@ class Classroom:
             if not score.counts:
                 return replace(score, detail=f"the student's answer {when}: {score.detail}")
         value = teaching_reward(alone.score, taught, len(teaching.token_ids_T), self.section)
-        return TeachingScore(value, taught.outcome, "", alone.score, taught)
+        return TeachingScore(value, taught.outcome, alone=alone.score, taught=taught)
 
 
 def describe_students(groups: Sequence[Group]) -> StepMetrics:

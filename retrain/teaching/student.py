@@ -47,7 +47,7 @@ class Student:
             answers = self._draw([ask(self.templates.baseline, example) for example in new.values()], own)
             own = replace(own, max_tokens=self.max_probe_tokens)
             probes = self._draw([ask(self.templates.diagnostic, example) for example in new.values()], own)
-            self.known |= {key: Alone(*said) for key, *said in zip(new, answers, probes, strict=True)}
+            self.known |= {key: Alone(answer, probe) for key, answer, probe in zip(new, answers, probes, strict=True)}
         met = [self.known[key] for key in keys]
         for oldest in list(self.known)[: max(0, len(self.known) - REMEMBERED)]:
             del self.known[oldest]

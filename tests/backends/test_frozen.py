@@ -12,7 +12,7 @@ from e2e.tiny import PlainTokenizer, config_for, learner_for, policy_for, random
 
 from retrain.backends import FrozenModel, LendsFrozen
 from retrain.backends.local import LocalBackend
-from retrain.backends.local.frozen import FrozenEngine, lend_frozen, without_adapter
+from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, lend_frozen, without_adapter
 from retrain.backends.local.model import Policy
 from retrain.backends.local.split import SplitBackend
 from retrain.config import TrainConfig
@@ -79,7 +79,9 @@ def test_what_is_drawn_depends_on_seed_and_prompt_alone(model: Path) -> None:
 
 
 def test_another_model_is_loaded_frozen(model: Path, other: Path) -> None:
-    config = config_for(model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(other))
+    config = config_for(
+        model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(other)
+    )
     said: list[str] = []
     policy = policy_for(config)
     lent = lend_frozen(policy, config, PlainTokenizer(), said.append, lambda *told: None)
@@ -105,9 +107,22 @@ def test_a_model_trained_as_a_whole_has_a_frozen_copy_for_a_student(model: Path)
 
 
 def test_a_student_without_weights_is_refused_by_the_option_that_names_it(model: Path, tmp_path: Path) -> None:
-    config = config_for(model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(tmp_path))
+    config = config_for(
+        model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(tmp_path)
+    )
     with pytest.raises(ConfigError, match=r"\[teaching\] student_model = "):
         lend(policy_for(config), config)
+
+
+def test_a_student_that_waits_in_cpu_memory_draws_the_same(model: Path) -> None:
+    config = config_for(model)
+    student = without_adapter(policy_for(config))
+    told = (student, config.inference, PlainTokenizer(), lambda *told: None)
+    offloaded = OffloadedEngine(*told)
+    for _ in range(2):
+        assert tokens(offloaded.generate(PROMPTS, SAMPLING)) == tokens(FrozenEngine(*told).generate(PROMPTS, SAMPLING))
+    offloaded.sync(None)
+    offloaded.shutdown()
 
 
 def test_the_local_backends_lend_and_a_plain_one_does_not(model: Path) -> None:

@@ -17,7 +17,10 @@ from retrain.errors import ConfigError
 ENVIRONMENT = {"provider": "verifiers", "id": "a/b"}
 JSONL = {"source": "jsonl", "path": "a.jsonl"}
 SEMANTIC = {"planning": {"detector": "semantic"}}
-TEMPLATES = {"teacher_adaptive_template": "{question} {approach}", "student_with_teaching_template": "{question}{teaching}"}
+TEMPLATES = {
+    "teacher_adaptive_template": "{question} {approach}",
+    "student_with_teaching_template": "{question}{teaching}",
+}
 
 
 def problems_in(tables: dict[str, Any]) -> list[str]:

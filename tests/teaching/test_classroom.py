@@ -311,7 +311,11 @@ def test_evaluation_is_of_the_taught_student_and_tells_the_baseline(encoder: Pro
     evaluation = Evaluator(room, EXAMPLES, replace(SAMPLING, n=2), every=1, k=2).run(teacher())
     assert evaluation.pass_at_1 == 1.0
     told = evaluation.record(3)
-    assert (told["eval_student_accuracy"], told["eval_baseline_accuracy"], told["eval_improvement_rate"]) == (1, 0.25, 0.75)
+    assert (told["eval_student_accuracy"], told["eval_baseline_accuracy"], told["eval_improvement_rate"]) == (
+        1,
+        0.25,
+        0.75,
+    )
     student = room.student.engine
     assert isinstance(student, Frozen)
     Evaluator(room, EXAMPLES, replace(SAMPLING, n=2), every=1, k=2).run(teacher("other"))

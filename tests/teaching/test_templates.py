@@ -24,7 +24,8 @@ def test_the_built_in_templates_obey_the_rule_for_templates() -> None:
     load_config(
         None,
         {
-            "algorithm.advantage_mode": "grpo", "teaching.enabled": True,
+            "algorithm.advantage_mode": "grpo",
+            "teaching.enabled": True,
             "teaching.student_diagnostic_template": built_in.diagnostic,
             "teaching.teacher_adaptive_template": built_in.teacher,
             "teaching.student_with_teaching_template": built_in.with_teaching,
@@ -81,4 +82,6 @@ def test_a_template_with_the_wrong_variables_is_refused(key: str, text: str, tol
 
 def test_latex_in_a_template_is_no_variable() -> None:
     text = r"Put the answer in \boxed{answer}, such as \frac{a}{b}. {question}"
-    load_config(None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, "teaching.student_baseline_template": text})
+    load_config(
+        None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, "teaching.student_baseline_template": text}
+    )

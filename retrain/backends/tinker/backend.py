@@ -173,9 +173,7 @@ class TinkerBackend:
         """A base model of the service: that of the policy, or another one that it offers."""
         name = config.teaching.student_model or config.model.model
         context = find_context_length(self.service, name, "[teaching] student_model")
-        engine = FrozenTinkerEngine(
-            self.service, self.throttle, tokenizer, find_stop_ids(name, tokenizer), progress
-        )
+        engine = FrozenTinkerEngine(self.service, self.throttle, tokenizer, find_stop_ids(name, tokenizer), progress)
         with self.throttle.slot():
             client = self.service.call(
                 lambda: self.service.client.create_sampling_client(base_model=name), "preparing the student"

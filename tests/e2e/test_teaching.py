@@ -106,14 +106,21 @@ def test_a_run_trains_the_teaching_and_logs_the_student(model: Path, tmp_path: P
         assert row["transcript"][3]["content"] == row["completion"]
 
 
-@pytest.mark.parametrize("student", ["base", "other"])
-def test_a_resumed_run_is_equal_to_the_bit(student: str, model: Path, other: Path, tmp_path: Path) -> None:
-    own = {"teaching__student_model": str(other)} if student == "other" else {}
+@pytest.mark.parametrize("kind", ["base", "other", "split", "whole", "parts"])
+def test_a_resumed_run_is_equal_to_the_bit(kind: str, model: Path, other: Path, tmp_path: Path) -> None:
+    """The run that was never cut remembers what the resumed one has forgotten; questions come again in both."""
+    own: dict[str, Any] = {
+        "base": {},
+        "other": {"teaching__student_model": str(other)},
+        "split": {"backend__devices": "cpu,cpu"},
+        "whole": {"model__lora_rank": 0},
+        "parts": {"training__prompts_per_sampling": 2},
+    }[kind] | {"training__max_steps": 3}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
     train_quietly(config_for(model, whole, **own))
-    train_quietly(config_for(model, cut, training__max_steps=2, **own))
+    train_quietly(config_for(model, cut, **(own | {"training__max_steps": 2})))
     train_quietly(config_for(model, cut, resume__from=str(cut / "logs"), **own))
     for name in ("metrics.jsonl", "emergence/generations.jsonl"):
         assert rows_without_times(whole / "logs", name) == rows_without_times(cut / "logs", name)

@@ -235,6 +235,21 @@ def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[Proble
         )
 
 
+def students_have_whole_weights(config: TrainConfig) -> Iterator[Problem]:
+    """The base is sampled over the policy's own tensors, which some ways of distributing keep in pieces."""
+    own, spread = (
+        config.distributed,
+        "[distributed] fsdp" if config.distributed.fsdp else "[distributed] zero_stage = 3",
+    )
+    shares = config.teaching.enabled and not config.teaching.student_model and config.model.lora_rank
+    if shares and (own.fsdp or own.zero_stage == 3):
+        yield Problem(
+            "[teaching] student_model",
+            f"is empty: the student would be the policy's own weights, which {spread} keeps in pieces.",
+            f"Try: student_model = {json.dumps(config.model.model)}",
+        )
+
+
 def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """jsonl needs a path, hub an id; the other sources take neither."""
     for section, named, source, path in (
@@ -471,6 +486,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     environment_is_complete,
     teaching_is_of_one_answer,
     teaching_has_an_advantage_for_losses,
+    students_have_whole_weights,
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,

@@ -14,6 +14,7 @@ from retrain.config.options import all_options, options_by_path
 from retrain.config.toml import parse_toml
 from retrain.errors import ConfigError
 
+GRPO = {"advantage_mode": "grpo"}
 ENVIRONMENT = {"provider": "verifiers", "id": "a/b"}
 JSONL = {"source": "jsonl", "path": "a.jsonl"}
 SEMANTIC = {"planning": {"detector": "semantic"}}
@@ -49,7 +50,11 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         "memory.offload_untrained_models",
         True,
         "a reference ([kl] beta) or a student of its own ([teaching] student_model)",
-        [{"kl": {"beta": 0.1}}, {"teaching": {"enabled": True, "student_model": "a/b"}}],
+        [
+            {"kl": {"beta": 0.1}},
+            {"teaching": {"enabled": True, "student_model": "a/b"}, "algorithm": GRPO},
+            {"teaching": {"enabled": True}, "algorithm": GRPO, "model": {"lora_rank": 0}},
+        ],
     ),
     ("planning.model", "mine", '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
     ("planning.threshold", 0.1, '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
@@ -113,7 +118,7 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
             option.path,
             TEMPLATES.get(option.key, "a {question}" if option.type_name == "str" else 7),
             "[teaching] enabled = true",
-            [{"teaching": {"enabled": True}, "algorithm": {"advantage_mode": "grpo"}}],
+            [{"teaching": {"enabled": True}, "algorithm": GRPO}],
         )
         for option in all_options()
         if option.section == "teaching" and option.key != "enabled"

@@ -91,6 +91,14 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("teaching_is_of_one_answer", {"teaching": {"enabled": True}, "algorithm": GRPO}),
     ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": GRPO}),
+    (
+        "students_have_whole_weights",
+        {"teaching": {"enabled": True, "student_model": "a/b"}, "algorithm": GRPO, "distributed": {"fsdp": True}},
+    ),
+    (
+        "students_have_whole_weights",
+        {"teaching": {"enabled": True}, "algorithm": GRPO, "distributed": {"zero_stage": 1}},
+    ),
     ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": {"algorithm_mode": "a.b"}}),
     ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True, "degradation_penalty_multiplier": 0.0}}),
     ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "campaign": {"conditions": [GRPO]}}),
@@ -297,6 +305,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             "environment": {"provider": "builtin", "id": "guess-number"},
         },
         "[teaching] enabled does not go with an [environment]",
+    ),
+    *(
+        (
+            "students_have_whole_weights",
+            {"teaching": {"enabled": True}, "algorithm": GRPO, "distributed": spread},
+            "[teaching] student_model is empty: the student would be the policy's own weights",
+        )
+        for spread in ({"fsdp": True}, {"zero_stage": 3})
     ),
     (
         "teaching_has_an_advantage_for_losses",

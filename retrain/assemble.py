@@ -27,6 +27,7 @@ from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndSc
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
+from retrain.teaching import build_classroom, check_room
 from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
 from retrain.tracking import Tracker, Trackers
 from retrain.tracking.background import InBackground
@@ -120,7 +121,7 @@ def _build(
     # Only the local backend samples with [inference] engine; others bring their own.
     sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
     credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
-    scorer = problems.scorer(backend.capabilities.context_length)
+    scorer = problems.scorer(backend)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
@@ -179,9 +180,15 @@ class DataProblems:
         self.held_out = _load_held_out(config)
         return self.examples, self.held_out
 
-    def scorer(self, context: int) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> SamplesAndScores:
         """What samples and scores them, once it is known how many tokens the model holds."""
-        _check_context(self.config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
+        config, asked = self.config, [*_sample_of(self.examples), *self.held_out]
+        if config.teaching.enabled:
+            classroom = build_classroom(config, backend, self.encoder, self.reward, self.console)
+            self.stack.callback(classroom.close)
+            check_room(classroom, asked, config.training.max_tokens)
+            return classroom
+        _check_context(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
 
     def close(self) -> None:

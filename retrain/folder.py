@@ -123,12 +123,15 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
 
-    model = config.model
+    model, teaching = config.model, config.teaching
     if Path(model.model).expanduser().is_dir():
         model = model.model_copy(update={"model": absolute(model.model)})
+    if teaching.student_model and Path(teaching.student_model).expanduser().is_dir():
+        teaching = teaching.model_copy(update={"student_model": absolute(teaching.student_model)})
     return config.model_copy(
         update={
             "model": model,
+            "teaching": teaching,
             "backend": config.backend.model_copy(
                 update={
                     "adapter_path": absolute(config.backend.adapter_path),

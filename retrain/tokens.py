@@ -13,8 +13,8 @@ from retrain.errors import ConfigError
 from retrain.types import Example, IntArray
 
 
-def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer, or a sentence that says how to get it."""
+def load_tokenizer(model: str, where: str = "[model] model") -> Any:
+    """The model's tokenizer, or a sentence that says how to get it; `where` is the option that names the model."""
     # Without PyTorch the library advises to install it as it is imported; a remote backend needs none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # noqa: PLC0415  (its first word is to be kept from the screen)
@@ -22,16 +22,16 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:
-        raise ConfigError(explain_missing_model(model, error)) from error
+        raise ConfigError(explain_missing_model(model, error, where)) from error
 
 
-def explain_missing_model(name: str, error: Exception) -> str:
+def explain_missing_model(name: str, error: Exception, where: str = "[model] model") -> str:
     """Why a model could not be loaded, and what to do about it."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"[model] model = {name!r} could not be loaded: {reason}  "
-        'Try: check the id; or download it elsewhere and point at the folder: model = "/path/to/model"; '
-        'or use the embedded one: model = "builtin:tiny".'
+        f"{where} = {name!r} could not be loaded: {reason}  "
+        f'Try: check the id; or download it elsewhere and point at the folder: {where.split()[-1]} = "/path/to/model"; '
+        f'or use the embedded one: {where.split()[-1]} = "builtin:tiny".'
     )
 
 
@@ -55,9 +55,13 @@ class PromptEncoder:
         """Token ids of the prompt, cut from the left where max_prompt_tokens says so."""
         key = example.prompt if isinstance(example.prompt, str) else tuple(tuple(m.items()) for m in example.prompt)
         if key not in self.encoded:
-            ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
-            self.encoded[key] = ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
+            self.encoded[key] = self.encode_once(example)
         return self.encoded[key]
+
+    def encode_once(self, example: Example) -> IntArray:
+        """The same for a prompt that is not kept, since it will not come again."""
+        ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
+        return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
 
     def longest(self, examples: Iterable[Example]) -> int:
         """Tokens of the longest prompt."""

@@ -92,11 +92,27 @@ def test_a_judge_that_refuses_the_key_ends_the_run_before_anything_is_loaded(
     assert "401 Unauthorized" in printed and "sk-wrong" not in printed and "Loading tokenizer" not in printed
 
 
-def test_the_plain_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = importlib.util.spec_from_file_location("rl_loop", FOLDER / "rl_loop.py")
+def script(name: str) -> Any:
+    """A script of the folder as a module."""
+    found = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert found is not None and found.loader is not None
-    loop = importlib.util.module_from_spec(found)
-    found.loader.exec_module(loop)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_teaching_runs_with_the_student_that_its_script_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = script("teaching_student").main(["--out", str(tmp_path / "student"), "--steps", "2"])
+    assert "step 1: loss" in capsys.readouterr().out
+    metrics = run_small("teaching", tmp_path, teaching__student_model=str(student), eval__every=1, eval__max_examples=2)
+    assert metrics["reward_errors"] == 0 and 0 < metrics["teaching_length"] <= 12
+    assert {"student_accuracy", "baseline_accuracy", "eval_baseline_accuracy"} <= metrics.keys()
+
+
+def test_the_plain_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = script("rl_loop")
     flags = ["--steps", "2", "--batch", "2", "--group", "4", "--max-tokens", "24", "--held-out", "4"]
     history = loop.main(flags)
     assert len(history) == 2 and all(0 <= reward <= 1 for reward in history)

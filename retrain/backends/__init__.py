@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from retrain.inference_engine import InferenceEngine
+from retrain.inference_engine import InferenceEngine, Progress
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["Backend", "Capabilities", "Closes"]
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
+
+__all__ = ["Backend", "Capabilities", "Closes", "FrozenModel", "LendsFrozen"]
 
 
 @dataclass(frozen=True)
@@ -56,4 +59,24 @@ class Closes(Protocol):
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Let go of it; called once, however the run ends: None is the kind of end one hopes for."""
+        ...
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is sampled from and never trained."""
+
+    engine: InferenceEngine
+    """What it draws for a prompt depends on the seed and the prompt alone, not on the prompt's place in the batch."""
+    context_length: int
+
+
+@runtime_checkable
+class LendsFrozen(Protocol):
+    """A backend that also samples from a frozen model beside the policy."""
+
+    def frozen(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    ) -> FrozenModel:
+        """The model of `[teaching] student_model`; where that is empty, the weights that the policy started from."""
         ...

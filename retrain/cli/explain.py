@@ -119,9 +119,15 @@ def find_changes(config: TrainConfig) -> list[dict[str, Any]]:
 
 def find_blockers(config: TrainConfig) -> list[str]:
     """Sentences: parts that this version does not have, and a model that is nowhere."""
-    nowhere = config.kind != "squeeze" and find_model(config.model.model).found == "missing"
-    missing_model = [f"[model] model = {format_value(config.model.model)} is not there."] if nowhere else []
-    return [*(str(problem) for problem in find_absent_parts(config)), *missing_model]
+    models = {"[model] model": config.model.model}
+    if config.teaching.student_model:
+        models["[teaching] student_model"] = config.teaching.student_model
+    nowhere = [
+        f"{where} = {format_value(name)} is not there."
+        for where, name in models.items()
+        if config.kind != "squeeze" and find_model(name).found == "missing"
+    ]
+    return [*(str(problem) for problem in find_absent_parts(config)), *nowhere]
 
 
 def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
@@ -159,7 +165,10 @@ def _problems(config: TrainConfig) -> str:
         turns = f", at most {environment.max_turns} turns" if environment.max_turns > 0 else ""
         return f"environment {environment.id or environment.provider} ({environment.provider}){turns}"
     rewards = "+".join(term.type for term in config.reward.terms) or config.reward.type
-    return f"data {config.data.source}, reward {rewards}"
+    named = config.teaching.student_model
+    base = "the base model with the adapter off" if config.model.lora_rank else "a frozen copy of the model"
+    student = f", answered by {f'the student {named}' if named else base}" if config.teaching.enabled else ""
+    return f"data {config.data.source}, reward {rewards}{student}"
 
 
 def _adapter(config: TrainConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from retrain.plugins import REGISTRIES
 
 # Any value but the default is refused before a run starts; nothing is accepted and ignored.
 ABSENT = (
-    "teaching.enabled",
     "distributed.zero_stage",
     "distributed.fsdp",
     "logging.log_completions",

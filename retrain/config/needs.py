@@ -69,7 +69,7 @@ NEEDS: dict[str, Need] = {
     "lora.target_modules": _ADAPTER,
     "memory.offload_untrained_models": Need(
         "a reference ([kl] beta) or a student of its own ([teaching] student_model)",
-        lambda c: c.kl.beta > 0 or c.teaching.student_model != "",
+        lambda c: c.kl.beta > 0 or c.teaching.student_model != "" or (c.teaching.enabled and not c.model.lora_rank),
     ),
     # 0 says that there is no cap, which is true of cispo.
     "loss.ratio_cap": Need('[loss] type other than "cispo"', lambda c: c.loss.type != "cispo" or not c.loss.ratio_cap),

@@ -215,6 +215,44 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 
 
+def teaching_is_of_one_answer(config: TrainConfig) -> Iterator[Problem]:
+    """An environment has a conversation of its own, in which there is no place for a student."""
+    if config.teaching.enabled and config.environment.provider:
+        yield Problem(
+            "[teaching] enabled",
+            "does not go with an [environment]: the student answers problems of [data], scored by [reward].",
+            "Try: enabled = false",
+        )
+
+
+def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[Problem]:
+    """maxrl divides by a group's mean reward, which teaching that does harm makes negative. A campaign's runs are asked
+    one by one."""
+    teaching, mode = config.teaching, config.algorithm
+    is_maxrl = mode.advantage_mode == "maxrl" and not mode.algorithm_mode
+    if teaching.enabled and teaching.degradation_penalty_multiplier and is_maxrl and config.campaign is None:
+        yield Problem(
+            "[algorithm] advantage_mode",
+            '= "maxrl" divides by the mean reward, which [teaching] makes negative where the student does worse.',
+            'Try: advantage_mode = "grpo"',
+        )
+
+
+def students_have_whole_weights(config: TrainConfig) -> Iterator[Problem]:
+    """The base is sampled over the policy's own tensors, which some ways of distributing keep in pieces."""
+    own, spread = (
+        config.distributed,
+        "[distributed] fsdp" if config.distributed.fsdp else "[distributed] zero_stage = 3",
+    )
+    shares = config.teaching.enabled and not config.teaching.student_model and config.model.lora_rank
+    if shares and (own.fsdp or own.zero_stage == 3):
+        yield Problem(
+            "[teaching] student_model",
+            f"is empty: the student would be the policy's own weights, which {spread} keeps in pieces.",
+            f"Try: student_model = {json.dumps(config.model.model)}",
+        )
+
+
 def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """jsonl needs a path, hub an id; the other sources take neither."""
     for section, named, source, path in (
@@ -397,9 +435,19 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
     values = values_of(config)
     for key, variables in wanted.items():
         text = values[f"teaching.{key}"]
-        missing = [f"{{{name}}}" for name in variables if text and f"{{{name}}}" not in text]
+        known = [f"{{{name}}}" for name in variables]
+        missing = [name for name in known if text and name not in text]
         if missing:
             yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
+        for name in _unknown_variables(text, variables):
+            yield Problem(
+                f"[teaching] {key}", f"has {{{name}}}, which it does not know.", f"It knows {' and '.join(known)}."
+            )
+
+
+def _unknown_variables(text: str, known: Iterable[str]) -> list[str]:
+    """Names in braces that stand for nothing. What follows a letter or a backslash is LaTeX: \\frac{a}{b}."""
+    return [name for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text) if name not in known]
 
 
 def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
@@ -408,14 +456,12 @@ def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
     if text and "{response}" not in text:
         yield Problem("[reward] judge_prompt", "lacks {response}.")
     known = ("question", "reference", "response")
-    # What follows a letter or a backslash is LaTeX: \\frac{a}{b}.
-    for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text):
-        if name not in known:
-            yield Problem(
-                "[reward] judge_prompt",
-                f"has {{{name}}}, which it does not know.",
-                "It knows {question}, {reference} and {response}.",
-            )
+    for name in _unknown_variables(text, known):
+        yield Problem(
+            "[reward] judge_prompt",
+            f"has {{{name}}}, which it does not know.",
+            "It knows {question}, {reference} and {response}.",
+        )
 
 
 def judge_address_holds_no_password(config: TrainConfig) -> Iterator[Problem]:
@@ -479,6 +525,9 @@ RELATION_RULES: tuple[Rule, ...] = (
     samplers_are_where_they_can_be,
     rewards_are_complete,
     environment_is_complete,
+    teaching_is_of_one_answer,
+    teaching_has_an_advantage_for_losses,
+    students_have_whole_weights,
     data_source_is_complete,
     evaluation_has_enough_samples,
     evaluation_has_held_out_problems,

@@ -210,7 +210,7 @@ class Memory(Section):
         False, "Always recompute activations in the backward pass; otherwise only as many layers as memory asks for."
     )
     offload_untrained_models: bool = option(
-        False, "Keep frozen reference and reward models in CPU memory between uses."
+        False, "Keep a frozen reference and a frozen student in CPU memory between uses."
     )
 
 
@@ -400,7 +400,9 @@ class Teaching(Section):
 
     enabled: bool = option(False, "Train the model as a teacher.", flag="--teaching-enabled")
     student_model: str = option(
-        "", "Student; empty takes the base model with the adapter off.", flag="--teaching-student-model"
+        "",
+        "Student: Hugging Face id or folder; empty takes the base model with the adapter off.",
+        flag="--teaching-student-model",
     )
     max_probe_tokens: Count = option(
         50, "Most tokens of the student's diagnostic answer.", ge=1, flag="--teaching-max-probe-tokens"

@@ -625,3 +625,46 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)
+
+
+def teaching_config(server: TinkerServer, folder: Path, **overrides: Any) -> TrainConfig:
+    own = {
+        "algorithm__advantage_mode": "grpo",
+        "teaching__enabled": True,
+        "teaching__max_probe_tokens": 4,
+        "teaching__student_diagnostic_template": "{question}",
+        "teaching__teacher_adaptive_template": "{question} {approach}",
+        "teaching__student_with_teaching_template": "{question} {teaching}",
+    }
+    return config_for(server, folder, **(own | overrides))
+
+
+def test_the_student_of_a_teacher_is_a_base_model_of_the_service(server: TinkerServer, tmp_path: Path) -> None:
+    config = teaching_config(server, tmp_path, training__max_steps=2)
+    _, printed = train_quietly(config)
+    assert f"Student: {server.base_model}, as the service has it." in printed
+    (made,) = [body for name, body in server.seen if name == "create_sampling_session"]
+    assert (made["base_model"], made.get("model_path")) == (server.base_model, None)
+    for row in rows(tmp_path / "logs"):
+        assert 0 <= row["baseline_accuracy"] <= 1 and row["teaching_length"] <= 8
+    samples = [body for name, body in server.seen if name == "asample"]
+    student = [body for body in samples if body["num_samples"] == 1]
+    # Two questions a step alone and probed, and eight lessons.
+    assert len(student) == 2 * (2 + 2 + 8) and len(samples) == len(student) + 2 * 2
+
+
+def test_what_the_student_draws_on_the_service_depends_on_seed_and_prompt(server: TinkerServer, tmp_path: Path) -> None:
+    config = teaching_config(server, tmp_path)
+    backend = backend_for(config)
+    lent = backend.frozen(config, load_tokenizer(config.model.model), lambda line: None, lambda *told: None)
+    assert lent.context_length == server.context
+    sampling, prompts = Sampling(max_tokens=6, seed=4), random_prompts([5, 7, 3])
+    together = lent.engine.generate(prompts, sampling)
+    backwards = lent.engine.generate(prompts[::-1], sampling)[::-1]
+    assert [c.token_ids_T.tolist() for (c,) in together] == [c.token_ids_T.tolist() for (c,) in backwards]
+
+
+def test_a_student_that_the_service_does_not_offer_is_refused(server: TinkerServer, tmp_path: Path) -> None:
+    config = teaching_config(server, tmp_path, teaching__student_model="builtin:tiny")
+    with pytest.raises(ConfigError, match=r"\[teaching\] student_model = 'builtin:tiny' is not offered by"):
+        train_quietly(config)

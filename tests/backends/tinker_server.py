@@ -174,7 +174,9 @@ class Sampler:
     def sample(self, adapter: dict[str, Tensor], requests: list[dict[str, Any]]) -> list[Any]:
         """Answer requests that differ in nothing but prompt and seed; all are drawn with the first one's seed."""
         request = requests[0]
-        self.policy.load_adapter_state(adapter)
+        # Without one it is the base that is sampled.
+        own = self.policy.adapter_state()
+        self.policy.load_adapter_state(adapter or {name: torch.zeros_like(tensor) for name, tensor in own.items()})
         self.engine.sync(self.policy)
         told = request["sampling_params"]
         # A service may know no end token by itself.
@@ -268,6 +270,10 @@ class TinkerServer:
         if name == "get_server_capabilities":
             model = {"model_name": self.base_model, "max_context_length": self.context}
             return {"supported_models": [model]}
+        if name == "create_sampling_session":
+            session = self.fresh("sampling")
+            self.sampling[session] = {}
+            return {"sampling_session_id": session, "type": "create_sampling_session"}
         if name == "create_session":
             return {"session_id": self.fresh("session")}
         if name.startswith("sessions/"):

@@ -218,3 +218,17 @@ def test_it_loads_no_torch() -> None:
     code = "import sys; from retrain.cli import run; run(['explain']); print('torch' in sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip() == "False"
+
+
+def test_a_student_is_named_and_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[algorithm]\nadvantage_mode = "grpo"\n'
+        '[teaching]\nenabled = true\nstudent_model = "./student"\n'
+    )
+    data = _explain(capsys)
+    assert data["problems"].endswith("answered by the student ./student")
+    assert data["blockers"] == ['[teaching] student_model = "./student" is not there.']
+    _write_model(Path("student"))
+    assert _explain(capsys)["blockers"] == []
+    _write('[algorithm]\nadvantage_mode = "grpo"\n[teaching]\nenabled = true\n')
+    assert _explain(capsys)["problems"].endswith("answered by the base model with the adapter off")

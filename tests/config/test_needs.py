@@ -14,10 +14,14 @@ from retrain.config.options import all_options, options_by_path
 from retrain.config.toml import parse_toml
 from retrain.errors import ConfigError
 
+GRPO = {"advantage_mode": "grpo"}
 ENVIRONMENT = {"provider": "verifiers", "id": "a/b"}
 JSONL = {"source": "jsonl", "path": "a.jsonl"}
 SEMANTIC = {"planning": {"detector": "semantic"}}
-TEMPLATE = "{question} {approach} {teaching}"
+TEMPLATES = {
+    "teacher_adaptive_template": "{question} {approach}",
+    "student_with_teaching_template": "{question}{teaching}",
+}
 
 
 def problems_in(tables: dict[str, Any]) -> list[str]:
@@ -55,7 +59,11 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         "memory.offload_untrained_models",
         True,
         "a reference ([kl] beta) or a student of its own ([teaching] student_model)",
-        [{"kl": {"beta": 0.1}}, {"teaching": {"enabled": True, "student_model": "a/b"}}],
+        [
+            {"kl": {"beta": 0.1}},
+            {"teaching": {"enabled": True, "student_model": "a/b"}, "algorithm": GRPO},
+            {"teaching": {"enabled": True}, "algorithm": GRPO, "model": {"lora_rank": 0}},
+        ],
     ),
     ("planning.model", "mine", '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
     ("planning.threshold", 0.1, '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
@@ -117,9 +125,9 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     *(
         (
             option.path,
-            TEMPLATE if option.key.endswith("template") else "mine" if option.key == "student_model" else 7,
+            TEMPLATES.get(option.key, "a {question}" if option.type_name == "str" else 7),
             "[teaching] enabled = true",
-            [{"teaching": {"enabled": True}}],
+            [{"teaching": {"enabled": True}, "algorithm": GRPO}],
         )
         for option in all_options()
         if option.section == "teaching" and option.key != "enabled"
@@ -344,9 +352,5 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
         {"teaching": {"student_model": "a/b"}},
     ):
         assert len(problems_in({**tables, **extra})) == 1
-    for tables in (
-        {"distributed": {"zero_stage": 3, "offload_optimizer": True}},
-        {"teaching": {"enabled": True, "student_model": "a/b"}},
-    ):
-        config = build_config({**tables, **extra}, {}, "run.toml")
-        assert len(find_absent_parts(config)) == {"train": 1, "campaign": 1, "squeeze": 0}[kind]
+    config = build_config({"distributed": {"zero_stage": 3, "offload_optimizer": True}, **extra}, {}, "run.toml")
+    assert len(find_absent_parts(config)) == {"train": 1, "campaign": 1, "squeeze": 0}[kind]

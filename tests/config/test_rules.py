@@ -83,8 +83,28 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "wait, let me check"}}),
     (
         "templates_name_their_variables",
-        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}},
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach}"}, "algorithm": GRPO},
     ),
+    (
+        "templates_name_their_variables",
+        {
+            "teaching": {"enabled": True, "student_baseline_template": "{question} \\boxed{answer} \\frac{a}{b}"},
+            "algorithm": GRPO,
+        },
+    ),
+    ("teaching_is_of_one_answer", {"teaching": {"enabled": True}, "algorithm": GRPO}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": GRPO}),
+    (
+        "students_have_whole_weights",
+        {"teaching": {"enabled": True, "student_model": "a/b"}, "algorithm": GRPO, "distributed": {"fsdp": True}},
+    ),
+    (
+        "students_have_whole_weights",
+        {"teaching": {"enabled": True}, "algorithm": GRPO, "distributed": {"zero_stage": 1}},
+    ),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "algorithm": {"algorithm_mode": "a.b"}}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True, "degradation_penalty_multiplier": 0.0}}),
+    ("teaching_has_an_advantage_for_losses", {"teaching": {"enabled": True}, "campaign": {"conditions": [GRPO]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [GRPO, {"sepa": {"steps": 5}, "lr": 1e-3}]}}),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"model": {"lora_rank": 8}}, {"model": "a/b"}]}}),
 ]
@@ -303,6 +323,33 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": f"[{'1' * 5000}]"}}, "[logging] strategic_grams"),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "[" * 90_000}}, "[logging] strategic_grams"),
     ("templates_name_their_variables", {"teaching": {"student_baseline_template": "?"}}, "lacks {question}"),
+    (
+        "templates_name_their_variables",
+        {"teaching": {"enabled": True, "teacher_adaptive_template": "{question} {approach} {hint}"}, "algorithm": GRPO},
+        "has {hint}, which it does not know.  It knows {question} and {approach}.",
+    ),
+    (
+        "teaching_is_of_one_answer",
+        {
+            "teaching": {"enabled": True},
+            "algorithm": GRPO,
+            "environment": {"provider": "builtin", "id": "guess-number"},
+        },
+        "[teaching] enabled does not go with an [environment]",
+    ),
+    *(
+        (
+            "students_have_whole_weights",
+            {"teaching": {"enabled": True}, "algorithm": GRPO, "distributed": spread},
+            "[teaching] student_model is empty: the student would be the policy's own weights",
+        )
+        for spread in ({"fsdp": True}, {"zero_stage": 3})
+    ),
+    (
+        "teaching_has_an_advantage_for_losses",
+        {"teaching": {"enabled": True}},
+        '[algorithm] advantage_mode = "maxrl" divides by the mean reward',
+    ),
     ("conditions_override_real_options", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
     ("conditions_override_real_options", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),
     (

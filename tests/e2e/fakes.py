@@ -74,3 +74,8 @@ def score(response: str, reference: str) -> float:
 def score_length(response: str, reference: str) -> float:
     """For models that write gibberish: something that differs from one answer to the next."""
     return float(sum(map(ord, response)) % 2)
+
+
+def score_box(response: str, reference: str) -> float:
+    """Something that the embedded model does now and then by itself."""
+    return float("\\boxed{" in response)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from retrain.backends import Backend, Capabilities
+from retrain.backends import Backend, Capabilities, FrozenModel
+from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.split import SplitBackend, watched
@@ -92,6 +93,12 @@ class LocalBackend:
     def load(self, path: Path) -> None:
         """Restore adapter and optimiser."""
         self.learner.load(path)
+
+    def frozen(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    ) -> FrozenModel:
+        """A student beside the policy, on its device."""
+        return lend_frozen(self.learner.policy, config, tokenizer, say, progress)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Let the engine free what it holds."""

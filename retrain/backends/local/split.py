@@ -7,17 +7,20 @@ importance ratio accounts for the lag.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from retrain.backends import Capabilities
+from retrain.backends import Capabilities, FrozenModel
+from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy
-from retrain.inference_engine import InferenceEngine, Remote
+from retrain.config import TrainConfig
+from retrain.inference_engine import InferenceEngine, Progress, Remote
 from retrain.types import Datum, StepMetrics
 
 
@@ -70,6 +73,12 @@ class SplitBackend:
             told = held.metadata()
         self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
         self.engine.sync(self.mirror)
+
+    def frozen(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    ) -> FrozenModel:
+        """A student beside the sampler, on its device: the trainer never waits for it."""
+        return lend_frozen(self.mirror, config, tokenizer, say, progress)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Finish the step under way, whatever comes of it, and let the engine free what it holds."""

@@ -15,8 +15,8 @@ import tinker
 from tinker import types
 from transformers import AutoConfig, GenerationConfig
 
-from retrain.backends import Backend, Capabilities
-from retrain.backends.tinker.engine import MAX_SEED, TinkerEngine
+from retrain.backends import Backend, Capabilities, FrozenModel
+from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
 from retrain.backends.tinker.limits import describe_ignored, refuse_unsupported
 from retrain.backends.tinker.losses import denominator, service_loss, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
@@ -167,6 +167,21 @@ class TinkerBackend:
         self.saved = [kept]
         self.under_way, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
 
+    def frozen(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    ) -> FrozenModel:
+        """A base model of the service: that of the policy, or another one that it offers."""
+        name = config.teaching.student_model or config.model.model
+        context = find_context_length(self.service, name, "[teaching] student_model")
+        engine = FrozenTinkerEngine(self.service, self.throttle, tokenizer, find_stop_ids(name, tokenizer), progress)
+        with self.throttle.slot():
+            client = self.service.call(
+                lambda: self.service.client.create_sampling_client(base_model=name), "preparing the student"
+            )
+        engine.sync(client)
+        say(f"Student: {name}, as the service has it.")
+        return FrozenModel(engine, context)
+
     def close(self, ended_by: type[BaseException] | None) -> None:
         """End the session, so that the service need not wait for its heartbeats to stop. What was saved stays."""
         if ended_by is None:
@@ -245,13 +260,13 @@ class TinkerBackend:
                 self.say(f"Warning: {old} could not be deleted: {error}")
 
 
-def find_context_length(service: Service, model: str) -> int:
-    """Most tokens the service takes for this model. Refuses a model that it does not have."""
+def find_context_length(service: Service, model: str, where: str = "[model] model") -> int:
+    """Most tokens the service takes for this model. Refuses a model that it does not have; `where` names it."""
     offered = service.call(service.client.get_server_capabilities, "asking what it offers").supported_models
     names = [one.model_name for one in offered if one.model_name]
     if names and model not in names:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise ConfigError(f"[model] model = {model!r} is not offered by {service.url}. It has: {shown}.")
+        raise ConfigError(f"{where} = {model!r} is not offered by {service.url}. It has: {shown}.")
     told = next((one.max_context_length for one in offered if one.model_name == model), None)
     if told:
         return int(told)

@@ -39,9 +39,8 @@ class TinkerEngine:
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Draw completions for all prompts at once."""
         with self.throttle.slot():
-            # Equal prompts must not get equal answers, so each has a seed of its own.
             futures = [
-                self._ask(prompt, sampling, derive_seed(sampling.seed, f"tinker/{index}"))
+                self._ask(prompt, sampling, self._seed(sampling.seed, index, prompt))
                 for index, prompt in enumerate(prompts)
             ]
             try:
@@ -75,6 +74,10 @@ class TinkerEngine:
 
     def shutdown(self) -> None:
         """The service holds everything."""
+
+    def _seed(self, seed: int, index: int, prompt: IntArray) -> int:
+        """Equal prompts must not get equal answers, so each has a seed of its own."""
+        return derive_seed(seed, f"tinker/{index}")
 
     def _ask(self, prompt: IntArray, sampling: Sampling, seed: int) -> Future[types.SampleResponse]:
         assert self.client is not None, "sample only from what Backend.sampler gave"
@@ -140,3 +143,10 @@ class TinkerEngine:
             text=self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
             finish_reason=sequence.stop_reason,
         )
+
+
+class FrozenTinkerEngine(TinkerEngine):
+    """Draws by seed and prompt, so that a question has one answer wherever it stands in a batch."""
+
+    def _seed(self, seed: int, index: int, prompt: IntArray) -> int:
+        return derive_seed(seed, prompt.tobytes().hex())

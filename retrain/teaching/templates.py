@@ -1,0 +1,94 @@
+"""What student and teacher are asked: a template becomes the last user message of an example's prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from retrain.tokens import PromptEncoder
+from retrain.types import Example, IntArray
+
+if TYPE_CHECKING:
+    from retrain.config import schema
+
+DIAGNOSTIC = (
+    "{question}\n\n"
+    "Do not solve this yet. Say in one or two sentences how you would go about it and what you are unsure of."
+)
+TEACHER = (
+    "A student is going to be asked this:\n\n{question}\n\n"
+    "Asked for a plan, the student said:\n\n{approach}\n\n"
+    "Write what the student should read first. Correct what it has wrong, add what it lacks, and be brief."
+)
+WITH_TEACHING = "A teacher left you this note:\n\n{teaching}\n\nNow answer:\n\n{question}"
+# As it is asked in a run without teaching, so that the two can be compared.
+BASELINE = "{question}"
+
+_VARIABLE = re.compile(r"\{(question|approach|teaching)\}")
+
+
+@dataclass(frozen=True)
+class Templates:
+    """The four templates of a run."""
+
+    diagnostic: str = DIAGNOSTIC
+    teacher: str = TEACHER
+    with_teaching: str = WITH_TEACHING
+    baseline: str = BASELINE
+
+    @classmethod
+    def of(cls, section: schema.Teaching) -> Templates:
+        """Those of `[teaching]`; an empty one is built in."""
+        return cls(
+            section.student_diagnostic_template or DIAGNOSTIC,
+            section.teacher_adaptive_template or TEACHER,
+            section.student_with_teaching_template or WITH_TEACHING,
+            section.student_baseline_template or BASELINE,
+        )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model's side of its prompts: how it reads them and how much it can hold."""
+
+    encoder: PromptEncoder
+    context_length: int
+
+    def read(self, example: Example, room: int) -> IntArray:
+        """Token ids of a prompt, cut from the left where it would leave less than `room` tokens for the answer."""
+        return self.encoder.encode_once(example)[-max(1, self.context_length - room) :]
+
+    def longest(self, examples: Iterable[Example], template: str) -> int:
+        """Tokens of the longest question in a template, with nothing else put in."""
+        bare = (ask(template, example, approach="", teaching="") for example in examples)
+        return max((len(self.encoder.encode_once(example)) for example in bare), default=0)
+
+
+def ask(template: str, example: Example, **texts: str) -> Example:
+    """The example with its question put into a template; messages around the question stay."""
+    if isinstance(example.prompt, str):
+        return replace(example, prompt=_fill(template, example.prompt, texts))
+    at = _question_at(example)
+    messages = list(example.prompt)
+    messages[at] = {**messages[at], "content": _fill(template, messages[at]["content"], texts)}
+    return replace(example, prompt=tuple(messages))
+
+
+def question_of(example: Example) -> str:
+    """The text that `{question}` stands for."""
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[_question_at(example)]["content"]
+
+
+def _question_at(example: Example) -> int:
+    """The last message of the user, or the last one where the user says nothing."""
+    assert not isinstance(example.prompt, str)
+    asked = [at for at, message in enumerate(example.prompt) if message["role"] == "user"]
+    return asked[-1] if asked else len(example.prompt) - 1
+
+
+def _fill(template: str, question: str, texts: dict[str, str]) -> str:
+    """All variables at once: braces in what is put in are text, and so are those that name no variable."""
+    known = {"question": question, **texts}
+    return _VARIABLE.sub(lambda match: known.get(match[1], match[0]), template)

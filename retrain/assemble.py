@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
 from retrain.backends import Backend, Closes
@@ -35,6 +35,36 @@ from retrain.types import BoolArray, Example, Group, Sampling
 
 MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
 """Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
+
+
+class Problems(Protocol):
+    """Where a run's examples come from, and what scores the answers to them."""
+
+    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The problems to train on and those to evaluate on."""
+        ...
+
+    def scorer(self, context: int) -> SamplesAndScores:
+        """What samples and scores them, once it is known how many tokens the model holds."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held."""
+        ...
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """Parts that a caller brings in place of those that a configuration names."""
+
+    backend: MakeBackend | None = None
+    problems: Callable[[TrainConfig, Console], Problems] | None = None
+    tokenizer: Any = None
+    trackers: tuple[Tracker, ...] = ()
+    """These are told of the run beside the configured ones."""
+
+
+NOTHING = Supplied()
 
 
 @dataclass
@@ -81,13 +111,13 @@ def assemble(
     config: TrainConfig,
     force_resume: bool = False,
     console: Console | None = None,
-    make_backend: MakeBackend | None = None,
+    supplied: Supplied = NOTHING,
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console or Console(), stack, make_backend)
+            parts = _build(config, force_resume, console or Console(), stack, supplied)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -95,24 +125,22 @@ def assemble(
         yield parts
 
 
-def _build(
-    config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, make_backend: MakeBackend | None
-) -> Parts:
+def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, supplied: Supplied) -> Parts:
     folder = RunFolder(config, force_resume, console.say)
     stack.callback(folder.close)
     config = folder.config
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
     # Rewards and environments start first: they warm up while the model loads, and a broken one fails early.
-    problems = EnvironmentProblems(config, console) if config.environment.provider else DataProblems(config, console)
+    problems = (supplied.problems or _find_problems(config))(config, console)
     stack.callback(problems.close)
     console.say(f"Loading tokenizer for {config.model.model} ...")
-    tokenizer = load_tokenizer(config.model.model)
+    tokenizer = supplied.tokenizer or load_tokenizer(config.model.model)
     console.say("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
-    backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
+    backend = (supplied.backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
         stack.push(lambda kind, error, trace: backend.close(kind))
     # Only the local backend samples with [inference] engine; others bring their own.
@@ -133,11 +161,15 @@ def _build(
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say)]),
+        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say), *supplied.trackers]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
     )
+
+
+def _find_problems(config: TrainConfig) -> Callable[[TrainConfig, Console], Problems]:
+    return EnvironmentProblems if config.environment.provider else DataProblems
 
 
 class DataProblems:
@@ -159,7 +191,7 @@ class DataProblems:
 
     def scorer(self, context: int) -> SamplesAndScores:
         """What samples and scores them, once it is known how many tokens the model holds."""
-        _check_context(self.config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
+        check_context(self.config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
         return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
 
     def close(self) -> None:
@@ -207,7 +239,7 @@ def _find_backend(config: TrainConfig) -> MakeBackend:
     return make  # type: ignore[no-any-return]
 
 
-def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
+def check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
     """Refuse prompts that leave no room for an answer, before anything is sampled."""
     longest, room = encoder.longest(examples), config.training.max_tokens
     if longest + room <= context:

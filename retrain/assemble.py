@@ -13,7 +13,7 @@ from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
-from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -27,7 +27,7 @@ from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
 from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
-from retrain.tracking import Tracker, Trackers
+from retrain.tracking import EveryFew, Tracker, Trackers
 from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
@@ -161,7 +161,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say), *supplied.trackers]),
+        tracker=Trackers([jsonl, _thinned(config, folder, console), *supplied.trackers]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
@@ -179,6 +179,8 @@ class DataProblems:
         self.config = config
         self.console = console
         self.stack = ExitStack()
+        # Made first: a source that cannot be had is said before processes are started to score.
+        build_source(config.data, config.plugins.search_paths)
         self.reward = self.stack.enter_context(build_reward(config.reward, config.plugins.search_paths, console.say))
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
@@ -281,6 +283,11 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
     # As the model is loaded: in bf16 on a GPU, in float32 on a CPU, unless told otherwise.
     wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and config.backend.devices == "cpu")
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
+
+
+def _thinned(config: TrainConfig, folder: RunFolder, console: Console) -> Tracker:
+    """The screen and the trackers, told as often as `[logging] every` says."""
+    return EveryFew(config.logging.every, Trackers([console, *_optional_trackers(config, folder, console.say)]))
 
 
 def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:

@@ -133,7 +133,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
                 parts.jsonl.write(EVALS, [last.record(step)])
             if training.record:
                 write_recording(parts.folder.path, step, rollouts.groups)
-            parts.tracker.log(step, metrics, rollouts.groups)
+            parts.tracker.log(step, metrics, credit.of(rollouts.groups))
             progress.step += 1
             if progress.step % training.save_every == 0 or progress.step == training.max_steps:
                 save(parts, progress, "running")

@@ -27,9 +27,6 @@ ABSENT = (
     "memory.micro_batch_rows",
     "inference.launch",
     "data.remove_unused_columns",
-    "logging.log_completions",
-    "logging.save_completions_probability",
-    "logging.debug",
 )
 
 

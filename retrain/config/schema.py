@@ -95,7 +95,9 @@ class Model(Section):
 class Algorithm(Section):
     """How rewards become token advantages."""
 
-    advantage_mode: str = option("maxrl", "Episode advantage: grpo, maxrl or a dotted path.", kind="advantage")
+    advantage_mode: str = option(
+        "maxrl", "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.", kind="advantage"
+    )
     transform_mode: str = option(
         "gtpo_sepa", "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.", kind="transform"
     )
@@ -518,6 +520,12 @@ class Logging(Section):
     wandb_group: str = option("", "Weights & Biases group.")
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.")
     trackio_project: str = option("", "Trackio project; set it to turn trackio on, with wandb's run name and group.")
+    every: Count = option(
+        1,
+        "Steps between lines on the screen and rows in trackers; 0 is never. metrics.jsonl has every step.",
+        ge=0,
+        flag="--log-every",
+    )
     log_completions: bool = option(False, "Send a table of every step's completions to wandb and trackio.")
     save_completions_probability: float = option(
         1.0, "Share of the steps whose completions are written to generations.jsonl.", ge=0, le=1

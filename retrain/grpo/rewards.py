@@ -72,8 +72,11 @@ def _name(reward: object) -> str:
             "Try: a function f(prompts, completions, **columns), or the name of a reward such as 'math'"
         )
     _refuse_unknown_wish(reward)
-    inner = reward.func if isinstance(reward, functools.partial) else reward
-    return inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
+    inner: Any = reward.func if isinstance(reward, functools.partial) else reward
+    try:
+        return str(inner.__name__)
+    except AttributeError:  # an object with a __call__
+        return type(inner).__name__
 
 
 def _refuse_unknown_wish(reward: Callable[..., Any]) -> None:

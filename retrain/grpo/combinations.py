@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from enum import Enum
@@ -90,7 +91,9 @@ def _batch(config: GRPOConfig) -> Iterator[Problem]:
         near = sorted(sorted(fitting, key=lambda n: (abs(n - group), n))[:3])
         hints = [f"num_generations={' or '.join(map(str, near))}"] if near else []
         unit = config.gradient_accumulation_steps * processes()
-        sizes = [n for n in range(1, 4 * group + 1) if n * unit % group == 0][:2]
+        wanted = config.per_device_train_batch_size
+        step = group // math.gcd(group, unit)
+        sizes = [n for n in (wanted // step * step, (wanted // step + 1) * step) if n]
         hints += [f"per_device_train_batch_size={' or '.join(map(str, sizes))}"]
         yield Problem("num_generations", f"= {group} does not divide {arithmetic}.", f"Try: {', or '.join(hints)}")
     if config.max_steps == 0:

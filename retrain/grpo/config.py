@@ -255,7 +255,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "test_a_loss_that_differs_is_refused",
     )
     importance_sampling_level: str = _trl("token", "`[loss] type`", "sequence is gspo.", choices=("token", "sequence"))
-    epsilon: float = _trl(0.2, "`[loss] clip_low`", "Ratios below 1 - epsilon are clipped.", low=0, high=1)
+    epsilon: float = _trl(0.2, "`[loss] clip_low`, `clip_high`", "Ratios below 1 - epsilon are clipped.", low=0, high=1)
     epsilon_high: float | None = _trl(
         None, "`[loss] clip_high`", "Ratios above 1 + epsilon_high are clipped; None is epsilon.", low=0
     )

@@ -89,7 +89,7 @@ def _is_a(value: object, hint: Any) -> bool:
 def _name(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", types.NoneType: "None"}
     if typing.get_origin(hint) is list:
-        return "a list of numbers"
+        return "a list of text" if typing.get_args(hint)[0] is str else "a list of numbers"
     return words.get(hint, "a dict" if (typing.get_origin(hint) or hint) is dict else str(hint))
 
 
@@ -99,7 +99,8 @@ def _out_of_range(value: object, declared: Declared) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "must be finite"
     if isinstance(value, list):
-        return "must hold finite numbers" if any(not math.isfinite(item) for item in value) else ""
+        numbers = [item for item in value if isinstance(item, float)]
+        return "" if all(map(math.isfinite, numbers)) else "must hold finite numbers"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return ""
     if declared.above is not None and value <= declared.above:

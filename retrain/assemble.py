@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
-from retrain.rollout import GroupCollector, RolloutSource, SamplesAndScores, Scorer
+from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
@@ -140,6 +141,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
+    config = _count_steps(config, examples)
     backend = (supplied.backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
         stack.push(lambda kind, error, trace: backend.close(kind))
@@ -154,7 +156,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         config=config,
         folder=folder,
         backend=backend,
-        rollouts=GroupCollector(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
+        rollouts=_build_collector(config, order, scorer, sampling),
         order=order,
         credit=credit,
         planning=build_planning(config, texts) if credit.needs_planning else None,
@@ -170,6 +172,26 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
 
 def _find_problems(config: TrainConfig) -> Callable[[TrainConfig, Console], Problems]:
     return EnvironmentProblems if config.environment.provider else DataProblems
+
+
+def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
+    """Passes over the examples as steps, now that it is known how many examples there are."""
+    training = config.training
+    if not training.epochs:
+        return config
+    if isinstance(examples, Endless):
+        raise ConfigError(f"[training] epochs = {training.epochs} counts passes, and these examples have no end.")
+    steps = max(1, math.ceil(training.epochs * len(examples) / training.batch_size))
+    return config.model_copy(update={"training": training.model_copy(update={"max_steps": steps})})
+
+
+def _build_collector(
+    config: TrainConfig, order: ExampleOrder, scorer: SamplesAndScores, sampling: Sampling
+) -> RolloutSource:
+    training = config.training
+    if training.prompts_per_sampling:
+        scorer = InParts(scorer, training.prompts_per_sampling)
+    return GroupCollector(order, scorer, sampling, training.seed, training.resample_dead_groups)
 
 
 class DataProblems:

@@ -70,6 +70,7 @@ def _idle(config: GRPOConfig) -> Iterator[Problem]:
         (("run_name",), "report_to", trackers_of(config) != []),
         (("project",), "report_to", trackers_of(config) != []),
         (("log_completions",), "report_to", trackers_of(config) != []),
+        (("offload_untrained_models",), "beta or a student_model", config.beta > 0 or config.student_model is not None),
         (("artificial_epochs",), "no max_steps", config.max_steps == -1),
     )
     for names, need, met in needs:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig
+from retrain.config.load import build_config
 from retrain.errors import ConfigError
 from retrain.grpo.combinations import LOSSES, SCHEDULES, global_batch, name_of, processes, trackers_of
 from retrain.grpo.config import GRPOConfig
@@ -57,7 +58,7 @@ def to_train_config(args: GRPOConfig, setup: Setup) -> TrainConfig:
         "data.remove_unused_columns": args.remove_unused_columns,
         "resume.from": setup.resume,
     }
-    return load_config(None, options)
+    return build_config({}, options, source="the run that GRPOConfig describes")
 
 
 def _training(args: GRPOConfig) -> dict[str, Any]:
@@ -116,12 +117,15 @@ def _lengths(args: GRPOConfig, setup: Setup) -> dict[str, Any]:
 
 
 def _optimizer(args: GRPOConfig) -> dict[str, Any]:
+    schedule_args = dict(args.lr_scheduler_kwargs or {})
+    if "min_lr" in schedule_args:
+        schedule_args["min_lr_rate"] = schedule_args.pop("min_lr") / args.learning_rate
     return {
         "optimizer.beta1": float(args.adam_beta1),
         "optimizer.beta2": float(args.adam_beta2),
         "optimizer.eps": float(args.adam_epsilon),
         "optimizer.schedule": SCHEDULES[name_of(args.lr_scheduler_type)],
-        "optimizer.schedule_args": dict(args.lr_scheduler_kwargs or {}),
+        "optimizer.schedule_args": schedule_args,
         "optimizer.warmup_steps": float(args.warmup_steps),
     }
 

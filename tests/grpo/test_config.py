@@ -161,6 +161,7 @@ def test_every_documented_parameter_is_tried_with_a_wrong_value() -> None:
         ({"max_probe_tokens": 10}, "max_probe_tokens", "needs adaptive_teaching=True"),
         ({"student_model": "builtin:tiny"}, "student_model", "needs adaptive_teaching=True"),
         ({"artificial_epochs": 2, "max_steps": 10}, "artificial_epochs", "needs no max_steps"),
+        ({"offload_untrained_models": True, "beta": 0.0}, "offload_untrained_models", "needs beta or a student_model"),
         ({"log_completions": True}, "log_completions", "needs report_to"),
         ({"run_name": "one"}, "run_name", "needs report_to"),
         ({"eval_steps": 10}, "eval_steps", "eval_strategy"),

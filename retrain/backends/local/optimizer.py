@@ -1,7 +1,7 @@
-"""AdamW on the adapter, in float32 whatever the model computes in.
+"""AdamW on what learns, in float32 whatever the model computes in.
 
-A bf16 weight cannot take a step much smaller than itself, so the optimiser keeps float32 masters and the adapter is
-their rounding. Where the adapter is float32 already, it is its own master.
+A bf16 weight cannot take a step much smaller than itself, so the optimiser keeps float32 masters and the weights that
+learn are their rounding. Where these are float32 already, they are their own masters.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from retrain.backends.local.model import Policy
 from retrain.config import TrainConfig
 
 
-class AdapterOptimizer:
-    """Gathers gradients over micro-batches, then moves the adapter."""
+class MasterOptimizer:
+    """Gathers gradients over micro-batches, then moves the weights that learn."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         named = [(name, p) for name, p in policy.adapted.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
-        self.adapter: list[nn.Parameter] = [parameter for _, parameter in named]
-        self.own_masters = self.adapter[0].dtype != torch.float32
+        self.learning: list[nn.Parameter] = [parameter for _, parameter in named]
+        self.own_masters = self.learning[0].dtype != torch.float32
         self.masters = (
-            [nn.Parameter(p.detach().float().clone()) for p in self.adapter] if self.own_masters else self.adapter
+            [nn.Parameter(p.detach().float().clone()) for p in self.learning] if self.own_masters else self.learning
         )
         self.grad_clip = config.loss.grad_clip or math.inf
         self.fused = policy.device.type == "cuda"
@@ -39,7 +39,7 @@ class AdapterOptimizer:
 
     def clear(self) -> None:
         """Forget gradients."""
-        for parameter in (*self.adapter, *self.masters):
+        for parameter in (*self.learning, *self.masters):
             parameter.grad = None
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class AdapterOptimizer:
         """Add a micro-batch's gradients up in float32."""
         if not self.own_masters:
             return
-        pairs = [(p, m) for p, m in zip(self.adapter, self.masters, strict=True) if p.grad is not None]
+        pairs = [(p, m) for p, m in zip(self.learning, self.masters, strict=True) if p.grad is not None]
         # Hundreds of small matrices: one launch for many of them instead of one each.
         fresh = [torch.empty_like(master) for _, master in pairs]
         torch._foreach_copy_(fresh, [p.grad for p, _ in pairs if p.grad is not None])
@@ -60,11 +60,13 @@ class AdapterOptimizer:
                 master.grad = gradient
 
     @torch.no_grad()
-    def step(self) -> float | None:
+    def step(self, lr: float) -> float | None:
         """Clip and move; returns the norm before clipping, or None when it is not finite and nothing moved."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
         finite = math.isfinite(norm)
         if finite:
+            for group in self.adam.param_groups:
+                group["lr"] = lr
             self.adam.step()
             self._round()
         self.clear()
@@ -73,7 +75,7 @@ class AdapterOptimizer:
     @torch.no_grad()
     def _round(self) -> None:
         if self.own_masters:
-            torch._foreach_copy_(tuple(self.adapter), tuple(self.masters))
+            torch._foreach_copy_(tuple(self.learning), tuple(self.masters))
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, on the CPU."""

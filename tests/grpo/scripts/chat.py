@@ -14,14 +14,14 @@ def is_right(prompts, completions, answer, **kwargs):
     """1 for the answer in a box."""
     texts = [completion[0]["content"] for completion in completions]
     found = [re.findall(r"\\boxed\{(-?\d+)\}", text) for text in texts]
-    return [float(bool(boxes) and boxes[-1] == wanted) for boxes, wanted in zip(found, answer)]
+    return [float(bool(boxes) and boxes[-1] == wanted) for boxes, wanted in zip(found, answer, strict=True)]
 
 
 def has_box(completions, completion_ids, level, **kwargs):
     """Half a point for a box; says nothing about easy problems."""
     assert len(completions) == len(completion_ids) == len(level)
     texts = [completion[0]["content"] for completion in completions]
-    return [None if how == "easy" else 0.5 * ("\\boxed{" in text) for text, how in zip(texts, level)]
+    return [None if how == "easy" else 0.5 * ("\\boxed{" in text) for text, how in zip(texts, level, strict=True)]
 
 
 class Watch(TrainerCallback):

@@ -82,7 +82,8 @@ def _example(row: object, number: int, needs_answer: bool, keep_columns: bool) -
     if needs_answer and not field:
         raise BadRow(f"has no {' or '.join(ANSWER_FIELDS)}, which a reward given by name compares with")
     meta = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
-    reference = read_answer(row[field], field, named=False) if needs_answer else ""
+    # Functions read the columns; only what is shown on the screen takes the answer from here then.
+    reference = read_answer(row[field], field, named=False) if needs_answer else str(row[field]) if field else ""
     return Example(read_prompt(row["prompt"], "prompt"), reference, str(number), meta if keep_columns else {})
 
 

@@ -22,7 +22,7 @@ from retrain.folder import RunFolder
 from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
-from retrain.rewards import build_reward
+from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
@@ -45,7 +45,7 @@ class Problems(Protocol):
         """The problems to train on and those to evaluate on."""
         ...
 
-    def scorer(self, context: int) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> SamplesAndScores:
         """What samples and scores them, once it is known how many tokens the model holds."""
         ...
 
@@ -148,7 +148,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     # Only the local backend samples with [inference] engine; others bring their own.
     sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
     credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
-    scorer = problems.scorer(backend.capabilities.context_length)
+    scorer = problems.scorer(backend)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
@@ -195,15 +195,17 @@ def _build_collector(
 
 
 class DataProblems:
-    """Examples of `[data]`, scored by `[reward]`."""
+    """Examples of `[data]`, scored by `[reward]` or by a reward that is given."""
 
-    def __init__(self, config: TrainConfig, console: Console) -> None:
+    def __init__(self, config: TrainConfig, console: Console, reward: BatchReward | None = None) -> None:
         self.config = config
         self.console = console
         self.stack = ExitStack()
-        # Made first: a source that cannot be had is said before processes are started to score.
-        build_source(config.data, config.plugins.search_paths)
-        self.reward = self.stack.enter_context(build_reward(config.reward, config.plugins.search_paths, console.say))
+        if reward is None:
+            # Made first: a source that cannot be had is said before processes are started to score.
+            build_source(config.data, config.plugins.search_paths)
+            reward = build_reward(config.reward, config.plugins.search_paths, console.say)
+        self.reward = self.stack.enter_context(reward)
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
         """The problems to train on and those to evaluate on."""
@@ -213,9 +215,10 @@ class DataProblems:
         self.held_out = _load_held_out(config)
         return self.examples, self.held_out
 
-    def scorer(self, context: int) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> SamplesAndScores:
         """What samples and scores them, once it is known how many tokens the model holds."""
-        check_context(self.config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
+        config, asked = self.config, [*_sample_of(self.examples), *self.held_out]
+        _check_context(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
 
     def close(self) -> None:
@@ -263,7 +266,7 @@ def _find_backend(config: TrainConfig) -> MakeBackend:
     return make  # type: ignore[no-any-return]
 
 
-def check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
+def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
     """Refuse prompts that leave no room for an answer, before anything is sampled."""
     longest, room = encoder.longest(examples), config.training.max_tokens
     if longest + room <= context:

@@ -63,13 +63,13 @@ class PromptEncoder:
         """Token ids of the prompt, cut from the left where max_prompt_tokens says so."""
         key = example.prompt if isinstance(example.prompt, str) else tuple(tuple(m.items()) for m in example.prompt)
         if key not in self.encoded:
-            ids = np.asarray(self.ids_of(example), dtype=np.int64)
-            self.encoded[key] = ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
+            self.encoded[key] = self.encode_once(example)
         return self.encoded[key]
 
-    def ids_of(self, example: Example) -> list[int]:
-        """Token ids of a whole prompt."""
-        return self._ids(self._messages(example))
+    def encode_once(self, example: Example) -> IntArray:
+        """The same for a prompt that is not kept, since it will not come again."""
+        ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
+        return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
 
     def longest(self, examples: Iterable[Example]) -> int:
         """Tokens of the longest prompt."""

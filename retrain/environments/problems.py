@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data import Endless
 from retrain.environments import Environment, build_environment, load_split
@@ -40,10 +41,12 @@ class EnvironmentProblems:
             )
         return self.examples, self.held_out
 
-    def scorer(self, context: int) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> SamplesAndScores:
         """What plays them, once it is known how many tokens the model holds."""
         training = self.config.training
-        limits = Limits(training.max_tokens, context, self.section.max_turns, training.max_prompt_tokens)
+        limits = Limits(
+            training.max_tokens, backend.capabilities.context_length, self.section.max_turns, training.max_prompt_tokens
+        )
         rules = Rules(limits, self.section.timeout_s)
         self.player = Player(self.environment, self.template, rules, self.console.say, self.console.progress)
         return self.player

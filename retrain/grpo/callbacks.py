@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.tracking.console import Console
 from retrain.types import Group, StepMetrics
 
 EVENTS = (
@@ -21,6 +22,20 @@ _WISHES = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 class StopRequested(Exception):
     """A callback asked for the end of training."""
+
+
+class StoppableConsole(Console):
+    """Ends a run between its steps when a callback wants that: up to its training a step can be given up."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        super().__init__()
+        self.callbacks = callbacks
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Show progress, or stop."""
+        if self.callbacks.control.should_training_stop and phase != "training":
+            raise StopRequested
+        super().progress(phase, done, total)
 
 
 class Callbacks:
@@ -53,11 +68,6 @@ class Callbacks:
         self.callbacks.append(made)
         if "on_init_end" in own:
             self._tell("on_init_end", [made])
-
-    def check_stop(self) -> None:
-        """End training between steps, if a callback wants that."""
-        if self.control.should_training_stop:
-            raise StopRequested
 
     def start(self, config: TrainConfig) -> None:
         """The run begins, or goes on."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.assemble import check_context
+import numpy as np
+
+from retrain.assemble import DataProblems
+from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer, read_prompt
 from retrain.errors import ConfigError, Problem
 from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
 from retrain.inference_engine import InferenceEngine
-from retrain.rollout import Rollouts, SamplesAndScores, Scorer
+from retrain.rollout import Rollouts, SamplesAndScores
 from retrain.tokens import PromptEncoder
 from retrain.tracking.console import Console
-from retrain.types import Example, Group, Metric, Sampling
-
-Check = Callable[[], None]
-"""Raises when a run is to end before its next step."""
+from retrain.types import Example, Group, IntArray, Metric, Sampling
 
 
 @dataclass(frozen=True)
@@ -90,54 +90,46 @@ def _example(row: object, number: int, needs_answer: bool, keep_columns: bool) -
 class RowEncoder(PromptEncoder):
     """Messages go through the chat template; a prompt that is text is given to the model as it stands."""
 
-    def ids_of(self, example: Example) -> list[int]:
-        """Token ids of a whole prompt."""
-        if isinstance(example.prompt, str):
-            return list(self.tokenizer(example.prompt)["input_ids"])
-        return super().ids_of(example)
+    def encode_once(self, example: Example) -> IntArray:
+        """Token ids of a prompt, cut from the left where max_prompt_tokens says so."""
+        if not isinstance(example.prompt, str):
+            return super().encode_once(example)
+        ids = np.asarray(self.tokenizer(example.prompt)["input_ids"], dtype=np.int64)
+        return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
 
 
-class ScriptScorer(Scorer):
-    """Scores by functions, and tells the mean of each."""
+class NamesRewards:
+    """Samples and scores as another does, and tells the mean of each reward of a step."""
 
-    def __init__(self, encoder: PromptEncoder, reward: ScriptReward, console: Console, check: Check) -> None:
-        super().__init__(encoder, reward, console.say, console.progress)
-        self.terms = reward.terms
-        self.check = check
+    def __init__(self, inner: SamplesAndScores, terms: Sequence[Term]) -> None:
+        self.inner = inner
+        self.terms = terms
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group an example, unless somebody wants the run to end: here, no step is under way."""
-        self.check()
-        return super().sample_and_score(engine, examples, sampling)
+        """One group an example, in order."""
+        return self.inner.sample_and_score(engine, examples, sampling)
 
     def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """The mean of each reward in this step."""
+        """What the other tells of a step's groups, and the mean of each reward."""
         scores = [score for group in groups for score in group.scores_G]
-        return {**describe_terms(self.terms, scores), **super().describe(groups)}
+        return {**describe_terms(self.terms, scores), **self.inner.describe(groups)}
 
 
-class ScriptProblems:
+class ScriptProblems(DataProblems):
     """The examples of a script, scored by its functions."""
 
-    def __init__(self, data: ScriptData, config: TrainConfig, console: Console, check: Check) -> None:
+    def __init__(self, data: ScriptData, config: TrainConfig, console: Console) -> None:
+        super().__init__(config, console, ScriptReward(data.terms, data.state, console.say))
         self.data = data
-        self.check = check
-        self.config = config
-        self.console = console
-        self.reward = ScriptReward(data.terms, data.state, console.say)
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
         """The problems to train on and those to evaluate on."""
         longest = self.config.training.max_prompt_tokens
         self.encoder = RowEncoder(tokenizer, "", longest, self.console.say, self.data.template_kwargs)
-        self.console.say(f"Loaded {len(self.data.examples)} examples")
-        return self.data.examples, self.data.held_out
+        self.examples, self.held_out = self.data.examples, self.data.held_out
+        self.console.say(f"Loaded {len(self.examples)} examples")
+        return self.examples, self.held_out
 
-    def scorer(self, context: int) -> SamplesAndScores:
-        """What samples and scores them, once it is known how many tokens the model holds."""
-        check_context(self.config, self.encoder, [*self.data.examples, *self.data.held_out], context)
-        return ScriptScorer(self.encoder, self.reward, self.console, self.check)
-
-    def close(self) -> None:
-        """End the rewards' processes."""
-        self.reward.close()
+    def scorer(self, backend: Backend) -> SamplesAndScores:
+        """What samples and scores them, and names each reward."""
+        return NamesRewards(super().scorer(backend), self.data.terms)

@@ -18,7 +18,7 @@ from retrain.builtin import resolve_model
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.errors import CheckpointError, ConfigError
-from retrain.grpo.callbacks import Callbacks, StopRequested
+from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
 from retrain.grpo.combinations import global_batch
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
@@ -116,7 +116,7 @@ class GRPOTrainer:
         self.keeper.start(config)
         started = time.perf_counter()
         with contextlib.suppress(StopRequested):
-            train(config, supplied=self._supplied())
+            train(config, console=StoppableConsole(self.callbacks), supplied=self._supplied())
         return self._output(time.perf_counter() - started)
 
     def evaluate(self) -> dict[str, float]:
@@ -170,7 +170,7 @@ class GRPOTrainer:
         data = ScriptData(self.examples, self.held_out, self.terms, self.state, self.args.chat_template_kwargs or {})
 
         def problems(config: TrainConfig, console: Console) -> ScriptProblems:
-            return ScriptProblems(data, config, console, self.callbacks.check_stop)
+            return ScriptProblems(data, config, console)
 
         trackers = (self.keeper, self.callbacks) if told else ()
         return Supplied(problems=problems, tokenizer=self.processing_class, trackers=trackers)

@@ -44,8 +44,9 @@ def parameter(default: Any, declared: Declared) -> Any:
 
 
 def declarations(config: type) -> dict[str, Declared]:
-    """Every declared parameter by name, in order."""
-    return {f.name: f.metadata[KEY] for f in dataclasses.fields(config) if KEY in f.metadata}
+    """Every declared parameter by name, in the order of its class; the fields begin with the inherited ones."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    return {name: fields[name].metadata[KEY] for name in config.__annotations__ if KEY in fields[name].metadata}
 
 
 def defaults(config: type) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from retrain.builtin import resolve_model
 from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, PluginError, Problem
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.plugins import REGISTRIES, import_path, make_importable
@@ -135,7 +135,10 @@ def load_rewards(given: Any) -> list[Any]:
             raise ConfigError(f"reward_funcs holds {name!r}.  Try: a name such as math, or my_rewards:function")
         if ":" in name and name not in REGISTRIES["reward"].names():
             make_importable((".",))
-            rewards.append(import_path(name, "reward"))
+            try:
+                rewards.append(import_path(name, "reward"))
+            except PluginError as error:
+                raise ConfigError(f"reward_funcs: {error}") from error
         else:
             rewards.append(name)
     return rewards

@@ -43,6 +43,11 @@ class Setup:
 
 def to_train_config(args: GRPOConfig, setup: Setup) -> TrainConfig:
     """The configuration of the run, checked as one from a file would be."""
+    if (args.use_vllm or args.use_vllm_server) and not setup.lora["model.lora_rank"]:
+        which = "use_vllm" if args.use_vllm else "use_vllm_server"
+        raise ConfigError(
+            f"{which} needs a peft_config: servers are given adapters; a whole model is sampled from in this process."
+        )
     options: dict[str, Any] = {
         **_training(args),
         **_lengths(args, setup),

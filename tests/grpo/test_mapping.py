@@ -13,7 +13,7 @@ from retrain.grpo import GRPOConfig
 from retrain.grpo.mapping import Setup, to_train_config
 from retrain.grpo.parameters import declarations
 
-SETUP = Setup("builtin:tiny", prompts=40, held_out=8)
+SETUP = Setup("builtin:tiny", prompts=40, held_out=8, lora={"model.lora_rank": 8})
 VLLM, SERVER = {"use_vllm": True}, {"use_vllm_server": True}
 SYNC = {"sync_ref_model": True}
 WANDB = {"report_to": "wandb"}
@@ -153,7 +153,7 @@ def test_every_parameter_is_tried() -> None:
 
 
 def test_defaults_make_a_run_of_the_documented_numbers() -> None:
-    found = options()
+    found = options(Setup("builtin:tiny", prompts=40))
     assert (found["training.batch_size"], found["training.group_size"], found["training.max_tokens"]) == (1, 8, 256)
     assert (found["training.max_prompt_tokens"], found["training.lr"], found["kl.beta"]) == (512, 1e-6, 0.04)
     assert (found["model.lora_rank"], found["training.epochs"], found["inference.engine"]) == (0, 3.0, "pytorch")
@@ -164,6 +164,11 @@ def test_vllm_is_either_launched_or_found() -> None:
     launched, found = options(use_vllm=True), options(use_vllm_server=True, vllm_port=8000)
     assert (launched["inference.engine"], launched["inference.launch"], launched["inference.url"]) == ("vllm", True, "")
     assert (found["inference.engine"], found["inference.launch"], found["inference.wait_s"]) == ("vllm", False, 120.0)
+
+
+def test_servers_are_given_adapters_only() -> None:
+    with pytest.raises(ConfigError, match="use_vllm_server needs a peft_config"):
+        options(Setup("builtin:tiny", prompts=40), use_vllm_server=True)
 
 
 def test_aggregation_counts_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from retrain.errors import ConfigError
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.settings import build_trainer, load_rewards, load_rows
 
-QUICK = ["max_steps=1", "per_device_train_batch_size=8", "num_generations=4", "max_completion_length=48"]
+QUICK = ["max_steps=1", "per_device_train_batch_size=16", "num_generations=8"]
 
 
 @pytest.fixture

@@ -175,14 +175,14 @@ class Lora(Section):
 class Loss(Section):
     """The policy-gradient loss."""
 
-    type: Literal["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo"] = option(
+    type: Literal["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo", "grpo"] = option(
         "importance_sampling", "Loss over completion tokens.", flag="--loss-type"
     )
     clip_low: float = option(
-        0.2, "Ratios below 1 - clip_low are clipped (ppo, cispo, gspo, dr_grpo).", ge=0, le=1, flag="--loss-clip-low"
+        0.2, "Ratios below 1 - clip_low are clipped (not of importance_sampling).", ge=0, le=1, flag="--loss-clip-low"
     )
     clip_high: float = option(
-        0.2, "Ratios above 1 + clip_high are clipped (ppo, cispo, gspo, dr_grpo).", ge=0, flag="--loss-clip-high"
+        0.2, "Ratios above 1 + clip_high are clipped (not of importance_sampling).", ge=0, flag="--loss-clip-high"
     )
     ratio_cap: float = option(
         2.0,

@@ -25,7 +25,7 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
 }
 """Schedules of transformers by name, and what retrain calls them."""
-LOSSES = {"dapo": "ppo", "bnpo": "ppo", "dr_grpo": "dr_grpo"}
+LOSSES = {"dapo": "ppo", "bnpo": "ppo", "dr_grpo": "dr_grpo", "grpo": "grpo"}
 """Losses of TRL by name, and what retrain calls them."""
 OPTIMISERS = ("adamw_torch", "adamw_torch_fused")
 TRACKERS = ("wandb", "trackio")
@@ -197,21 +197,15 @@ def _names(config: GRPOConfig) -> Iterator[Problem]:
 def _loss(config: GRPOConfig) -> Iterator[Problem]:
     """A loss of another formula under the same name would mislead."""
     loss = config.loss_type
-    if loss == "grpo":
-        yield Problem(
-            "loss_type",
-            "= 'grpo' averages over each completion first, which weighs short ones more; retrain has no such loss.",
-            "Try: 'dapo', or 'dr_grpo'",
-        )
-    elif loss not in LOSSES:
+    if loss not in LOSSES:
         yield Problem("loss_type", f"= {loss!r} is not in retrain.", f"It has: {', '.join(LOSSES)}.")
     elif loss == "bnpo" and global_batch(config) > config.per_device_train_batch_size:
         yield Problem(
             "loss_type", "= 'bnpo' averages over each device's batch by itself; here the step is one.", "Try: 'dapo'"
         )
-    if config.importance_sampling_level == "sequence" and loss == "dr_grpo":
+    if config.importance_sampling_level == "sequence" and loss in ("dr_grpo", "grpo"):
         yield Problem(
-            "importance_sampling_level", "= 'sequence' does not go with loss_type = 'dr_grpo'.", "Try: 'dapo'"
+            "importance_sampling_level", f"= 'sequence' does not go with loss_type = {loss!r}.", "Try: 'dapo'"
         )
 
 

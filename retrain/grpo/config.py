@@ -251,7 +251,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     loss_type: str = _trl(
         "dapo",
         "`[loss] type`",
-        "dapo is ppo over all tokens of a step; bnpo is the same without accumulation; dr_grpo. grpo is refused.",
+        "dapo is ppo over all tokens of a step, bnpo the same without accumulation; dr_grpo; grpo.",
         "test_a_loss_that_differs_is_refused",
     )
     importance_sampling_level: str = _trl("token", "`[loss] type`", "sequence is gspo.", choices=("token", "sequence"))

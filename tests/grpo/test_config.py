@@ -224,11 +224,9 @@ def test_a_template_must_hold_its_variables(name: str, variables: tuple[str, ...
             GRPOConfig("out", adaptive_teaching=True, **{name: whole.replace(f"{{{variable}}}", "")})
 
 
-@pytest.mark.parametrize(
-    ("loss", "text"), [("grpo", "averages over each completion first"), ("sapo", "not in retrain")]
-)
-def test_a_loss_that_differs_is_refused(loss: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+@pytest.mark.parametrize("loss", ["sapo", "cispo", "ppo"])
+def test_a_loss_that_differs_is_refused(loss: str) -> None:
+    with pytest.raises(ConfigError, match="not in retrain"):
         GRPOConfig("out", loss_type=loss)
 
 

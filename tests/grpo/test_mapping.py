@@ -79,6 +79,7 @@ TWINS: list[tuple[str, dict[str, Any], Any, str, Any]] = [
     ("save_completions_probability", {}, None, "logging.save_completions_probability", 1.0),
     ("loss_type", {}, "dapo", "loss.type", "ppo"),
     ("loss_type", {}, "dr_grpo", "loss.type", "dr_grpo"),
+    ("loss_type", {}, "grpo", "loss.type", "grpo"),
     ("importance_sampling_level", {}, "sequence", "loss.type", "gspo"),
     ("epsilon", {}, 0.1, "loss.clip_low", 0.1),
     ("epsilon", {}, 0.1, "loss.clip_high", 0.1),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
 from retrain.backends import Backend, Closes
@@ -14,7 +14,7 @@ from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
-from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -22,14 +22,14 @@ from retrain.folder import RunFolder
 from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
-from retrain.rewards import build_reward
+from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
 from retrain.teaching import build_classroom, check_room
 from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
-from retrain.tracking import Tracker, Trackers
+from retrain.tracking import EveryFew, Tracker, Trackers
 from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
@@ -37,6 +37,36 @@ from retrain.types import BoolArray, Example, Group, Sampling
 
 MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
 """Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
+
+
+class Problems(Protocol):
+    """Where a run's examples come from, and what scores the answers to them."""
+
+    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The problems to train on and those to evaluate on."""
+        ...
+
+    def scorer(self, backend: Backend) -> SamplesAndScores:
+        """What samples and scores them, once it is known how many tokens the model holds."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held."""
+        ...
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """Parts that a caller brings in place of those that a configuration names."""
+
+    backend: MakeBackend | None = None
+    problems: Callable[[TrainConfig, Console], Problems] | None = None
+    tokenizer: Any = None
+    trackers: tuple[Tracker, ...] = ()
+    """These are told of the run beside the configured ones."""
+
+
+NOTHING = Supplied()
 
 
 @dataclass
@@ -83,13 +113,13 @@ def assemble(
     config: TrainConfig,
     force_resume: bool = False,
     console: Console | None = None,
-    make_backend: MakeBackend | None = None,
+    supplied: Supplied = NOTHING,
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console or Console(), stack, make_backend)
+            parts = _build(config, force_resume, console or Console(), stack, supplied)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -97,25 +127,23 @@ def assemble(
         yield parts
 
 
-def _build(
-    config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, make_backend: MakeBackend | None
-) -> Parts:
+def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, supplied: Supplied) -> Parts:
     folder = RunFolder(config, force_resume, console.say)
     stack.callback(folder.close)
     config = folder.config
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
     # Rewards and environments start first: they warm up while the model loads, and a broken one fails early.
-    problems = EnvironmentProblems(config, console) if config.environment.provider else DataProblems(config, console)
+    problems = (supplied.problems or _find_problems(config))(config, console)
     stack.callback(problems.close)
     console.say(f"Loading tokenizer for {config.model.model} ...")
-    tokenizer = load_tokenizer(config.model.model)
+    tokenizer = supplied.tokenizer or load_tokenizer(config.model.model)
     console.say("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
     config = _count_steps(config, examples)
-    backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
+    backend = (supplied.backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
         stack.push(lambda kind, error, trace: backend.close(kind))
     # Only the local backend samples with [inference] engine; others bring their own.
@@ -136,11 +164,15 @@ def _build(
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, console, *_optional_trackers(config, folder, console.say)]),
+        tracker=Trackers([jsonl, _thinned(config, folder, console), *supplied.trackers]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
     )
+
+
+def _find_problems(config: TrainConfig) -> Callable[[TrainConfig, Console], Problems]:
+    return EnvironmentProblems if config.environment.provider else DataProblems
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
@@ -164,13 +196,17 @@ def _build_collector(
 
 
 class DataProblems:
-    """Examples of `[data]`, scored by `[reward]`."""
+    """Examples of `[data]`, scored by `[reward]` or by a reward that is given."""
 
-    def __init__(self, config: TrainConfig, console: Console) -> None:
+    def __init__(self, config: TrainConfig, console: Console, reward: BatchReward | None = None) -> None:
         self.config = config
         self.console = console
         self.stack = ExitStack()
-        self.reward = self.stack.enter_context(build_reward(config.reward, config.plugins.search_paths, console.say))
+        if reward is None:
+            # Made first: a source that cannot be had is said before processes are started to score.
+            build_source(config.data, config.plugins.search_paths)
+            reward = build_reward(config.reward, config.plugins.search_paths, console.say)
+        self.reward = self.stack.enter_context(reward)
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
         """The problems to train on and those to evaluate on."""
@@ -278,6 +314,11 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
     # As the model is loaded: in bf16 on a GPU, in float32 on a CPU, unless told otherwise.
     wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and config.backend.devices == "cpu")
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
+
+
+def _thinned(config: TrainConfig, folder: RunFolder, console: Console) -> Tracker:
+    """The screen and the trackers, told as often as `[logging] every` says."""
+    return EveryFew(config.logging.every, Trackers([console, *_optional_trackers(config, folder, console.say)]))
 
 
 def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:

@@ -124,7 +124,11 @@ REGISTRIES: dict[str, Registry] = {
         Registry(
             "advantage",
             "advantage",
-            {"grpo": "retrain.advantages.episode:grpo", "maxrl": "retrain.advantages.episode:maxrl"},
+            {
+                "grpo": "retrain.advantages.episode:grpo",
+                "grpo_scaled": "retrain.advantages.episode:grpo_scaled",
+                "maxrl": "retrain.advantages.episode:maxrl",
+            },
         ),
         Registry(
             "transform",

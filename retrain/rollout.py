@@ -121,7 +121,7 @@ class Scorer:
         sampled = time.perf_counter()
         self.progress("scoring", 0, sum(map(len, completions_PG)))
         items = [
-            Item(completion.text, example.reference, example.prompt, example.meta)
+            Item(completion.text, example.reference, example.prompt, example.meta, completion.token_ids_T)
             for example, group in zip(examples, completions_PG, strict=True)
             for completion in group
         ]

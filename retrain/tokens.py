@@ -43,8 +43,16 @@ def vocabulary_texts(tokenizer: Any) -> list[str]:
 class PromptEncoder:
     """Examples into prompt token ids, through the chat template; each distinct prompt is encoded once."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str, max_prompt_tokens: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str,
+        max_prompt_tokens: int,
+        say: Callable[[str], None],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
         self.system_prompt = system_prompt
         self.max_prompt_tokens = max_prompt_tokens
         self.encoded: dict[object, IntArray] = {}
@@ -78,6 +86,8 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
             return list(self.tokenizer(text)["input_ids"])
-        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rendered = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+        )
         # The template has already written the special tokens.
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.advantages import Credit
-from retrain.assemble import MakeBackend, Parts, assemble
+from retrain.assemble import NOTHING, Parts, Supplied, assemble
 from retrain.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
@@ -58,13 +58,13 @@ def train(
     config: TrainConfig,
     force_resume: bool = False,
     console: Console | None = None,
-    make_backend: MakeBackend | None = None,
+    supplied: Supplied = NOTHING,
 ) -> TrainResult:
     """Run a configuration to its last step, from its checkpoint if it resumes one.
 
-    `make_backend` builds the backend in place of the one that the configuration names.
+    `supplied` are parts that take the place of those that the configuration names.
     """
-    with assemble(config, force_resume, console, make_backend) as parts, Interrupts() as interrupts:
+    with assemble(config, force_resume, console, supplied) as parts, Interrupts() as interrupts:
         progress = resume(parts)
         parts.folder.settle()
         try:
@@ -133,7 +133,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
                 parts.jsonl.write(EVALS, [last.record(step)])
             if training.record:
                 write_recording(parts.folder.path, step, rollouts.groups)
-            parts.tracker.log(step, metrics, rollouts.groups)
+            parts.tracker.log(step, metrics, credit.of(rollouts.groups))
             progress.step += 1
             if progress.step % training.save_every == 0 or progress.step == training.max_steps:
                 save(parts, progress, "running")

@@ -102,6 +102,8 @@ class Group:
     prompt_ids: IntArray
     completions_G: tuple[Completion, ...]
     scores_G: tuple[Score, ...] = ()
+    advantages_G: FloatArray | None = None
+    """What each completion earned, once credit is assigned."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,20 @@ AdvantageFn = Callable[[FloatArray], FloatArray]
 SMALLEST_MEAN = 1e-6
 """Below this mean reward maxrl has nothing to divide by: nobody in the group was right."""
 
+SMALLEST_SPREAD = 1e-4
+"""Added to the spread of a group's rewards, so that nearly equal ones are not blown up."""
+
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
     """`r - mean(r)`: centred on the group, as GRPO (arXiv 2402.03300), without the division by the spread."""
     return np.subtract(rewards_G, float(rewards_G.mean()))
+
+
+def grpo_scaled(rewards_G: FloatArray) -> FloatArray:
+    """`(r - mean(r)) / (std(r) + 1e-4)`: GRPO as its paper has it (arXiv 2402.03300), with the sample spread."""
+    if len(rewards_G) < 2:
+        return np.zeros(len(rewards_G))
+    return grpo(rewards_G) / (float(rewards_G.std(ddof=1)) + SMALLEST_SPREAD)
 
 
 def maxrl(rewards_G: FloatArray) -> FloatArray:

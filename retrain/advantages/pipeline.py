@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -50,6 +50,10 @@ class Credit:
     def live(self) -> list[int]:
         """The groups worth training on."""
         return [index for index, state in enumerate(self.states_P) if state == "live"]
+
+    def of(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of the step, each with what its completions earned."""
+        return [replace(group, advantages_G=a) for group, a in zip(groups, self.episode_advantages_PG, strict=True)]
 
     def metrics(self) -> StepMetrics:
         """The part of a step's metrics that is known here."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from retrain.assemble import Supplied
 from retrain.backends.local.shared import SharedModel
 from retrain.campaign.child import end_with_parent
 from retrain.campaign.processes import STDERR, STDOUT
@@ -105,7 +106,7 @@ class Host:
             try:
                 resume = {"resume.from": str(folder)} if (folder / "checkpoints").is_dir() else {}
                 config = load_config(folder / CONFIG_FILE, resume)
-                train(config, console=TurnConsole(output, self.turns), make_backend=self.model.build)
+                train(config, console=TurnConsole(output, self.turns), supplied=Supplied(backend=self.model.build))
             except KeyboardInterrupt:
                 return 130
             except RetrainError as error:

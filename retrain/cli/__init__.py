@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ui": ("retrain.cli.ui", "Serve that page here, following live runs."),
     "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),
+    "grpo": ("retrain.cli.grpo", "Train from YAML groups, or write some to start from: retrain grpo init."),
     "man": ("retrain.cli.man", "Read the manual."),
     "help": ("retrain.cli.help", "Print the full reference."),
     "completion": ("retrain.cli.completion", "Print shell completion for bash, zsh or fish."),

@@ -252,6 +252,7 @@ def list_files(config: TrainConfig) -> list[str]:
         return [f"{config.squeeze.output_path}/"] if config.squeeze.output_path else []
     names = [*_RUN_FILES, "eval.jsonl", "checkpoints/step_.../"]
     names += ["rollouts/step_....npz"] if config.training.record else []
+    names += ["debug.jsonl"] if config.logging.debug else []
     if config.kind == "campaign":
         is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
         folder = f"{log_dir.parent}/campaign_<date>_<time>" if is_default else str(log_dir)

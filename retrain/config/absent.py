@@ -13,9 +13,6 @@ from retrain.plugins import REGISTRIES
 ABSENT = (
     "distributed.zero_stage",
     "distributed.fsdp",
-    "logging.log_completions",
-    "logging.save_completions_probability",
-    "logging.debug",
 )
 
 

@@ -31,6 +31,8 @@ _WIDEST_ASSIGNMENT = 44
 _LONGEST_DEFAULT = 60
 _DOCS_BLOCK = re.compile(r"(<!-- generated: options -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
+_PARAMETERS_BLOCK = re.compile(r"(<!-- generated: parameters -->\n).*?(<!-- end generated -->)", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Template:
@@ -315,6 +317,13 @@ def _usage(commands: Mapping[str, str]) -> str:
 def generated_files(root: Path) -> dict[Path, str]:
     """Every generated file of the repository at `root`, with the text it should hold."""
     files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
+    grpo = root / "docs" / "grpo.md"
+    if grpo.exists():
+        from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers, which only this page needs)
+        from retrain.grpo.parameters import docs_table  # noqa: PLC0415
+
+        text, table = grpo.read_text(encoding="utf-8"), docs_table(GRPOConfig)
+        files[grpo] = _PARAMETERS_BLOCK.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", text)
     page = root / "docs" / "configuration.md"
     if page.exists():
         text = page.read_text(encoding="utf-8")

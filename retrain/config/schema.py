@@ -95,7 +95,9 @@ class Model(Section):
 class Algorithm(Section):
     """How rewards become token advantages."""
 
-    advantage_mode: str = option("maxrl", "Episode advantage: grpo, maxrl or a dotted path.", kind="advantage")
+    advantage_mode: str = option(
+        "maxrl", "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.", kind="advantage"
+    )
     transform_mode: str = option(
         "gtpo_sepa", "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.", kind="transform"
     )
@@ -173,14 +175,14 @@ class Lora(Section):
 class Loss(Section):
     """The policy-gradient loss."""
 
-    type: Literal["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo"] = option(
+    type: Literal["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo", "grpo"] = option(
         "importance_sampling", "Loss over completion tokens.", flag="--loss-type"
     )
     clip_low: float = option(
-        0.2, "Ratios below 1 - clip_low are clipped (ppo, cispo, gspo, dr_grpo).", ge=0, le=1, flag="--loss-clip-low"
+        0.2, "Ratios below 1 - clip_low are clipped (not of importance_sampling).", ge=0, le=1, flag="--loss-clip-low"
     )
     clip_high: float = option(
-        0.2, "Ratios above 1 + clip_high are clipped (ppo, cispo, gspo, dr_grpo).", ge=0, flag="--loss-clip-high"
+        0.2, "Ratios above 1 + clip_high are clipped (not of importance_sampling).", ge=0, flag="--loss-clip-high"
     )
     ratio_cap: float = option(
         2.0,
@@ -520,6 +522,12 @@ class Logging(Section):
     wandb_group: str = option("", "Weights & Biases group.")
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.")
     trackio_project: str = option("", "Trackio project; set it to turn trackio on, with wandb's run name and group.")
+    every: Count = option(
+        1,
+        "Steps between lines on the screen and rows in trackers; 0 is never. metrics.jsonl has every step.",
+        ge=0,
+        flag="--log-every",
+    )
     log_completions: bool = option(False, "Send a table of every step's completions to wandb and trackio.")
     save_completions_probability: float = option(
         1.0, "Share of the steps whose completions are written to generations.jsonl.", ge=0, le=1

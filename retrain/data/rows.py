@@ -47,8 +47,8 @@ def to_example(row: object, section: schema.Data, id: str) -> Example:
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
     answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS)
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
-    prompt = _read_prompt(row[prompt_field], prompt_field)
-    return Example(prompt, _read_answer(row[answer_field], answer_field, section.answer_field != ""), id, meta)
+    prompt = read_prompt(row[prompt_field], prompt_field)
+    return Example(prompt, read_answer(row[answer_field], answer_field, section.answer_field != ""), id, meta)
 
 
 def collect_examples(rows: Iterable[tuple[str, object]], section: schema.Data, origin: str) -> list[Example]:
@@ -86,7 +86,8 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
     raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}")
 
 
-def _read_prompt(value: object, field: str) -> Prompt:
+def read_prompt(value: object, field: str) -> Prompt:
+    """Read text, or messages with role and content, or raise a BadRow."""
     if value == "" or (isinstance(value, str) and value.isspace()):
         raise BadRow(f"has an empty {field!r}")
     if isinstance(value, str):
@@ -104,7 +105,8 @@ def _read_message(message: object, field: str) -> dict[str, str]:
     raise BadRow(f"has a message without role and content in {field!r}")
 
 
-def _read_answer(value: object, field: str, named: bool) -> str:
+def read_answer(value: object, field: str, named: bool) -> str:
+    """Read the reference of a row, the final answer of a solution, or raise a BadRow."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # 27.0 in a table of numbers is the answer 27
     if isinstance(value, int | float):

@@ -13,7 +13,10 @@ import pickle
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from retrain.types import IntArray
 
 _LENGTH = struct.Struct(">I")
 
@@ -51,6 +54,8 @@ class Item(NamedTuple):
     reference: str
     prompt: Prompt = ""
     meta: Mapping[str, object] = {}
+    token_ids: IntArray | None = None
+    """The response as it was sampled; for rewards of this process, workers are not sent it."""
 
 
 @dataclass(frozen=True)

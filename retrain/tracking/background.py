@@ -29,7 +29,7 @@ class InBackground:
         self.name = name
         self.tracker = tracker
         self.say = say
-        self.steps: queue.Queue[tuple[int, StepMetrics]] = queue.Queue(ROOM)
+        self.steps: queue.Queue[tuple[int, StepMetrics, Sequence[Group]]] = queue.Queue(ROOM)
         self.started = threading.Event()
         self.closing = threading.Event()
         self.refused: ConfigError | None = None
@@ -38,9 +38,12 @@ class InBackground:
         self.failed = False
         self.dropped = 0
         self.thread: threading.Thread | None = None
+        self.wants_groups = False
 
     def start(self, config: TrainConfig) -> None:
         """Begin; a refusal that comes soon ends the run before it trains, anything else only silences the tracker."""
+        # Kept in the queue only where they will be sent: they hold every token of a step.
+        self.wants_groups = config.logging.log_completions
         self.thread = threading.Thread(target=self._work, args=(config,), name=self.name, daemon=True)
         self.thread.start()
         if not self.started.wait(START_S):
@@ -56,7 +59,7 @@ class InBackground:
             return
         try:
             # A copy: the caller's is its own to change.
-            self.steps.put_nowait((step, dict(metrics)))
+            self.steps.put_nowait((step, dict(metrics), groups if self.wants_groups else ()))
         except queue.Full:
             self.dropped += 1
 
@@ -87,13 +90,13 @@ class InBackground:
         self.started.set()
         while not self.failed and (step := self._next()) is not None:
             try:
-                self.tracker.log(*step, ())
+                self.tracker.log(*step)
             except Exception as error:
                 self._fail(error)
         with contextlib.suppress(Exception):
             self.tracker.finish()
 
-    def _next(self) -> tuple[int, StepMetrics] | None:
+    def _next(self) -> tuple[int, StepMetrics, Sequence[Group]] | None:
         """The next step to send; None when there will be no more."""
         while True:
             with contextlib.suppress(queue.Empty):

@@ -1,4 +1,4 @@
-"""The run's own record: metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl."""
+"""The run's own record: metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl, debug.jsonl."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from typing import Any, BinaryIO
 
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig
-from retrain.types import Example, Group, Metric, StepMetrics
+from retrain.seeding import derive_seed
+from retrain.tracking import prompt_text
+from retrain.tracking.debug import debug_row
+from retrain.types import Group, Metric, StepMetrics
 
-METRICS, STEPS, GENERATIONS, EVALS = (
+METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
     "metrics.jsonl",
     "emergence/steps.jsonl",
     "emergence/generations.jsonl",
     "eval.jsonl",
+    "debug.jsonl",
 )
-FILES = (METRICS, STEPS, GENERATIONS, EVALS)
+FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 
 
 class JsonlTracker:
@@ -29,10 +33,13 @@ class JsonlTracker:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.files: dict[str, BinaryIO] = {}
+        self.seed = 0
+        self.share = 1.0
 
     def start(self, config: TrainConfig) -> None:
         """Open the files, each where it ended."""
-        for name in FILES:
+        self.seed, self.share = config.training.seed, config.logging.save_completions_probability
+        for name in FILES if config.logging.debug else FILES[:-1]:
             path = self.log_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
             self.files[name] = path.open("ab")
@@ -49,7 +56,14 @@ class JsonlTracker:
             "condition": metrics["condition"],
         }
         self.write(STEPS, [summary])
-        self.write(GENERATIONS, [row for group in groups for row in generation_rows(step, group)])
+        if self.keeps_completions(step):
+            self.write(GENERATIONS, [row for group in groups for row in generation_rows(step, group)])
+        if DEBUG in self.files:
+            self.write(DEBUG, [debug_row(step, metrics, groups)])
+
+    def keeps_completions(self, step: int) -> bool:
+        """Whether this step's completions are written: decided by seed and step, so that a resume decides alike."""
+        return derive_seed(self.seed, "completions", step) < self.share * 2**32
 
     def finish(self) -> None:
         """Close the files."""
@@ -100,13 +114,6 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
 def _finite(value: Metric) -> Metric:
     """JSON has no NaN; a step whose loss is none was skipped, and says so under another key."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def prompt_text(example: Example) -> str:
-    """What was asked, as one text."""
-    if isinstance(example.prompt, str):
-        return example.prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in example.prompt)
 
 
 def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError, MissingExtraError
-from retrain.tracking import metric_name
+from retrain.tracking import completions_table, metric_name
 from retrain.types import Group, StepMetrics
 
 try:
@@ -47,7 +47,10 @@ class TrackioTracker:
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log under the same names as to wandb."""
-        self.run.log({metric_name(key): value for key, value in metrics.items() if value is not None}, step=step)
+        values: dict[str, Any] = {metric_name(key): value for key, value in metrics.items() if value is not None}
+        if groups:
+            values["completions"] = trackio.Table(**completions_table(step, groups))
+        self.run.log(values, step=step)
 
     def finish(self) -> None:
         """Close the run."""

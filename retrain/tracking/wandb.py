@@ -10,7 +10,7 @@ import wandb
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
-from retrain.tracking import metric_name
+from retrain.tracking import completions_table, metric_name
 from retrain.types import Group, StepMetrics
 
 # wandb refuses longer ones.
@@ -57,7 +57,10 @@ class WandbTracker:
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log under the documented names."""
-        self.run.log({metric_name(key): value for key, value in metrics.items() if value is not None}, step=step)
+        values: dict[str, Any] = {metric_name(key): value for key, value in metrics.items() if value is not None}
+        if groups:
+            values["completions"] = wandb.Table(**completions_table(step, groups))
+        self.run.log(values, step=step)
 
     def finish(self) -> None:
         """Close the run."""

@@ -83,7 +83,7 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
         return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
-@pytest.mark.parametrize("kind", ["importance_sampling", "gspo", "dr_grpo"])
+@pytest.mark.parametrize("kind", ["importance_sampling", "gspo", "dr_grpo", "grpo"])
 def test_the_size_of_micro_batches_does_not_change_the_gradient(tiny: Path, kind: str) -> None:
     datums = random_datums(SIZES)
     made = learner(tiny, loss__type=kind)

@@ -113,7 +113,17 @@ def test_dr_grpo_is_ppo_with_a_constant_denominator() -> None:
     assert denominator(Loss(type="ppo"), tokens=3, rows=2, max_tokens=100) == 3.0
 
 
-@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo"])
+def test_grpo_is_the_mean_of_each_row_and_then_of_rows() -> None:
+    # Two tokens with ratios 1.5 and 0.5, then a row of one with 4: clipped to 1.2, 0.5 and 1.2.
+    value, gradient = value_and_gradient(batch_of((1.0, 1.0, -1.0)), Loss(type="grpo", ratio_cap=0.0))
+    assert value == pytest.approx(-((1.2 + 0.5) / 2 - 4.0))
+    assert gradient == pytest.approx([0.0, -0.25, 4.0])
+    masked, _ = value_and_gradient(batch_of((1.0, 1.0, -1.0), mask=(0, 1, 1)), Loss(type="grpo", ratio_cap=0.0))
+    assert masked == pytest.approx(-(0.5 - 4.0))
+    assert denominator(Loss(type="grpo"), tokens=3, rows=2, max_tokens=100) == 2.0
+
+
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo", "grpo"])
 def test_a_ratio_beyond_all_bounds_does_not_overflow(kind: str) -> None:
     batch = batch_of((1.0, -2.0, 0.5))
     far = TokenBatch(

@@ -72,7 +72,7 @@ def test_a_training_run_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_log_of_a_run_is_among_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("demo"))
-    files = _explain(capsys, "--eval-every", "5")["files"]
+    files = _explain(capsys, "--eval-every", "5", "--debug")["files"]
     assert {f"logs/demo/{name}" for name in FILES} <= set(files)
     assert {"logs/demo/checkpoints/step_.../", "logs/demo/adapter/"} <= set(files)
 

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ import pytest
 from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
-from retrain.tracking import Trackers, metric_name
+from retrain.tracking import EveryFew, Trackers, metric_name
 from retrain.tracking.console import Console, step_line
-from retrain.tracking.jsonl import FILES, JsonlTracker, cut_logs
+from retrain.tracking.jsonl import DEBUG, FILES, JsonlTracker, cut_logs
 from retrain.types import Completion, Example, Group, Score, StepMetrics
 
 METRICS: StepMetrics = {
@@ -147,7 +148,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_files_exist_from_the_start_and_are_appended_to(tracker: JsonlTracker, tmp_path: Path) -> None:
-    assert all((tmp_path / name).exists() for name in FILES)
+    assert all((tmp_path / name).exists() for name in FILES if name != DEBUG)
     tracker.log(0, METRICS, [group()])
     tracker.finish()
     tracker.start(load_config())
@@ -195,7 +196,7 @@ def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "lo')
     cut_logs(tmp_path, sizes)
-    assert {name: (tmp_path / name).stat().st_size for name in FILES} == sizes
+    assert {name: (tmp_path / name).stat().st_size for name in FILES if name != DEBUG} == sizes
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
@@ -393,3 +394,99 @@ def test_trackio_that_is_not_installed_is_said_in_a_sentence(monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "retrain.tracking.trackio", raising=False)
     with pytest.raises(MissingExtraError, match=r'needs the package trackio.*pip install -e "\.\[trackio\]"'):
         importlib.import_module("retrain.tracking.trackio")
+
+
+def test_wandb_is_sent_a_table_of_completions(tmp_path: Path, offline: None) -> None:
+    from retrain.tracking.background import InBackground
+    from retrain.tracking.wandb import WandbTracker
+
+    config = load_config(None, {"logging.wandb_project": "tests", "logging.log_completions": True})
+    tracker = InBackground("wandb", WandbTracker(tmp_path), print)
+    tracker.start(config)
+    earned = replace(group("four"), advantages_G=np.array([0.5, -0.5]))
+    tracker.log(3, METRICS, [earned, group("x", Score(0.0, "timeout"))])
+    tracker.finish()
+    read_wandb(tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["step", "prompt", "completion", "reward", "advantage"]
+    assert table["data"] == [
+        [3, "2 + 2?", "four", 1.0, 0.5],
+        [3, "2 + 2?", "four", 0.0, -0.5],
+        [3, "2 + 2?", "x", None, None],
+        [3, "2 + 2?", "x", 0.0, None],
+    ]
+
+
+def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
+    from retrain.tracking.background import InBackground
+
+    class Waiting(Listener):
+        def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
+            self.heard.append(f"{step} with {len(groups)}")
+
+    for wanted in (False, True):
+        inner = Waiting()
+        tracker = InBackground("test", inner, print)
+        tracker.start(load_config(None, {"logging.log_completions": wanted}))
+        tracker.log(1, METRICS, [group()])
+        tracker.finish()
+        assert inner.heard == ["start", f"1 with {int(wanted)}", "finish"]
+
+
+@pytest.mark.parametrize(("every", "told"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 5]), (0, [])])
+def test_a_tracker_is_told_of_every_few_steps_and_of_evaluations(every: int, told: list[int]) -> None:
+    inner = Listener()
+    tracker = EveryFew(every, inner)
+    tracker.start(load_config())
+    for step in range(6):
+        tracker.log(step, METRICS | ({"eval_pass_at_1": 0.5} if step == 3 else {}), [])
+    tracker.finish()
+    assert inner.heard == ["start", *(f"log {step}" for step in told), "finish"]
+
+
+def _kept(folder: Path, share: float, seed: int = 0, steps: int = 400) -> list[int]:
+    options = {"logging.save_completions_probability": share, "training.seed": seed}
+    tracker = JsonlTracker(folder)
+    tracker.start(load_config(None, options))
+    for step in range(steps):
+        tracker.log(step, METRICS, [group()])
+    tracker.finish()
+    lines = (folder / "emergence/generations.jsonl").read_text().splitlines()
+    return sorted({json.loads(line)["step"] for line in lines})
+
+
+def test_the_share_of_steps_with_completions_is_as_asked(tmp_path: Path) -> None:
+    assert _kept(tmp_path / "none", 0.0, steps=20) == []
+    assert _kept(tmp_path / "all", 1.0, steps=20) == list(range(20))
+    some = _kept(tmp_path / "some", 0.25)
+    # A binomial of 400 and 0.25 lies within 100 ± 5 standard deviations.
+    assert 57 <= len(some) <= 143
+    assert some == _kept(tmp_path / "again", 0.25) != _kept(tmp_path / "other", 0.25, seed=1)
+
+
+def test_debugging_writes_what_became_of_every_completion(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(load_config(None, {"logging.debug": True}))
+    earned = replace(group("four", Score(0.0, "timeout")), advantages_G=np.array([0.0, 0.0]))
+    equal = replace(group("x", Score(0.0, "wrong")), advantages_G=np.array([0.0, 0.0]))
+    live = replace(group("y"), advantages_G=np.array([0.5, -0.5]))
+    tracker.log(2, METRICS | {"ratio_mean": 1.01, "kl_ref": 0.2}, [earned, equal, live])
+    assert tracker.sizes()[DEBUG] == (tmp_path / DEBUG).stat().st_size
+    tracker.finish()
+    (row,) = [json.loads(line) for line in (tmp_path / DEBUG).read_text().splitlines()]
+    assert (row["step"], row["ratio_mean"], row["kl_ref"]) == (2, 1.01, 0.2)
+    assert [found["dropped"] for found in row["groups"]] == [
+        {"0": "scoring: timeout", "1": "all rewards of the group are equal"},
+        {"0": "all rewards of the group are equal", "1": "all rewards of the group are equal"},
+        {},
+    ]
+    assert row["groups"][0]["rewards"] == [None, 0.0] and row["groups"][2]["advantages"] == [0.5, -0.5]
+    assert row["groups"][2]["lengths"] == [3, 3] and row["groups"][2]["prompt_tokens"] == 2
+    cut_logs(tmp_path, {})
+    assert (tmp_path / DEBUG).read_text() == ""
+
+
+def test_without_debugging_there_is_no_such_file(tracker: JsonlTracker, tmp_path: Path) -> None:
+    tracker.log(0, METRICS, [group()])
+    assert not (tmp_path / DEBUG).exists()

@@ -59,8 +59,7 @@ def gspo(batch: TokenBatch, loss: Loss) -> Tensor:
     """One ratio a sequence, the geometric mean of its tokens', clipped as a whole (arXiv 2507.18071)."""
     difference = (batch.logprobs - batch.sampled_logprobs) * batch.mask
     sums = difference.new_zeros(batch.rows).index_add(0, batch.row, difference)
-    counts = difference.new_zeros(batch.rows).index_add(0, batch.row, batch.mask).clamp(min=1)
-    ratio = _capped((sums / counts).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss)[batch.row]
+    ratio = _capped((sums / _counts(batch)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss)[batch.row]
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
 
@@ -72,11 +71,15 @@ LOSSES: dict[str, Objective] = {
     "gspo": gspo,
     # Differs from ppo in its denominator alone: a constant, so that long answers are not discounted (arXiv 2503.20783).
     "dr_grpo": ppo,
+    # Differs from ppo in its mean alone: over the tokens of each row, then over rows (arXiv 2402.03300).
+    "grpo": ppo,
 }
 
 
 def denominator(loss: Loss, tokens: int, rows: int, max_tokens: int) -> float:
     """What the summed objective of a whole step is divided by."""
+    if loss.type == "grpo":
+        return float(max(rows, 1))
     return float(rows * max_tokens) if loss.type == "dr_grpo" else float(max(tokens, 1))
 
 
@@ -85,7 +88,17 @@ def summed_loss(batch: TokenBatch, loss: Loss, beta: float = 0.0) -> Tensor:
     objective = LOSSES[loss.type](batch, loss)
     if batch.reference_logprobs is not None:
         objective = objective - beta * divergence(batch.logprobs, batch.reference_logprobs)
-    return -(objective * batch.mask).sum()
+    return -(objective * _weights(batch, loss)).sum()
+
+
+def _weights(batch: TokenBatch, loss: Loss) -> Tensor:
+    """What each token counts for in the sum: 1 where it takes part, or its share of its row."""
+    return batch.mask / _counts(batch)[batch.row] if loss.type == "grpo" else batch.mask
+
+
+def _counts(batch: TokenBatch) -> Tensor:
+    """Tokens of each row that take part, or 1 where none does."""
+    return batch.mask.new_zeros(batch.rows).index_add(0, batch.row, batch.mask).clamp(min=1)
 
 
 def divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

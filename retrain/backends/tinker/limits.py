@@ -45,6 +45,8 @@ def _find_problems(config: TrainConfig) -> Iterator[Problem]:
             hint = f"Leave it at {format_value(option.default)}."
             yield Problem(option.where, f"= {format_value(values[path])} is not possible: {reason}", hint)
     cap, kind = config.loss.ratio_cap, config.loss.type
+    if kind == "grpo":
+        yield Problem("[loss] type", '= "grpo" is not possible: The service sums over tokens.', 'Try: type = "dr_grpo"')
     if kind in _UNCAPPED and cap not in (0.0, options["loss.ratio_cap"].default):
         yield Problem(
             "[loss] ratio_cap",

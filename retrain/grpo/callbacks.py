@@ -1,0 +1,130 @@
+"""transformers' callbacks on retrain's loop: a tracker that keeps a TrainerState and calls them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from retrain.config import TrainConfig
+from retrain.errors import ConfigError
+from retrain.tracking.console import Console
+from retrain.types import Group, StepMetrics
+
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end",
+)  # fmt: skip
+"""The events that retrain's loop has."""
+_WISHES = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class StopRequested(Exception):
+    """A callback asked for the end of training."""
+
+
+class StoppableConsole(Console):
+    """Ends a run between its steps when a callback wants that: up to its training a step can be given up."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        super().__init__()
+        self.callbacks = callbacks
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Show progress, or stop."""
+        if self.callbacks.control.should_training_stop and phase != "training":
+            raise StopRequested
+        super().progress(phase, done, total)
+
+
+class Callbacks:
+    """A Tracker that tells callbacks what happens, and writes `state.log_history`."""
+
+    def __init__(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        self.args = args
+        self.state = state
+        self.control = control
+        self.callbacks: list[TrainerCallback] = []
+        self.config: TrainConfig | None = None
+        self.unsaved = 0
+        """A step whose checkpoint is written after the callbacks heard of it."""
+        self.epoch_steps = 1.0
+        self.losses: list[float] = []
+        self.reward = 0.0
+
+    def add(self, callback: Any) -> None:
+        """Take one on, if it listens to events that there are."""
+        made = callback() if isinstance(callback, type) else callback
+        if not isinstance(made, TrainerCallback):
+            raise ConfigError(f"callbacks holds {callback!r}, which is no transformers.TrainerCallback.")
+        own = [n for n in vars(TrainerCallback) if n.startswith("on_") and overrides(made, n)]
+        unknown = [name for name in own if name not in EVENTS]
+        if unknown:
+            raise ConfigError(
+                f"the callback {type(made).__name__} listens to {', '.join(unknown)}, which are not events here.  "
+                f"There are: {', '.join(EVENTS)}"
+            )
+        self.callbacks.append(made)
+        if "on_init_end" in own:
+            self._tell("on_init_end", [made])
+
+    def start(self, config: TrainConfig) -> None:
+        """The run begins, or goes on."""
+        self.config = config
+        self.losses.clear()
+        self.state.max_steps = config.training.max_steps
+        self.state.logging_steps = config.logging.every
+        self.state.save_steps = config.training.save_every
+        self.state.eval_steps = config.eval.every
+        self.control.should_training_stop = False
+        self._tell("on_train_begin")
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """A step is done; its checkpoint, if any, comes after this."""
+        assert self.config is not None
+        self._tell_saved()
+        done = step + 1
+        self.state.global_step = done
+        self.state.epoch = done / self.epoch_steps
+        self.reward = float(metrics["mean_reward"] or 0.0)
+        if isinstance(metrics["loss"], float) and math.isfinite(metrics["loss"]):
+            self.losses.append(metrics["loss"])
+        self._tell("on_step_end")
+        row = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        row |= {"reward": self.reward, "epoch": self.state.epoch, "step": done}
+        every = self.config.logging.every
+        if every and done % every == 0:
+            self.state.log_history.append(row)
+            self._tell("on_log", logs=dict(row))
+        held_out = {key: value for key, value in row.items() if key.startswith("eval_")}
+        if held_out:
+            self._tell("on_evaluate", metrics=held_out)
+        saving = self.config.training.save_every
+        self.unsaved = done if done % saving == 0 or done == self.config.training.max_steps else 0
+
+    def finish(self) -> None:
+        """The run is over, however it ended."""
+        self._tell_saved()
+        self._tell("on_train_end")
+
+    def _tell_saved(self) -> None:
+        if self.unsaved:
+            self.unsaved = 0
+            self._tell("on_save")
+
+    def _tell(self, event: str, only: Sequence[TrainerCallback] = (), **more: Any) -> None:
+        for callback in only or self.callbacks:
+            told = getattr(callback, event)(self.args, self.state, self.control, **more)
+            self.control = told if isinstance(told, TrainerControl) else self.control
+            wishes = [name for name in _WISHES if vars(self.control)[name]]
+            if wishes:
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} set control.{wishes[0]}, which has no effect here; "
+                    "only should_training_stop has."
+                )
+
+
+def overrides(callback: TrainerCallback, event: str) -> bool:
+    """Whether a callback's class has an event of its own."""
+    return getattr(type(callback), event) is not getattr(TrainerCallback, event)

@@ -1,0 +1,73 @@
+"""`retrain grpo run.yaml key=value …`: YAML groups composed by Hydra into one flat table of settings.
+
+A run file names one file of each group. Settings of a group file may stand in a package of their own, as Hydra has it
+by default, or be global; either way they end up in one table, in which the run file wins over the groups and the
+command line over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import ConfigError, MissingExtraError
+
+try:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ImportError as error:
+    raise MissingExtraError(
+        'retrain grpo needs the package hydra-core, which is not installed.  Try: pip install -e ".[grpo]"'
+    ) from error
+
+GROUPS = ("model", "data", "trainer")
+RUN = "run"
+
+
+def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Every setting of a run, by name."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r}.  Try: retrain grpo init, then configs/run/tiny.yaml")
+    folder = path.resolve().parent
+    root = folder.parent if folder.name == RUN else folder
+    name = f"{RUN}/{path.stem}" if root != folder else path.stem
+    # Without a header that says otherwise, Hydra puts a file of run/ and the groups it names into a package "run".
+    package = "" if root == folder or "@package _global_" in path.read_text(encoding="utf-8") else f"{RUN}."
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(root)):
+            composed = compose(config_name=name, overrides=[_as_hydra(root, package, given) for given in overrides])
+        tables = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"{path} cannot be composed: {_one_line(error)}") from error
+    assert isinstance(tables, dict)
+    return flatten(tables)
+
+
+def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
+    """One table: groups first, then the run, then what is global; what comes later wins."""
+    settings: dict[str, Any] = {}
+    packages = [name for name in (*GROUPS, RUN) if isinstance(tables.get(name), Mapping)]
+    for package in packages:
+        settings |= flatten(tables[package])
+    return settings | {str(key): value for key, value in tables.items() if key not in packages}
+
+
+def _as_hydra(root: Path, package: str, given: str) -> str:
+    """`key=value` sets a key whether or not the files have it; `group=file` and what Hydra marks stay as they are."""
+    key, sign, _ = given.partition("=")
+    if not sign:
+        raise ConfigError(f"{given!r} is no setting.  Try: key=value")
+    if key in GROUPS and package:
+        return f"{key}@{package}{given}"
+    if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():
+        return given
+    return f"++{given}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

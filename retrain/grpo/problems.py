@@ -1,0 +1,135 @@
+"""A script's dataset as a run's problems: prompts as text or messages, every other column for the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrain.assemble import DataProblems
+from retrain.backends import Backend
+from retrain.config import TrainConfig
+from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer, read_prompt
+from retrain.errors import ConfigError, Problem
+from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
+from retrain.inference_engine import InferenceEngine
+from retrain.rollout import Rollouts, SamplesAndScores
+from retrain.tokens import PromptEncoder
+from retrain.tracking.console import Console
+from retrain.types import Example, Group, IntArray, Metric, Sampling
+
+
+@dataclass(frozen=True)
+class ScriptData:
+    """What a script trains on: examples, held-out ones, and how they are scored."""
+
+    examples: Sequence[Example]
+    held_out: Sequence[Example]
+    terms: Sequence[Term]
+    state: Any
+    """The `trainer_state` of reward functions."""
+    template_kwargs: Mapping[str, Any]
+
+
+def read_dataset(dataset: object, what: str, terms: Sequence[Term], keep_columns: bool) -> list[Example]:
+    """Every row as an example; the bad ones come in one error."""
+    if dataset is None:
+        raise ConfigError(f"{what} is missing.  Try: {what}=datasets.Dataset.from_list([{{'prompt': '...'}}])")
+    rows = _rows(dataset, what)
+    needs_answer = any(term.function is None for term in terms)
+    examples: list[Example] = []
+    problems: list[Problem] = []
+    for number, row in enumerate(rows):
+        try:
+            examples.append(_example(row, number, needs_answer, keep_columns))
+        except BadRow as bad:
+            problems.append(Problem(f"row {number}", str(bad)))
+    if problems:
+        raise_for_rows(problems, what)
+    if not examples:
+        raise ConfigError(f"{what} has no rows.")
+    return examples
+
+
+def _rows(dataset: Any, what: str) -> Iterable[Any]:
+    if isinstance(dataset, Mapping):
+        raise ConfigError(f"{what} is a dict of splits ({', '.join(map(str, dataset))}).  Try: {what}=dataset['train']")
+    if isinstance(dataset, str) or not isinstance(dataset, Iterable):
+        raise ConfigError(
+            f"{what} is {dataset!r}, neither a Dataset nor a list of rows.  Try: datasets.load_dataset({dataset!r})"
+        )
+    try:
+        len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} is a stream ({type(dataset).__name__}); prompts are taken in a seeded order, so all of them "
+            f"must be known.  Try: datasets.Dataset.from_list(list({what}.take(10_000)))"
+        ) from error
+    return dataset
+
+
+def _example(row: object, number: int, needs_answer: bool, keep_columns: bool) -> Example:
+    if not isinstance(row, Mapping):
+        raise BadRow(f"is a {type(row).__name__}, not an object with fields")
+    if row.get("prompt") is None:
+        raise BadRow(f"has no field 'prompt'; it has {', '.join(map(str, row)) or 'none at all'}")
+    taken = [name for name in GIVEN if name in row]
+    if taken:
+        raise BadRow(f"has a column {taken[0]!r}, a name that reward functions get something else under")
+    field = next((name for name in ANSWER_FIELDS if row.get(name) is not None), "")
+    if needs_answer and not field:
+        raise BadRow(f"has no {' or '.join(ANSWER_FIELDS)}, which a reward given by name compares with")
+    meta = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    # Functions read the columns; only what is shown on the screen takes the answer from here then.
+    reference = read_answer(row[field], field, named=False) if needs_answer else str(row[field]) if field else ""
+    return Example(read_prompt(row["prompt"], "prompt"), reference, str(number), meta if keep_columns else {})
+
+
+class RowEncoder(PromptEncoder):
+    """Messages go through the chat template; a prompt that is text is given to the model as it stands."""
+
+    def encode_once(self, example: Example) -> IntArray:
+        """Token ids of a prompt, cut from the left where max_prompt_tokens says so."""
+        if not isinstance(example.prompt, str):
+            return super().encode_once(example)
+        ids = np.asarray(self.tokenizer(example.prompt)["input_ids"], dtype=np.int64)
+        return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
+
+
+class NamesRewards:
+    """Samples and scores as another does, and tells the mean of each reward of a step."""
+
+    def __init__(self, inner: SamplesAndScores, terms: Sequence[Term]) -> None:
+        self.inner = inner
+        self.terms = terms
+
+    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+        """One group an example, in order."""
+        return self.inner.sample_and_score(engine, examples, sampling)
+
+    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """What the other tells of a step's groups, and the mean of each reward."""
+        scores = [score for group in groups for score in group.scores_G]
+        return {**describe_terms(self.terms, scores), **self.inner.describe(groups)}
+
+
+class ScriptProblems(DataProblems):
+    """The examples of a script, scored by its functions."""
+
+    def __init__(self, data: ScriptData, config: TrainConfig, console: Console) -> None:
+        super().__init__(config, console, ScriptReward(data.terms, data.state, console.say))
+        self.data = data
+
+    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The problems to train on and those to evaluate on."""
+        longest = self.config.training.max_prompt_tokens
+        self.encoder = RowEncoder(tokenizer, "", longest, self.console.say, self.data.template_kwargs)
+        self.examples, self.held_out = self.data.examples, self.data.held_out
+        self.console.say(f"Loaded {len(self.examples)} examples")
+        return self.examples, self.held_out
+
+    def scorer(self, backend: Backend) -> SamplesAndScores:
+        """What samples and scores them, and names each reward."""
+        return NamesRewards(super().scorer(backend), self.data.terms)

@@ -1,0 +1,139 @@
+"""`retrain grpo`: YAML groups composed by Hydra, and the starter tree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from retrain.cli import run
+from retrain.errors import ConfigError
+from retrain.grpo.compose import compose_settings, flatten
+from retrain.grpo.settings import build_trainer, load_rewards, load_rows
+
+QUICK = ["max_steps=1", "per_device_train_batch_size=16", "num_generations=8"]
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The starter tree in a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    assert run(["grpo", "init"]) == 0
+    return tmp_path / "configs"
+
+
+def test_the_starter_tree_runs_at_once(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["grpo", "configs/run/tiny.yaml", *QUICK, "max_val_examples=4", "max_train_examples=16"]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny on arithmetic: 16 prompts" in shown and "Done: 1 steps, logs in logs/grpo." in shown
+    assert "Held-out reward: " in shown
+    (row,) = [json.loads(line) for line in Path("logs/grpo/metrics.jsonl").read_text().splitlines()]
+    assert row["num_datums"] > 0 and "rewards/match/mean" in row and "kl_ref" in row
+
+
+def test_every_starter_file_holds_settings_that_there_are(configs: Path) -> None:
+    for path in configs.glob("*/*.yaml"):
+        assert isinstance(yaml.safe_load(path.read_text()), dict)
+    composed = compose_settings(configs / "run" / "tiny.yaml", ["model=qwen3_4b", "data=my_dataset"])
+    assert composed["model_name_or_path"] == "Qwen/Qwen3-4B-Instruct-2507" and composed["prompt_column"] == "question"
+    with pytest.raises(ConfigError, match="my_rewards"):
+        build_trainer(composed)
+
+
+def test_the_command_line_wins_over_the_run_and_the_run_over_its_groups(configs: Path) -> None:
+    path = configs / "run" / "tiny.yaml"
+    assert compose_settings(path, [])["learning_rate"] == 2e-3
+    assert compose_settings(path, ["learning_rate=5e-6"])["learning_rate"] == 5e-6
+    (configs / "trainer" / "grpo.yaml").write_text("temperature: 0.1\nbeta: 0.5\n")
+    composed = compose_settings(path, ["top_k=5"])
+    assert (composed["temperature"], composed["beta"], composed["top_k"]) == (0.8, 0.5, 5)
+
+
+def test_a_group_file_can_be_switched_whatever_package_it_is_in(configs: Path) -> None:
+    path = configs / "run" / "tiny.yaml"
+    (configs / "model" / "other.yaml").write_text("# @package _global_\nmodel_name_or_path: org/other\n")
+    assert compose_settings(path, ["model=other"])["model_name_or_path"] == "org/other"
+    path.write_text("# @package _global_\n" + path.read_text())
+    assert compose_settings(path, ["model=other"])["model_name_or_path"] == "org/other"
+    assert compose_settings(path, [])["model_name_or_path"] == "builtin:tiny"
+
+
+def test_a_file_outside_run_is_its_own_root(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tiny.yaml").write_text("model_name_or_path: builtin:tiny\n")
+    (tmp_path / "train.yaml").write_text("defaults:\n  - model: tiny\n  - _self_\nseed: 3\n")
+    assert compose_settings(tmp_path / "train.yaml", ["seed=4"]) == {"model_name_or_path": "builtin:tiny", "seed": 4}
+
+
+def test_packages_become_one_table() -> None:
+    nested = {"run": {"model": {"name": "a", "seed": 1}, "seed": 2}, "data": {"seed": 0, "split": "x"}, "top_k": 3}
+    assert flatten(nested) == {"name": "a", "seed": 2, "split": "x", "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["learning_rat=1"], "unknown setting 'learning_rat'.  Did you mean learning_rate?"),
+        (["num_generations=6"], "num_generations = 6 does not divide"),
+        (["model=nope"], "Could not find 'model/nope'"),
+        (["learning_rate"], "'learning_rate' is no setting.  Try: key=value"),
+        (["learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
+        (["completion_only_training=false"], "completion_only_training = false cannot be"),
+        (["lora_rank=0"], "lora_alpha = 32 has no effect: it needs lora_rank"),
+        (["lora_rank=-1"], "lora_rank must be a whole number"),
+        (["reward_funcs=maths"], "Did you mean 'math'?"),
+        (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
+        (["dataset_id_or_path=''"], "dataset_id_or_path is missing"),
+        (["tokenizer_kwargs=3"], "tokenizer_kwargs must be a table"),
+        (["output_dir=${nothing}"], "cannot be composed"),
+        (["output_dir=???"], "cannot be composed"),
+        (["keep_columns=[level]"], "keep_columns names 'level'"),
+        (["answer_column=level"], "row 0 has none of level"),
+        (["fp16=true"], "fp16 = True cannot be used"),
+    ],
+)
+def test_a_wrong_setting_is_refused(
+    words: list[str], text: str, configs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["grpo", "configs/run/tiny.yaml", "max_train_examples=8", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_missing_file_and_a_folder_that_exists_are_refused(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["grpo", "configs/run/none.yaml"]) == 2
+    assert run(["grpo", "init"]) == 2
+    assert run(["grpo", "init", "a", "b"]) == 2
+    shown = capsys.readouterr().err
+    assert "there is no file 'configs/run/none.yaml'" in shown and "configs exists already" in shown
+    assert run(["grpo", "init", "elsewhere"]) == 0
+
+
+def test_files_and_columns_become_rows(tmp_path: Path) -> None:
+    rows = [
+        {"ask": "2 + 2", "is": 4, "level": "easy", "other": 1},
+        {"ask": "3 + 3", "is": 6, "level": "hard", "other": 2},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data: dict[str, Any] = {
+        "dataset_id_or_path": str(tmp_path / "rows.jsonl"),
+        "dataset_config": None,
+        "prompt_column": "ask",
+        "answer_column": "is",
+        "keep_columns": ["level"],
+        "system_prompt": "Be brief.",
+    }
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+    assert load_rows(data, "train", 1) == [{"prompt": asked, "answer": 4, "level": "easy"}]
+    with pytest.raises(ConfigError, match=r"nowhere.* could not be loaded"):
+        load_rows({**data, "dataset_id_or_path": str(tmp_path / "nowhere")}, "train", None)
+
+
+def test_functions_are_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo_test_rewards.py").write_text("def one(completions, **columns):\n    return [1.0]\n")
+    name, function = load_rewards(["math", "grpo_test_rewards:one"])
+    assert name == "math" and function(["x"]) == [1.0]

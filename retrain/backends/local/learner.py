@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +23,19 @@ from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a whole step trains on, of which one process may have a share."""
+
+    tokens: int
+    rows: int
+
+    @classmethod
+    def of(cls, datums: Sequence[Datum]) -> Size:
+        """That of these datums."""
+        return cls(sum(int(datum.mask_T.sum()) for datum in datums), len(datums))
 
 
 class Learner:
@@ -44,10 +58,14 @@ class Learner:
         self.optimizer = AdapterOptimizer(policy, config)
         self.packs_tightly = takes_uneven_lengths(policy)
 
-    def step(self, datums: Sequence[Datum]) -> StepMetrics:
+    def step(self, datums: Sequence[Datum], step: int = 0) -> StepMetrics:
         """Forward, backward and update over all datums."""
         usable = [datum for datum in datums if datum.mask_T.any()]
-        if not usable:
+        return self.take_step(usable, Size.of(usable), step)
+
+    def take_step(self, datums: Sequence[Datum], size: Size, step: int) -> StepMetrics:
+        """The same over datums that are the whole step, or a share of one of this size."""
+        if not size.rows:
             return {
                 "loss": 0.0,
                 "grad_norm": 0.0,
@@ -56,17 +74,21 @@ class Learner:
                 "kl_sample_train": None,
                 "skipped": 0,
             }
-        total = self._backward_within_memory(usable)
+        totals = self._backward_within_memory(datums, size)
+        self.share(totals)
         norm = self.optimizer.step()
-        return {**total.metrics(), "grad_norm": norm, "skipped": int(norm is None)}
+        return {**totals.metrics(), "grad_norm": norm, "skipped": int(norm is None)}
 
-    def _backward_within_memory(self, datums: Sequence[Datum]) -> _Totals:
+    def share(self, totals: Totals) -> None:
+        """Add gradients and totals up over the processes of a run; here there is one."""
+
+    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
         """Accumulate gradients; when memory runs out, start over with less of it at once."""
-        longest = max(length_of(datum) for datum in datums)
+        longest = max((length_of(datum) for datum in datums), default=0)
         self.memory.prepare(longest)
         while True:
             try:
-                return self._backward(self.split(datums))
+                return self._backward(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
@@ -84,12 +106,11 @@ class Learner:
         penalised = self.sampling.repetition_penalty != 1.0
         return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
 
-    def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
+    def _backward(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
         self.optimizer.clear()
         self._train_mode(True)
-        tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
-        divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
-        totals = _Totals(self.policy.device)
+        divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
+        totals = Totals(self.policy.device)
         # All at once, before the GPU has work: a copy to it would wait for the micro-batch under way.
         for packed in [self.pack(batch) for batch in batches]:
             with self.memory.watch(packed.token_ids.shape[1]):
@@ -132,7 +153,7 @@ class Learner:
         self.optimizer.load(tensors)
 
 
-class _Totals:
+class Totals:
     """Sums over the micro-batches of a step, left on the device until the end so that none of them is waited for."""
 
     def __init__(self, device: torch.device) -> None:

@@ -66,12 +66,13 @@ class AdapterOptimizer:
         finite = math.isfinite(norm)
         if finite:
             self.adam.step()
-            self._round()
+            self.round()
         self.clear()
         return norm if finite else None
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Let the weights be their masters' rounding."""
         if self.own_masters:
             torch._foreach_copy_(tuple(self.adapter), tuple(self.masters))
 
@@ -99,4 +100,4 @@ class AdapterOptimizer:
                 key: value if key == "step" and not self.fused else value.to(master.device)
                 for key, value in held[name].items()
             }
-        self._round()
+        self.round()

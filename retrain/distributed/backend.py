@@ -64,7 +64,7 @@ class RankedBackend:
     def sampler(self, step: int) -> InferenceEngine:
         """The engine, with the newest weights on every rank."""
         self.hub.tell_all(Sync(step))
-        with self._explained():
+        with self.hub.explained():
             self.own.sampler(step)
         self.hub.collect()
         return self.engine
@@ -75,7 +75,7 @@ class RankedBackend:
         size = Size.of(usable)
         parts = share_datums(usable, self.hub.place.world)
         self.hub.tell({rank: Train(part, size, step) for rank, part in enumerate(parts) if rank})
-        with self._explained():
+        with self.hub.explained():
             told = self.learner.take_step(parts[0], size, step)
         self.hub.collect()
         return told | {"staleness": 0} | watched(self.own.engine)
@@ -84,34 +84,16 @@ class RankedBackend:
         """Write a checkpoint like that of a single process; where every rank holds a part, all of them give theirs."""
         if not self.learner.is_whole:
             self.hub.tell_all(Save(path))
-        with self.hub.writing(), self._explained():
+        with self.hub.writing(), self.hub.explained():
             self.own.save(path)
 
     def load(self, path: Path) -> None:
         """Restore it on every rank."""
         self.hub.tell_all(Load(path))
-        with self._explained():
+        with self.hub.explained():
             self.own.load(path)
         self.hub.collect()
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Free this rank's engine; the others are told that the run is over by whoever holds the hub."""
         self.own.close(ended_by)
-
-    def _explained(self) -> _Explained:
-        return _Explained(self.hub)
-
-
-class _Explained:
-    """Turns the error of a collective into one that names the rank that is gone."""
-
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            explained = self.hub.explain(error)
-            if explained is not error:
-                raise explained from error

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from retrain.backends.local import LocalBackend, check_server, make_engine
-from retrain.backends.local.model import load_policy
+from retrain.backends.local.model import Policy, load_policy
 from retrain.config import TrainConfig
+from retrain.distributed.fsdp import ShardedLearner, shard
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.place import Place
 from retrain.errors import ConfigError
@@ -62,14 +63,57 @@ def build_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     say(f"Loading train model: {config.model.model} on {device}, {place.world} ranks...")
-    policy = load_policy(config.model, config.lora, config.training.seed, device, say)
-    learner = RankedLearner(policy, config, say)
+    samples = place.leads or samples_on_all(config)
+    make = _build_sharded if config.distributed.fsdp or config.distributed.zero_stage else _build_whole
+    learner, policy = make(config, device, samples, say)
+    if policy is not None:
+        policy.tokenizer = tokenizer
     engine: InferenceEngine = NoEngine()
-    if place.leads or samples_on_all(config):
+    if samples and policy is not None:
         engine = make_engine(config, policy, tokenizer, say, progress)
-    backend = LocalBackend(learner, engine)
+    backend = RankBackend(learner, engine)
     if isinstance(engine, Remote):
         context = check_server(engine, config, say)
         backend.capabilities = replace(backend.capabilities, context_length=context, gives_entropies=False)
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, ranks={place.world}).")
     return backend
+
+
+Say = Callable[[str], None]
+Built = tuple[RankedLearner, Policy | None]
+"""A learner, and the whole policy that this rank samples from and saves."""
+
+
+def _build_whole(config: TrainConfig, device: torch.device, samples: bool, say: Say) -> Built:
+    policy = load_policy(config.model, config.lora, config.training.seed, device, say)
+    return RankedLearner(policy, config, say), policy
+
+
+def _build_sharded(config: TrainConfig, device: torch.device, samples: bool, say: Say) -> Built:
+    """Shards to train on, and beside them a whole copy where this rank samples, or rank 0 proves what a server did.
+
+    The copy is in main memory when weights are not to be gathered on the device.
+    """
+    dtype = config.model.dtype if config.model.dtype != "auto" else "fp32" if device.type == "cpu" else "bf16"
+    model, seed = config.model.model_copy(update={"dtype": dtype}), config.training.seed
+    cpu = torch.device("cpu")
+    mirror = None
+    if samples:
+        where = device if config.distributed.gather_for_generation else cpu
+        mirror = load_policy(model, config.lora, seed, where, lambda line: None)
+    policy = load_policy(model, config.lora, seed, cpu, say)
+    if config.distributed.fsdp:
+        return ShardedLearner(shard(policy, device), config, say, mirror), mirror
+    from retrain.distributed.zero import ZeroLearner  # noqa: PLC0415  (an optional extra)
+
+    return ZeroLearner(policy, config, say, mirror), mirror
+
+
+class RankBackend(LocalBackend):
+    """One rank's part of a backend: a sharded learner hands its weights to the engine as a whole."""
+
+    def sampler(self, step: int) -> InferenceEngine:
+        """The engine, with the newest weights. Where they are sharded, every rank must call this."""
+        assert isinstance(self.learner, RankedLearner)
+        self.engine.sync(self.learner.whole_policy())
+        return self.engine

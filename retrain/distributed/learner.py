@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch import nn
 
 from retrain.backends.local.learner import Learner, Totals
 from retrain.backends.local.model import Policy
@@ -20,16 +21,20 @@ class RankedLearner(Learner):
 
     def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
         super().__init__(policy, config, say)
-        agree_on([master.data for master in self.optimizer.masters])
+        agree_on([master.data for master in self.common()])
         self.optimizer.round()
 
+    def common(self) -> list[nn.Parameter]:
+        """Masters that every rank holds alike, and whose gradients must be summed."""
+        return self.optimizer.masters
+
+    def whole_policy(self) -> Policy | None:
+        """The policy to sample from and to save, where this rank has it."""
+        return self.policy
+
     def share(self, totals: Totals) -> None:
-        """Add gradients and sums up over the ranks."""
-        sum_gradients(self.optimizer.masters)
-        share_totals(totals)
-
-
-def share_totals(totals: Totals) -> None:
-    """The sums of a whole step, on every rank."""
-    dist.all_reduce(totals.sums)
-    dist.all_reduce(totals.largest, dist.ReduceOp.MAX)
+        """Add gradients and totals up over the ranks."""
+        sum_gradients(self.common())
+        dist.all_reduce(totals.sums)
+        dist.all_reduce(totals.largest, dist.ReduceOp.MAX)
+        totals.has_reference = self.reference is not None

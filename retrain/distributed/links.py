@@ -173,20 +173,24 @@ class Hub:
     def check(self) -> None:
         """Raise when a rank has failed."""
         if self.failure is not None:
-            self.told = True
-            raise BackendError(f"{self.failure} failed, so the run cannot go on.")
+            raise self._broken()
 
-    def explain(self, error: BaseException) -> BaseException:
-        """What lies behind an error of a collective: the rank that is gone, if that is the reason."""
-        if has_lost_peer(error):
-            until = time.monotonic() + 5 * _SETTLING_S
+    def _broken(self) -> BackendError:
+        self.told = True
+        return BackendError(f"{self.failure} failed, so the run cannot go on.")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn an error of a collective into one that names the rank that is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            until = time.monotonic() + (5 * _SETTLING_S if has_lost_peer(error) else 0.0)
             while self.failure is None and time.monotonic() < until:
                 time.sleep(0.05)
-        try:
-            self.check()
-        except BackendError as explained:
-            return explained
-        return error
+            if self.failure is None:
+                raise
+            raise self._broken() from error
 
     @contextmanager
     def writing(self) -> Iterator[None]:

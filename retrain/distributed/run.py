@@ -44,7 +44,8 @@ def train_on_ranks(
 
     def make_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
         hub.tell_all(Build(config))
-        own = build_rank(config, place, tokenizer, say, progress)
+        with hub.explained():
+            own = build_rank(config, place, tokenizer, say, progress)
         hub.collect()
         return RankedBackend(own, hub, samples_on_all(config))
 

@@ -17,6 +17,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
     The optimiser skips a parameter without gradient, an expert that no token went to, and must do so on every rank.
     """
+    if not parameters:
+        return
     present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(present, dist.ReduceOp.MAX)
     shared = [parameter for parameter, has in zip(parameters, present.tolist(), strict=True) if has]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import build_reward
-from retrain.rollout import GroupCollector, RolloutSource, SamplesAndScores, Scorer
+from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
 from retrain.seeding import derive_seed
 from retrain.sepa import SEPAController
@@ -112,6 +113,7 @@ def _build(
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
+    config = _count_steps(config, examples)
     backend = (make_backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
         stack.push(lambda kind, error, trace: backend.close(kind))
@@ -126,7 +128,7 @@ def _build(
         config=config,
         folder=folder,
         backend=backend,
-        rollouts=GroupCollector(order, scorer, sampling, config.training.seed, config.training.resample_dead_groups),
+        rollouts=_build_collector(config, order, scorer, sampling),
         order=order,
         credit=credit,
         planning=build_planning(config, texts) if credit.needs_planning else None,
@@ -138,6 +140,26 @@ def _build(
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
     )
+
+
+def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
+    """Passes over the examples as steps, now that it is known how many examples there are."""
+    training = config.training
+    if not training.epochs:
+        return config
+    if isinstance(examples, Endless):
+        raise ConfigError(f"[training] epochs = {training.epochs} counts passes, and these examples have no end.")
+    steps = max(1, math.ceil(training.epochs * len(examples) / training.batch_size))
+    return config.model_copy(update={"training": training.model_copy(update={"max_steps": steps})})
+
+
+def _build_collector(
+    config: TrainConfig, order: ExampleOrder, scorer: SamplesAndScores, sampling: Sampling
+) -> RolloutSource:
+    training = config.training
+    if training.prompts_per_sampling:
+        scorer = InParts(scorer, training.prompts_per_sampling)
+    return GroupCollector(order, scorer, sampling, training.seed, training.resample_dead_groups)
 
 
 class DataProblems:

@@ -226,6 +226,10 @@ class Workload:
         """Completions a step."""
         return self.prompts * self.group
 
+    def trained_parameters(self, shape: Shape) -> int:
+        """Weights that learn: the adapter's, or all of them for rank 0."""
+        return shape.adapter_parameters(self.rank, self.target_modules) if self.rank else shape.parameters
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
@@ -252,7 +256,7 @@ class MemoryPlan:
     weights: int
     sampling_copy: int
     adapter: int
-    """With its gradient, float32 master and moments."""
+    """What learns, with its gradient, float32 master and moments."""
     kv_cache: int
     activations: int
     logits: int
@@ -268,8 +272,10 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> Memo
     """What a step of this workload holds at its peak, on a card of `memory` bytes or one that is large enough."""
     cost = TrainingCost(shape, work.rank, work.width)
     weights = shape.parameters * work.width
-    copy = shape.adapted_parameters(work.target_modules) * work.width if work.samples_here else 0
-    adapter = shape.adapter_parameters(work.rank, work.target_modules) * ADAPTER_BYTES[work.width]
+    # A model that is trained as a whole is sampled from as it is, and its weights are counted already.
+    copy = shape.adapted_parameters(work.target_modules) * work.width if work.samples_here and work.rank else 0
+    held = ADAPTER_BYTES[work.width] - (0 if work.rank else work.width)
+    adapter = work.trained_parameters(shape) * held
     cache = cache_bytes(shape, work) if work.samples_here else 0
     room = math.inf if memory is None else memory * (1 - SPARE) - weights - copy - adapter - cache
     training = plan_training(cost, room, work.longest, work.micro_batch_tokens, work.recompute)

@@ -26,7 +26,8 @@ from retrain.errors import CheckpointError
 MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
-ADAPTER_MARK = "adapter_config.json"
+# A folder with one of these holds weights that a run published: an adapter, or a model trained as a whole.
+PUBLISHED_MARKS = ("adapter_config.json", "retrain.json")
 NOTES = "notes.json"
 
 
@@ -162,7 +163,7 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
 def _may_replace(adapter_path: Path) -> bool:
     """Nothing there, an empty folder or an older adapter; never a folder that somebody named by mistake."""
     if adapter_path.is_dir():
-        return (adapter_path / ADAPTER_MARK).exists() or not any(adapter_path.iterdir())
+        return any((adapter_path / mark).exists() for mark in PUBLISHED_MARKS) or not any(adapter_path.iterdir())
     return not adapter_path.exists()
 
 

@@ -139,6 +139,29 @@ class Scorer:
         return self.reward.metrics()
 
 
+class InParts:
+    """Samples and scores at most so many examples at one time."""
+
+    def __init__(self, scorer: SamplesAndScores, at_once: int) -> None:
+        self.scorer = scorer
+        self.at_once = at_once
+
+    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+        """One part after the other, each with random numbers of its own."""
+        parts = [
+            self.scorer.sample_and_score(
+                engine, examples[at : at + self.at_once], replace(sampling, seed=derive_seed(sampling.seed, "part", at))
+            )
+            for at in range(0, len(examples), self.at_once)
+        ]
+        groups = [group for part in parts for group in part.groups]
+        return Rollouts(groups, sum(part.sample_time_s for part in parts), sum(part.score_time_s for part in parts))
+
+    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """What the scorer tells of all of them."""
+        return self.scorer.describe(groups)
+
+
 class Failures:
     """Shows the first failure in full, and stops a run when failures outnumber scores."""
 

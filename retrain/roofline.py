@@ -85,7 +85,7 @@ def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
     cached = shape.cached_values * work.cache_width * sampled * (work.prompt_tokens + work.max_tokens / 2)
     weights = (layers + head) * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
-    adapted = shape.adapted_parameters(work.target_modules)
+    adapted = shape.adapted_parameters(work.target_modules) if work.rank else 0
     return [
         Phase("adapter folding", 2 * work.rank * adapted, 2 * adapted * work.width),
         Phase("prefill", prefill, layers * work.width),
@@ -96,7 +96,8 @@ def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
 def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) -> list[Phase]:
     """One step over all completions, prompts computed once a group; frozen matrices have no gradient of their own."""
     head = shape.vocabulary * shape.hidden
-    adapter = shape.adapter_parameters(work.rank, work.target_modules)
+    trained = work.trained_parameters(shape)
+    adapter, whole = (trained, 1) if work.rank else (0, 2)
     layers = shape.layers * shape.layer_parameters
     predicted = work.completions * work.max_tokens
     tokens = work.prompts * work.prompt_tokens + predicted
@@ -107,13 +108,15 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
     forward = 2 * (layers + adapter) * tokens + attention
     again = forward * recomputed_layers / shape.layers
     # Flash attention's backward pass does five products where its forward pass does two.
-    backward = (2 * layers + 4 * adapter) * tokens + 2.5 * attention
+    backward = (2 * whole * layers + 4 * adapter) * tokens + 2.5 * attention
     # Numbers that a layer writes and reads again, roughly those it keeps.
     traffic = 2 * tokens * shape.layers * work.width * (6 * shape.hidden + 3 * shape.queries + 3 * shape.intermediate)
     return [
         Phase("train forward", forward + 2 * head * predicted, traffic + layers * work.width),
-        Phase("train backward", backward + again + 4 * head * predicted, 2 * traffic + layers * work.width),
-        Phase("optimiser", 15 * adapter, adapter * (4 * 4 + 3 * 4 + 2)),
+        Phase(
+            "train backward", backward + again + 2 * (1 + whole) * head * predicted, 2 * traffic + layers * work.width
+        ),
+        Phase("optimiser", 15 * trained, trained * (4 * 4 + 3 * 4 + 2)),
     ]
 
 

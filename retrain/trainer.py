@@ -26,8 +26,8 @@ from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
 from retrain.types import Datum, Group, Segment, StepMetrics
 
-# What a backend may tell about the sampler of a step.
-SAMPLER_METRICS = ("staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl")
+# What a backend may tell about the sampler of a step, and about its own update.
+OPTIONAL_METRICS = ("lr", "kl_ref", "staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl")
 
 
 @dataclass
@@ -179,7 +179,7 @@ def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credi
         "condition": parts.config.condition,
         "loss_is_placeholder": parts.backend.capabilities.reports_late,
         **{key: outcome.get(key) for key in ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")},
-        **{key: outcome[key] for key in SAMPLER_METRICS if key in outcome},
+        **{key: outcome[key] for key in OPTIONAL_METRICS if key in outcome},
         "skipped_steps": progress.skipped,
         "mean_reward": sum(score.value for score in scores) / len(scores) if scores else 0.0,
         "correct_rate": rollouts.correct_rate,

@@ -32,9 +32,10 @@ def refuse_unshared(runs: Sequence[Run]) -> None:
         problems.append(Problem("[campaign] share_model", "needs the local backend on one device."))
     if first["inference.engine"] != "pytorch":
         problems.append(Problem("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
-    for path, needed in (("kl.sync_ref_model", False), ("distributed.zero_stage", 0)):
-        if any(values_of(run.config)[path] != needed for run in runs):
-            problems.append(Problem("[campaign] share_model", f"does not go with {path}."))
+    if first["model.lora_rank"] == 0:
+        problems.append(Problem("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
+    if any(values_of(run.config)["distributed.zero_stage"] for run in runs):
+        problems.append(Problem("[campaign] share_model", "does not go with distributed.zero_stage."))
     for run in {run.condition: run for run in runs}.values():
         own = values_of(run.config)
         for path in (path for path in own if path.startswith(_SHARED) and own[path] != first[path]):

@@ -126,7 +126,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     evaluation = result.last_evaluation
     held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""
     adapter = Path(config.backend.adapter_path).expanduser()
-    where = f", adapter in {adapter}" if adapter.is_dir() else ""
+    where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter.is_dir() else ""
     where = f", weights in {result.weights}" if result.weights else where
     _say(f"Done: {result.steps} steps{held_out}, logs in {result.log_dir}{where}.")
     return 0

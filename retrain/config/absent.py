@@ -11,22 +11,10 @@ from retrain.plugins import REGISTRIES
 
 # Any value but the default is refused before a run starts; nothing is accepted and ignored.
 ABSENT = (
-    "kl.beta",
-    "kl.sync_ref_model",
-    "memory.offload_untrained_models",
     "teaching.enabled",
     "distributed.zero_stage",
     "distributed.fsdp",
-    "model.init_kwargs",
-    "training.epochs",
-    "training.prompts_per_sampling",
-    "optimizer.schedule",
-    "optimizer.schedule_args",
-    "optimizer.warmup_steps",
-    "memory.micro_batches",
-    "memory.micro_batch_rows",
     "inference.launch",
-    "data.remove_unused_columns",
     "logging.log_completions",
     "logging.save_completions_probability",
     "logging.debug",

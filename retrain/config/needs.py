@@ -39,6 +39,7 @@ _SERVICE = Need(
     _TINKER.text,
     lambda c: _TINKER.is_met(c) or (c.squeeze is not None and c.squeeze.adapter_path.startswith("tinker://")),
 )
+_ADAPTER = Need("an adapter: [model] lora_rank above 0", lambda c: c.model.lora_rank > 0)
 _SEMANTIC = Need('[planning] detector = "semantic"', lambda c: c.planning.detector != "regex")
 _MOVING_REFERENCE = Need("[kl] sync_ref_model = true", lambda c: c.kl.sync_ref_model)
 _ROWS = Need('[data] source = "jsonl" or "hub"', lambda c: bool(_sources(c) - {"math", "gsm8k", "arithmetic"}))
@@ -62,6 +63,13 @@ NEEDS: dict[str, Need] = {
     "backend.max_concurrent": _TINKER,
     "backend.throttle_dir": _TINKER,
     "model.base_url": _SERVICE,
+    "lora.alpha": _ADAPTER,
+    "lora.dropout": _ADAPTER,
+    "lora.target_modules": _ADAPTER,
+    "memory.offload_untrained_models": Need(
+        "a reference ([kl] beta) or a student of its own ([teaching] student_model)",
+        lambda c: c.kl.beta > 0 or c.teaching.student_model != "",
+    ),
     # 0 says that there is no cap, which is true of cispo.
     "loss.ratio_cap": Need('[loss] type other than "cispo"', lambda c: c.loss.type != "cispo" or not c.loss.ratio_cap),
     "kl.ref_model_mixup_alpha": _MOVING_REFERENCE,
@@ -74,6 +82,9 @@ NEEDS: dict[str, Need] = {
     "logging.strategic_grams": Need('[planning] detector = "regex"', lambda c: c.planning.detector != "semantic"),
     "data.subset": Need(
         '[data] source = "math", "gsm8k" or "hub"', lambda c: bool(_sources(c) - {"arithmetic", "jsonl"})
+    ),
+    "data.remove_unused_columns": Need(
+        '[data] source = "math", "jsonl" or "hub"', lambda c: bool(_sources(c) - {"arithmetic", "gsm8k"})
     ),
     "data.split": Need('[data] source other than "jsonl"', lambda c: c.data.source != "jsonl"),
     "data.prompt_field": _ROWS,

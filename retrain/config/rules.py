@@ -14,6 +14,7 @@ from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
+from retrain.schedule import schedule_is_sound
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
 
@@ -99,6 +100,52 @@ def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
             "needs a sampler apart from the trainer: an [inference] engine that is a server, or two [backend] devices.",
             "Try: async_steps = 0",
         )
+
+
+def whole_models_are_trained_here(config: TrainConfig) -> Iterator[Problem]:
+    """Servers and services take adapters; a whole model is trained, and sampled from, in this process."""
+    if config.model.lora_rank:
+        return
+    if config.backend.backend == "tinker":
+        yield Problem(
+            "[model] lora_rank", "= 0 trains the whole model, and tinker trains adapters.", "Try: lora_rank = 32"
+        )
+    if config.inference.engine in REGISTRIES["engine"].builtins and config.inference.engine != "pytorch":
+        told = f"= 0 trains the whole model, and the engine {json.dumps(config.inference.engine)} is given adapters."
+        yield Problem("[model] lora_rank", told, 'Try: [inference] engine = "pytorch"')
+
+
+def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[Problem]:
+    """What retrain itself says when it loads a model cannot be said a second time."""
+    ours = {
+        "dtype": "[model] dtype", "torch_dtype": "[model] dtype", "device_map": "[backend] devices",
+        "attn_implementation": "[inference] attention_kernel", "gguf_file": "a folder with safetensors",
+        "quantization_config": "", "load_in_8bit": "", "load_in_4bit": "",
+    }  # fmt: skip
+    for name in config.model.init_kwargs:
+        if name in ours:
+            hint = f"Try: {ours[name]}" if ours[name] else "Quantised weights cannot be trained here."
+            yield Problem("[model] init_kwargs", f"has {name!r}, which is not for it to say.", hint)
+
+
+def micro_batches_are_cut_one_way(config: TrainConfig) -> Iterator[Problem]:
+    """How many there are and how large they are is one choice."""
+    if config.memory.micro_batches and config.memory.micro_batch_rows:
+        yield Problem("[memory] micro_batches", "and micro_batch_rows cut a step in two ways.", "Set one of them.")
+
+
+def runs_are_measured_one_way(config: TrainConfig) -> Iterator[Problem]:
+    """The runs of a campaign are compared step by step, so it is steps that they are counted in."""
+    if config.campaign is not None and config.training.epochs:
+        yield Problem(
+            "[training] epochs", "does not go with [campaign] max_steps, which counts steps.", "Try: epochs = 0.0"
+        )
+
+
+def reference_has_a_use(config: TrainConfig) -> Iterator[Problem]:
+    """A reference that no penalty looks at cannot be moved."""
+    if config.kl.sync_ref_model and not config.kl.beta:
+        yield Problem("[kl] sync_ref_model", "moves a reference, but [kl] beta = 0 has none.", "Try: beta = 0.04")
 
 
 def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
@@ -372,6 +419,8 @@ VALUE_RULES: tuple[Rule, ...] = (
     values_can_be_written,
     devices_follow_the_grammar,
     groups_can_differ,
+    init_kwargs_leave_ours_alone,
+    schedule_is_sound,
     ratio_cap_lets_ratios_of_one_pass,
     urls_are_urls,
     strategic_grams_can_be_read,
@@ -382,6 +431,10 @@ VALUE_RULES: tuple[Rule, ...] = (
 )
 RELATION_RULES: tuple[Rule, ...] = (
     split_mode_has_no_dropout,
+    whole_models_are_trained_here,
+    micro_batches_are_cut_one_way,
+    reference_has_a_use,
+    runs_are_measured_one_way,
     samplers_are_where_they_can_be,
     rewards_are_complete,
     environment_is_complete,

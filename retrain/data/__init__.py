@@ -7,6 +7,7 @@ made with the `[data]` table and has one method, `load`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.data.order import Endless, ExampleOrder
@@ -68,7 +69,7 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
         raise PluginError(f"{who} raised {error!r} in load.") from error
     if not len(examples):
         raise PluginError(f"{who} has no examples (split {section.split!r}).")
-    return examples
+    return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
 
 
 def _check_each(who: str, examples: Sequence[object]) -> None:

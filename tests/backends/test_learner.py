@@ -389,7 +389,7 @@ def test_steps_too_small_for_bf16_add_up_and_survive_a_resume(tiny: Path, tmp_pa
 def test_in_bf16_gradients_of_micro_batches_are_summed_in_float32(tiny: Path) -> None:
     made, datums = learner(tiny, model__dtype="bf16"), random_datums(SIZES)
     made._backward(split_by_tokens(datums, 1))
-    assert all(parameter.grad is None for parameter in made.optimizer.adapter)
+    assert all(parameter.grad is None for parameter in made.optimizer.learning)
     assert {master.grad.dtype for master in made.optimizer.masters if master.grad is not None} == {torch.float32}
 
 

@@ -140,7 +140,7 @@ def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("[kl]\nbeta = 0.1\n", "[kl] beta"),
+        ("[distributed]\nfsdp = true\n", "[distributed] fsdp"),
         ('[algorithm]\ntransform_mode = "no_such_module_here.spec"\n', "[algorithm] transform_mode"),
         ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
         ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),

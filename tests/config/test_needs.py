@@ -40,8 +40,14 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         )
         for key, value in (("adapter_dir", "/shared"), ("timeout_s", 5.0), ("wait_s", 5.0))
     ),
-    ("kl.ref_model_mixup_alpha", 0.5, "[kl] sync_ref_model = true", [{"kl": {"sync_ref_model": True}}]),
-    ("kl.ref_model_sync_steps", 5, "[kl] sync_ref_model = true", [{"kl": {"sync_ref_model": True}}]),
+    ("kl.ref_model_mixup_alpha", 0.5, "[kl] sync_ref_model = true", [{"kl": {"beta": 0.1, "sync_ref_model": True}}]),
+    ("kl.ref_model_sync_steps", 5, "[kl] sync_ref_model = true", [{"kl": {"beta": 0.1, "sync_ref_model": True}}]),
+    (
+        "memory.offload_untrained_models",
+        True,
+        "a reference ([kl] beta) or a student of its own ([teaching] student_model)",
+        [{"kl": {"beta": 0.1}}, {"teaching": {"enabled": True, "student_model": "a/b"}}],
+    ),
     ("planning.model", "mine", '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
     ("planning.threshold", 0.1, '[planning] detector = "semantic"', [SEMANTIC, {"planning": {"detector": "a.B"}}]),
     (
@@ -183,6 +189,19 @@ IN_COMPANY: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         {"distributed": {"zero_stage": 1, "offload_parameters": True}},
         "[distributed] offload_parameters = true has no effect: it needs [distributed] zero_stage = 3.",
         [],
+    ),
+    *(
+        (
+            {"model": {"lora_rank": 0}, "lora": {key: value}},
+            f"[lora] {key} = {shown} has no effect: it needs an adapter: [model] lora_rank above 0.",
+            [{"lora": {key: value}}],
+        )
+        for key, value, shown in (("alpha", 8, "8"), ("dropout", 0.1, "0.1"), ("target_modules", "q_proj", '"q_proj"'))
+    ),
+    (
+        {"data": {"source": "gsm8k", "remove_unused_columns": True}},
+        '[data] remove_unused_columns = true has no effect: it needs [data] source = "math", "jsonl" or "hub".',
+        [{"data": {"remove_unused_columns": True}}, {"data": {**JSONL, "remove_unused_columns": True}}],
     ),
 ]
 

@@ -16,6 +16,13 @@ JSONL = {"source": "jsonl", "path": "a.jsonl"}
 ENVIRONMENT = {"provider": "verifiers", "id": "primeintellect/gsm8k"}
 
 GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("whole_models_are_trained_here", {"model": {"lora_rank": 0}}),
+    ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"use_cache": False}}}),
+    ("micro_batches_are_cut_one_way", {"memory": {"micro_batches": 4}}),
+    ("runs_are_measured_one_way", {"training": {"epochs": 1.5}}),
+    ("reference_has_a_use", {"kl": {"beta": 0.1, "sync_ref_model": True}}),
+    ("schedule_is_sound", {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}),
+    ("schedule_is_sound", {"optimizer": {"warmup_steps": 0.25}}),
     ("names_are_known", {"algorithm": {"advantage_mode": "my_package.mine"}}),
     ("names_are_known", {"algorithm": {"transform_mode": "my_package.sub:mine", "algorithm_mode": ""}}),
     ("names_are_known", {"reward": {"terms": [{"type": "match"}, {"type": "mine.score", "weight": -0.5}]}}),
@@ -80,6 +87,42 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "whole_models_are_trained_here",
+        {"model": {"lora_rank": 0}, "inference": {"engine": "vllm"}},
+        '[model] lora_rank = 0 trains the whole model, and the engine "vllm" is given adapters.',
+    ),
+    (
+        "whole_models_are_trained_here",
+        {"model": {"lora_rank": 0}, "backend": {"backend": "tinker"}},
+        "tinker trains adapters",
+    ),
+    ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"torch_dtype": "float16"}}}, "Try: [model] dtype"),
+    ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"load_in_4bit": True}}}, "Quantised weights"),
+    (
+        "micro_batches_are_cut_one_way",
+        {"memory": {"micro_batches": 4, "micro_batch_rows": 2}},
+        "[memory] micro_batches and micro_batch_rows cut a step in two ways.",
+    ),
+    ("runs_are_measured_one_way", {"campaign": {}, "training": {"epochs": 1.0}}, "[training] epochs does not go with"),
+    ("reference_has_a_use", {"kl": {"sync_ref_model": True}}, "[kl] sync_ref_model moves a reference"),
+    ("schedule_is_sound", {"optimizer": {"warmup_steps": 2.5}}, "must be a whole number of steps"),
+    ("schedule_is_sound", {"optimizer": {"schedule_args": {"power": 2}}}, "'constant' does not take.  It takes none."),
+    (
+        "schedule_is_sound",
+        {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 2}}},
+        "min_lr_rate = 2, which must be between 0 and 1",
+    ),
+    (
+        "schedule_is_sound",
+        {"optimizer": {"schedule": "inverse_sqrt", "schedule_args": {"timescale": True}}},
+        "timescale = True, which is not a number",
+    ),
+    (
+        "schedule_is_sound",
+        {"optimizer": {"schedule": "polynomial", "schedule_args": {"lr_end": 0.5}}},
+        "lr_end that is not below [training] lr",
+    ),
     (
         "judge_address_holds_no_password",
         {"reward": {"type": "judge", "judge_base_url": "http://me:word@a/v1"}},

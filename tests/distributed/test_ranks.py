@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(model: Path, variant: str, **more: Any) -> TrainConfig:
-    return config_for(model, **VARIANTS[variant], **more)
+    return config_for(model, training__lr=1e-3, **VARIANTS[variant], **more)
 
 
 def datums_for(variant: str, step: int) -> list[Any]:

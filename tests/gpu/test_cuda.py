@@ -306,3 +306,43 @@ def test_one_gpu_may_sample_while_the_cpu_trains(tiny: Path, tmp_path: Path) -> 
     both = {"backend__devices": "gpu:0,cpu", "model__dtype": "fp32"}
     train_quietly(gpu_run(tiny, tmp_path, **both))
     assert all(row["loss_is_placeholder"] for row in rows_without_times(tmp_path / "logs"))
+
+
+def test_a_whole_model_learns_in_bf16_and_the_sampler_follows(broad: Path) -> None:
+    config = config_for(broad, model__lora_rank=0, training__lr=2e-4, training__temperature=1.0, kl__beta=0.01)
+    policy = policy_for(config, device="cuda")
+    learner, engine = learner_for(policy, config), engine_on(policy, config)
+    prompts = random_prompts((9, 40, 3, 17))
+    first = None
+    for step in range(4):
+        engine.sync(policy)
+        datums = datums_of(prompts, engine.generate(prompts, learner.sampling), seed=0)
+        told = learner.step(datums, step)
+        assert told["ratio_mean"] == pytest.approx(1.0, abs=2e-2)
+        first = told["kl_ref"] if first is None else first
+    assert first == pytest.approx(0.0, abs=1e-4)
+    assert isinstance(told["kl_ref"], float) and told["kl_ref"] > 0
+
+
+def test_a_whole_models_gradients_on_the_gpu_are_those_of_the_cpu(tiny: Path) -> None:
+    config = config_for(tiny, model__dtype="fp32", model__lora_rank=0, loss__ratio_cap=0.0, kl__beta=0.1)
+    found = []
+    for device in ("cpu", "cuda"):
+        made = learner_for(policy_for(config, device=device), config)
+        made._backward(made.split(random_datums(6 * [(20, 30)])))
+        found.append({n: p.grad.cpu() for n, p in made.policy.adapted.named_parameters() if p.grad is not None})
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+
+
+def test_an_offloaded_reference_gives_the_same_penalty(broad: Path) -> None:
+    told = []
+    for offload in (False, True):
+        options = {"model__lora_rank": 0, "kl__beta": 0.1, "memory__offload_untrained_models": offload}
+        config = config_for(broad, **options)
+        learner = learner_for(policy_for(config, device="cuda"), config)
+        learner.step(random_datums(8 * [(20, 30)]), 0)
+        assert learner.reference is not None
+        assert {tensor.device.type for tensor in learner.reference.tensors} == {"cpu" if offload else "cuda"}
+        told.append(learner.step(random_datums(8 * [(20, 30)]), 1)["kl_ref"])
+    assert told[0] == pytest.approx(told[1], rel=1e-2)

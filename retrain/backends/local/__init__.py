@@ -28,6 +28,7 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
     seed = config.training.seed
     say(f"Loading train model: {config.model.model} on {devices[-1]}...")
     policy = load_policy(config.model, config.lora, seed, devices[-1], say)
+    policy.tokenizer = tokenizer
     mirror = None
     if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
@@ -79,7 +80,7 @@ class LocalBackend:
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimiser step, done when this returns."""
-        return self.learner.step(datums) | {"staleness": 0} | watched(self.engine)
+        return self.learner.step(datums, step) | {"staleness": 0} | watched(self.engine)
 
     def save(self, path: Path) -> None:
         """Write adapter and optimiser."""

@@ -13,15 +13,18 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from retrain.backends.local.compiling import compile_layers
-from retrain.backends.local.loss import TokenBatch, denominator, summed_loss
+from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.model import Policy
-from retrain.backends.local.optimizer import AdapterOptimizer
+from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
 from retrain.backends.local.prefix import takes_uneven_lengths
+from retrain.backends.local.reference import Reference
+from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.sampling import training_distribution
+from retrain.schedule import learning_rate
 from retrain.types import Datum, StepMetrics
 
 
@@ -39,10 +42,18 @@ class Size:
 
 
 class Learner:
-    """The policy's optimiser and everything it needs to take a step."""
+    """The policy's optimiser and everything it needs to take a step.
+
+    Where several processes train together, the methods and classes named first are their own.
+    """
+
+    make_trained: type[Trained] = Trained
+    make_optimizer: type[MasterOptimizer] = MasterOptimizer
+    make_reference: type[Reference] = Reference
 
     def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
         self.policy = policy
+        self.config = config
         self.loss = config.loss
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
@@ -55,32 +66,37 @@ class Learner:
         self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]
         if policy.device.type == "cuda" and not policy.own_attention:
             compile_layers(policy.causal_lm)
-        self.optimizer = AdapterOptimizer(policy, config)
+        self.trained = self.make_trained(policy)
+        self.optimizer = self.make_optimizer(policy, config, self.trained)
+        offload = config.memory.offload_untrained_models
+        self.reference = self.make_reference(policy, config.kl, offload, self.trained) if config.kl.beta else None
         self.packs_tightly = takes_uneven_lengths(policy)
 
     def step(self, datums: Sequence[Datum], step: int = 0) -> StepMetrics:
-        """Forward, backward and update over all datums."""
+        """Forward, backward and update over all datums; the learning rate is that of the run's `step`."""
         usable = [datum for datum in datums if datum.mask_T.any()]
         return self.take_step(usable, Size.of(usable), step)
 
     def take_step(self, datums: Sequence[Datum], size: Size, step: int) -> StepMetrics:
-        """The same over datums that are the whole step, or a share of one of this size."""
-        if not size.rows:
-            return {
-                "loss": 0.0,
-                "grad_norm": 0.0,
-                "ratio_mean": None,
-                "ratio_max": None,
-                "kl_sample_train": None,
-                "skipped": 0,
-            }
-        totals = self._backward_within_memory(datums, size)
-        self.share(totals)
-        norm = self.optimizer.step()
-        return {**totals.metrics(), "grad_norm": norm, "skipped": int(norm is None)}
+        """The same over datums that are the whole step, or this process's share of a step of that size."""
+        lr = learning_rate(self.config, step)
+        told: StepMetrics = {"loss": 0.0, "ratio_mean": None, "ratio_max": None, "kl_sample_train": None}
+        norm: float | None = 0.0
+        if size.rows:
+            totals = self._backward_within_memory(datums, size)
+            self.share(totals)
+            told = totals.metrics()
+            norm = self.optimizer.step(lr)
+        if self.reference is not None:
+            self.reference.follow(step)
+        return {**told, "lr": lr, "grad_norm": norm, "skipped": int(norm is None)}
 
     def share(self, totals: Totals) -> None:
         """Add gradients and totals up over the processes of a run; here there is one."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of one micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
         """Accumulate gradients; when memory runs out, start over with less of it at once."""
@@ -99,7 +115,10 @@ class Learner:
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
         """Micro-batches by what they cost here: flash attention takes uneven lengths as they are, others pad."""
-        return split_by_tokens(datums, self.memory.micro_batch_tokens, Load.fed if self.packs_tightly else Load.padded)
+        options = self.config.memory
+        rows = max(1, len(datums) // options.micro_batches) if options.micro_batches else options.micro_batch_rows
+        cost = Load.fed if self.packs_tightly else Load.padded
+        return split_by_tokens(datums, self.memory.micro_batch_tokens, cost, rows)
 
     def pack(self, datums: Sequence[Datum]) -> MicroBatch:
         """One micro-batch; prompts are shared unless the model attends by itself."""
@@ -108,22 +127,31 @@ class Learner:
 
     def _backward(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
         self.optimizer.clear()
-        self._train_mode(True)
         divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
         totals = Totals(self.policy.device)
         # All at once, before the GPU has work: a copy to it would wait for the micro-batch under way.
-        for packed in [self.pack(batch) for batch in batches]:
+        packs = [self.pack(batch) for batch in batches]
+        references = self._reference_logprobs(packs)
+        self._train_mode(True)
+        for packed, expected in zip(packs, references, strict=True):
             with self.memory.watch(packed.token_ids.shape[1]):
-                logprobs = self.logprobs(packed)
                 token_batch = TokenBatch(
-                    logprobs, packed.sampled_logprobs, packed.advantages, packed.mask, packed.row, packed.rows
-                )
-                loss = summed_loss(token_batch, self.loss) / divisor
-                loss.backward()  # type: ignore[no-untyped-call]
+                    self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
+                    packed.rows, expected,
+                )  # fmt: skip
+                loss = summed_loss(token_batch, self.loss, self.config.kl.beta) / divisor
+                self.backward(loss)
             self.optimizer.gather()
-            totals.add(loss.detach(), logprobs.detach() - packed.sampled_logprobs, packed.mask)
+            totals.add(loss.detach(), token_batch)
         self._train_mode(False)
         return totals
+
+    def _reference_logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Of the whole step before any of it is trained on: the reference takes the policy's place once."""
+        if self.reference is None:
+            return [None] * len(packs)
+        with self.reference.in_place():
+            return [self.logprobs(packed) for packed in packs]
 
     def _train_mode(self, on: bool) -> None:
         """Switch on what training needs and no more: a base model's own dropout would make it another policy."""
@@ -140,40 +168,55 @@ class Learner:
         return packed_logprobs(self.policy, packed, self.sampling)
 
     def save(self, path: Path) -> None:
-        """Write adapter and optimiser state into a folder."""
+        """Write what was trained, the optimiser's state and the reference's into a folder."""
         self.policy.save_adapter(path / "adapter")
-        save_file(self.optimizer.state(), str(path / "learner.safetensors"))
+        save_file(self.state(), str(path / "learner.safetensors"))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resume needs besides the model."""
+        return self.optimizer.state() | (self.reference.state() if self.reference is not None else {})
 
     def load(self, path: Path) -> None:
-        """Restore adapter and optimiser state, to the bit."""
+        """Restore all of it, to the bit."""
         tensors = load_file(str(path / "learner.safetensors"))
-        own = {f"parameter/{n}": m.shape for n, m in zip(self.optimizer.names, self.optimizer.masters, strict=True)}
+        own = {f"parameter/{name}": shape for name, shape in self.trained.shapes.items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
-            raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
+            raise BackendError("the saved weights have other layers than this model; was it trained on another one?")
+        references = {name: tensors.pop(name) for name in list(tensors) if name.startswith("reference/")}
         self.optimizer.load(tensors)
+        if self.reference is not None:
+            self.reference.load(references)
 
 
 class Totals:
     """Sums over the micro-batches of a step, left on the device until the end so that none of them is waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        """Loss, ratios, divergence, tokens."""
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+        """Loss, ratios, divergence from the sampler, divergence from the reference, tokens."""
         self.largest = torch.zeros((), dtype=torch.float64, device=device)
+        self.has_reference = False
 
-    def add(self, loss: Tensor, log_ratio: Tensor, mask: Tensor) -> None:
-        taken, chosen = mask > 0, log_ratio.double().clamp(-20, 20)
+    @torch.no_grad()
+    def add(self, loss: Tensor, batch: TokenBatch) -> None:
+        taken = batch.mask > 0
+        chosen = (batch.logprobs - batch.sampled_logprobs).double().clamp(-20, 20)
         ratio = torch.where(taken, chosen.exp(), 0.0)
         # E_sampled[r - 1 - log r] estimates KL(sampled || trained) without bias and never below zero.
-        divergence = torch.where(taken, ratio - 1 - chosen, 0.0)
-        self.sums += torch.stack([loss.double(), ratio.sum(), divergence.sum(), taken.sum()])
+        apart = torch.where(taken, ratio - 1 - chosen, 0.0)
+        strayed = torch.zeros_like(ratio)
+        if batch.reference_logprobs is not None:
+            self.has_reference = True
+            strayed = torch.where(taken, divergence(batch.logprobs, batch.reference_logprobs).double(), 0.0)
+        self.sums += torch.stack([loss.double(), ratio.sum(), apart.sum(), strayed.sum(), taken.sum()])
         self.largest = torch.maximum(self.largest, ratio.max())
 
     def metrics(self) -> StepMetrics:
-        loss, ratios, divergence, tokens = self.sums.tolist()
-        return {
+        loss, ratios, apart, strayed, tokens = self.sums.tolist()
+        told: StepMetrics = {
             "loss": loss,
             "ratio_mean": ratios / tokens,
             "ratio_max": float(self.largest),
-            "kl_sample_train": divergence / tokens,
+            "kl_sample_train": apart / tokens,
         }
+        return told | ({"kl_ref": strayed / tokens} if self.has_reference else {})

@@ -58,7 +58,7 @@ def only_tempered(sampling: Sampling) -> bool:
 
 
 class TemperedLogprobs(torch.autograd.Function):
-    """log softmax(hidden · Wᵀ / temperature) at the targets, the head's matrix being frozen.
+    """log softmax(hidden · Wᵀ / temperature) at the targets.
 
     Logits stay in the model's precision and are read once in each direction; float32 copies of them never exist.
     """
@@ -82,13 +82,17 @@ class TemperedLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalisers = ctx.saved_tensors
         _, differentiate = _fused_functions()
         result = torch.empty_like(hidden)
+        # Summed up in float32, as the gradients of micro-batches are.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for at in range(0, len(targets), ctx.rows):
             part = slice(at, at + ctx.rows)
             slope = differentiate(
                 hidden[part] @ weight.T, targets[part], normalisers[part], gradient[part], ctx.temperature
             )
             torch.mm(slope, weight, out=result[part])
-        return result, None, None, None, None
+            if of_weight is not None:
+                of_weight += slope.T @ hidden[part]
+        return result, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
 
 
 def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

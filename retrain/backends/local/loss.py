@@ -27,6 +27,8 @@ class TokenBatch:
     """1 on tokens that take part, else 0."""
     row: Tensor
     rows: int
+    reference_logprobs: Tensor | None = None
+    """Under the reference policy, where there is a penalty for leaving it."""
 
 
 # exp(20) is beyond any ratio that means something, and far from overflowing.
@@ -78,9 +80,18 @@ def denominator(loss: Loss, tokens: int, rows: int, max_tokens: int) -> float:
     return float(rows * max_tokens) if loss.type == "dr_grpo" else float(max(tokens, 1))
 
 
-def summed_loss(batch: TokenBatch, loss: Loss) -> Tensor:
-    """Minus the objective, summed over the tokens that take part."""
-    return -(LOSSES[loss.type](batch, loss) * batch.mask).sum()
+def summed_loss(batch: TokenBatch, loss: Loss, beta: float = 0.0) -> Tensor:
+    """Minus the objective, and `beta` times the divergence from the reference, over the tokens that take part."""
+    objective = LOSSES[loss.type](batch, loss)
+    if batch.reference_logprobs is not None:
+        objective = objective - beta * divergence(batch.logprobs, batch.reference_logprobs)
+    return -(objective * batch.mask).sum()
+
+
+def divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(d) - d - 1, d = log(reference / policy): on the policy's own samples its mean is KL(policy || reference)."""
+    difference = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp() - difference - 1
 
 
 def _ratio(batch: TokenBatch) -> Tensor:

@@ -30,8 +30,7 @@ class StepMemory:
         self.planned_for = 0
         """The longest sequence that the plan was made for."""
         shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
-        rank = next(iter(policy.adapted.peft_config.values())).r
-        self.cost = TrainingCost(shape, rank, policy.dtype.itemsize) if shape is not None else None
+        self.cost = TrainingCost(shape, policy.rank, policy.dtype.itemsize) if shape is not None else None
         self.measured = False
 
     def prepare(self, longest: int) -> None:

@@ -1,8 +1,9 @@
-"""The policy: a Hugging Face causal LM with a LoRA adapter, as a backbone and a head."""
+"""The policy: a Hugging Face causal LM with a LoRA adapter, or trained as a whole, as a backbone and a head."""
 
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ from retrain.errors import BackendError, ConfigError
 from retrain.seeding import derive_seed
 from retrain.tokens import explain_missing_model
 
+# Beside the weights of a model that was trained as a whole: a folder with it may be replaced by newer ones.
+WHOLE_MARK = "retrain.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -31,15 +34,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Policy:
     """The model that samples and learns."""
 
-    adapted: PeftModel
+    adapted: Any
+    """What holds the parameters that learn: the model with its adapter, or the model itself."""
     device: torch.device
     context_length: int
     stop_ids: tuple[int, ...]
     own_attention: str = ""
     """Why the model attends by itself; empty where it attends through us."""
+    tokenizer: Any = None
+    """Written beside a whole model, so that its folder can be loaded like any other."""
 
     def __post_init__(self) -> None:
-        self.causal_lm: Any = self.adapted.get_base_model()
+        has_adapter = isinstance(self.adapted, PeftModel)
+        self.rank = int(self.adapted.peft_config["default"].r) if has_adapter else 0
+        """That of the adapter; 0 where the whole model learns."""
+        self.causal_lm: Any = self.adapted.get_base_model() if has_adapter else self.adapted
         self.layers = int(self.causal_lm.config.get_text_config().num_hidden_layers)
         self.vocabulary = int(self.causal_lm.get_output_embeddings().weight.shape[0])
         parameter = next(self.causal_lm.parameters())
@@ -91,7 +100,14 @@ class Policy:
         return Policy(copy.deepcopy(self.adapted, shared), self.device, self.context_length, self.stop_ids)
 
     def save_adapter(self, path: Path) -> None:
-        """Write the adapter in PEFT layout."""
+        """Write the adapter in PEFT layout, or the whole model in that of Hugging Face."""
+        if not self.rank:
+            self.causal_lm.save_pretrained(str(path))
+            told = {"base_model": str(self.causal_lm.config.name_or_path)}
+            (path / WHOLE_MARK).write_text(json.dumps(told), encoding="utf-8")
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(str(path))
+            return
         with warnings.catch_warnings():
             # PEFT asks the hub whether the base model's embeddings changed, and warns when offline. They did not.
             warnings.simplefilter("ignore")
@@ -105,7 +121,7 @@ class Policy:
         """Copy tensors into the adapter."""
         own = self.adapter_state()
         if own.keys() != state.keys():
-            raise BackendError("the saved adapter has other layers than this model; was it trained on another one?")
+            raise BackendError("the saved weights have other layers than this model; was it trained on another one?")
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -122,12 +138,27 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
     """Load the model onto a device and give it a fresh adapter."""
     register()
     dtype = DTYPES[model.dtype] if model.dtype != "auto" else DTYPES["fp32" if device.type == "cpu" else "bf16"]
-    return adapt(_load_causal_lm(model.model, dtype, device), model, lora, seed, say)
+    return adapt(_load_causal_lm(model, dtype, device), model, lora, seed, say)
 
 
 def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[str], None]) -> Policy:
-    """Give a loaded model a fresh adapter, and make sure that we understand it."""
-    causal_lm.requires_grad_(False)
+    """Give a loaded model a fresh adapter, unless all of it is to learn, and make sure that we understand it."""
+    causal_lm.eval().requires_grad_(not model.lora_rank)
+    adapted = _with_adapter(causal_lm, model, lora, seed) if model.lora_rank else causal_lm
+    total = sum(p.numel() for p in adapted.parameters())
+    trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
+    settings = causal_lm.config.get_text_config()
+    try:
+        context = int(settings.max_position_embeddings)
+    except AttributeError as error:
+        raise BackendError(f"{model.model} does not say how long its context is.") from error
+    policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), why_own_attention(causal_lm))
+    _check_head(policy, model.model)
+    return policy
+
+
+def _with_adapter(causal_lm: Any, model: Model, lora: Lora, seed: int) -> PeftModel:
     targets: str | list[str] = lora.target_modules
     if targets != "all-linear":
         targets = [name.strip() for name in lora.target_modules.split(",")]
@@ -154,16 +185,7 @@ def adapt(causal_lm: Any, model: Model, lora: Lora, seed: int, say: Callable[[st
             f"{model.model} keeps its experts in one tensor, which no adapter can be folded out of and in here.  "
             'Try: [lora] target_modules = "q_proj,k_proj,v_proj,o_proj"'
         )
-    trainable, total = adapted.get_nb_trainable_parameters()
-    say(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
-    settings = causal_lm.config.get_text_config()
-    try:
-        context = int(settings.max_position_embeddings)
-    except AttributeError as error:
-        raise BackendError(f"{model.model} does not say how long its context is.") from error
-    policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), why_own_attention(causal_lm))
-    _check_head(policy, model.model)
-    return policy
+    return adapted
 
 
 def fresh_adapter(policy: Policy, seed: int) -> list[Tensor]:
@@ -177,12 +199,12 @@ def fresh_adapter(policy: Policy, seed: int) -> list[Tensor]:
     return tensors
 
 
-def _load_causal_lm(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> Any:
     # Its bar would tear the start-up lines apart; we say ourselves what is loading.
     transformers_logging.disable_progress_bar()
     try:
         try:
-            causal_lm = _from_pretrained(name, dtype, ATTENTION_NAME).to(device)
+            causal_lm = _from_pretrained(model, dtype, ATTENTION_NAME).to(device)
         except KeyError as error:
             if error.args != (ATTENTION_NAME,):
                 raise
@@ -190,15 +212,21 @@ def _load_causal_lm(name: str, dtype: torch.dtype, device: torch.device) -> Any:
             if not why_own_attention(causal_lm):
                 return causal_lm
             del causal_lm
-        return _from_pretrained(name, dtype, None).to(device)
+        return _from_pretrained(model, dtype, None).to(device)
     except torch.OutOfMemoryError as error:
-        raise BackendError(f"{name} does not fit into the memory of {device}: {error}") from error
+        raise BackendError(f"{model.model} does not fit into the memory of {device}: {error}") from error
+    except TypeError as error:
+        if not model.init_kwargs:
+            raise
+        raise ConfigError(f"[model] init_kwargs = {model.init_kwargs} does not suit {model.model}: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(explain_missing_model(name, error)) from error
+        raise ConfigError(explain_missing_model(model.model, error)) from error
 
 
-def _from_pretrained(name: str, dtype: torch.dtype, attention: str | None) -> Any:
-    return AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=dtype, attn_implementation=attention)
+def _from_pretrained(model: Model, dtype: torch.dtype, attention: str | None) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        resolve_model(model.model), dtype=dtype, attn_implementation=attention, **model.init_kwargs
+    )
 
 
 def _stop_ids(causal_lm: Any) -> tuple[int, ...]:

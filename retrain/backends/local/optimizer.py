@@ -1,7 +1,7 @@
-"""AdamW on the adapter, in float32 whatever the model computes in.
+"""AdamW on what learns, in float32 whatever the model computes in.
 
-A bf16 weight cannot take a step much smaller than itself, so the optimiser keeps float32 masters and the adapter is
-their rounding. Where the adapter is float32 already, it is its own master.
+A bf16 weight cannot take a step much smaller than itself, so the optimiser keeps float32 masters and the weights that
+learn are their rounding. Where these are float32 already, they are their own masters.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from retrain.backends.local.model import Policy
+from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 
 
-class AdapterOptimizer:
-    """Gathers gradients over micro-batches, then moves the adapter."""
+class MasterOptimizer:
+    """Gathers gradients over micro-batches, then moves the weights that learn."""
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
-        named = [(name, p) for name, p in policy.adapted.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.adapter: list[nn.Parameter] = [parameter for _, parameter in named]
-        self.own_masters = self.adapter[0].dtype != torch.float32
+    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained | None = None) -> None:
+        self.trained = trained or Trained(policy)
+        self.names = list(self.trained.parts)
+        self.learning: list[nn.Parameter] = list(self.trained.parts.values())
+        self.own_masters = self.learning[0].dtype != torch.float32
         self.masters = (
-            [nn.Parameter(p.detach().float().clone()) for p in self.adapter] if self.own_masters else self.adapter
+            [nn.Parameter(p.detach().float().clone()) for p in self.learning] if self.own_masters else self.learning
         )
         self.grad_clip = config.loss.grad_clip or math.inf
         self.fused = policy.device.type == "cuda"
@@ -37,9 +38,13 @@ class AdapterOptimizer:
             fused=self.fused,
         )
 
+    def norm(self) -> Tensor:
+        """That of all gradients together."""
+        return torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
+
     def clear(self) -> None:
         """Forget gradients."""
-        for parameter in (*self.adapter, *self.masters):
+        for parameter in (*self.learning, *self.masters):
             parameter.grad = None
 
     @torch.no_grad()
@@ -47,7 +52,7 @@ class AdapterOptimizer:
         """Add a micro-batch's gradients up in float32."""
         if not self.own_masters:
             return
-        pairs = [(p, m) for p, m in zip(self.adapter, self.masters, strict=True) if p.grad is not None]
+        pairs = [(p, m) for p, m in zip(self.learning, self.masters, strict=True) if p.grad is not None]
         # Hundreds of small matrices: one launch for many of them instead of one each.
         fresh = [torch.empty_like(master) for _, master in pairs]
         torch._foreach_copy_(fresh, [p.grad for p, _ in pairs if p.grad is not None])
@@ -60,11 +65,15 @@ class AdapterOptimizer:
                 master.grad = gradient
 
     @torch.no_grad()
-    def step(self) -> float | None:
+    def step(self, lr: float) -> float | None:
         """Clip and move; returns the norm before clipping, or None when it is not finite and nothing moved."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
+        total = self.norm()
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, total)
+        norm = float(total)
         finite = math.isfinite(norm)
         if finite:
+            for group in self.adam.param_groups:
+                group["lr"] = lr
             self.adam.step()
             self.round()
         self.clear()
@@ -74,15 +83,15 @@ class AdapterOptimizer:
     def round(self) -> None:
         """Let the weights be their masters' rounding."""
         if self.own_masters:
-            torch._foreach_copy_(tuple(self.adapter), tuple(self.masters))
+            torch._foreach_copy_(tuple(self.learning), tuple(self.masters))
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, on the CPU."""
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"parameter/{name}"] = master.data.cpu()
+            tensors[f"parameter/{name}"] = self.trained.whole(name, master.data).cpu()
             for key, value in self.adam.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.cpu()
+                tensors[f"{key}/{name}"] = self.trained.whole(name, value).cpu()
         return tensors
 
     @torch.no_grad()
@@ -91,7 +100,7 @@ class AdapterOptimizer:
         held: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition("/")
-            held[name][key] = tensor
+            held[name][key] = self.trained.part(name, tensor)
         self.adam.state.clear()
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(held[name].pop("parameter"))

@@ -83,11 +83,15 @@ class Load:
 Cost = Callable[[Load], int]
 
 
-def split_by_tokens(datums: Sequence[Datum], most: int, cost: Cost = Load.padded) -> list[list[Datum]]:
+def split_by_tokens(
+    datums: Sequence[Datum], most: int, cost: Cost = Load.padded, most_rows: int = 0
+) -> list[list[Datum]]:
     """Batches that cost at most `most` tokens, completions of one prompt together; a datum that costs more is alone.
 
     As few batches as that allows, and as even as can be: a small last one would cost nearly as much as a full one.
     """
+    if most_rows:
+        cost = _limited(cost, most_rows, most + 1)
     groups = [sorted(group, key=length_of, reverse=True) for group in by_prompt(datums)]
     groups.sort(key=lambda group: length_of(group[0]), reverse=True)
     fewest = len(_fill(groups, most, cost))
@@ -96,6 +100,10 @@ def split_by_tokens(datums: Sequence[Datum], most: int, cost: Cost = Load.padded
         middle = (low + high) // 2
         low, high = (low, middle) if len(_fill(groups, middle, cost)) <= fewest else (middle + 1, high)
     return _fill(groups, high, cost)
+
+
+def _limited(cost: Cost, most_rows: int, too_much: int) -> Cost:
+    return lambda load: too_much if load.rows > most_rows else cost(load)
 
 
 def _fill(groups: Sequence[Sequence[Datum]], most: int, cost: Cost) -> list[list[Datum]]:

@@ -50,7 +50,7 @@ class SplitBackend:
         self._wait()
         self._mirror(step)
         told = self.reported | {"staleness": step - self.sampled} | watched(self.engine)
-        self.pending = self.thread.submit(self.learner.step, datums)
+        self.pending = self.thread.submit(self.learner.step, datums, step)
         return told
 
     def save(self, path: Path) -> None:

@@ -26,6 +26,7 @@ from retrain.checkpoint import NOTES
 from retrain.config import TrainConfig
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.schedule import learning_rate
 from retrain.types import Datum, StepMetrics
 
 # Where neither the service nor the model's configuration tells, nothing is refused for its length.
@@ -188,7 +189,7 @@ class TinkerBackend:
         gradient = self._client.forward_backward(rows, wanted.name, settings)
         update = self._client.optim_step(
             types.AdamParams(
-                learning_rate=self.config.training.lr,
+                learning_rate=learning_rate(self.config, step),
                 beta1=self.config.optimizer.beta1,
                 beta2=self.config.optimizer.beta2,
                 eps=self.config.optimizer.eps,

@@ -15,6 +15,7 @@ _IGNORED = ("inference.", "backend.devices", "backend.adapter_path", "model.dtyp
 
 # What would change the policy or the loss and cannot be asked of the service, and what to say of it.
 _REFUSED = {
+    "model.init_kwargs": "The service loads the model by itself.",
     "lora.alpha": "The service chooses LoRA's alpha.",
     "lora.dropout": "The service trains without dropout.",
     "lora.target_modules": "The service adapts all attention and MLP layers.",

@@ -66,7 +66,7 @@ class Startup:
         self.wire, self.fleet, self.tokenizer, self.scorer, self.text_of = wire, fleet, tokenizer, scorer, text_of
         policy = scorer.policy
         self.wanted = str(policy.adapted.peft_config["default"].base_model_name_or_path)
-        self.rank = int(policy.adapted.peft_config["default"].r)
+        self.rank = policy.rank
 
     def survey(self, sampling: Sampling, say: Callable[[str], None]) -> Survey:
         """What all servers are; refused where one is not fit, or where they differ."""

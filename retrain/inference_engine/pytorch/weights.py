@@ -1,7 +1,8 @@
 """The sampling model: the policy with its adapter folded in.
 
 It shares every tensor with the policy but the adapted matrices, of which it keeps folded copies. The policy's own
-weights are never written to, so no rounding creeps into them, and decoding pays nothing for the adapter.
+weights are never written to, so no rounding creeps into them, and decoding pays nothing for the adapter. A policy that
+is trained as a whole has nothing to fold: all is shared, but for copies in another precision or layout.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ class SamplingModel:
                 policy.causal_lm.config, dtype=self.dtype, attn_implementation=ATTENTION_NAME
             )
         self.causal_lm.eval().requires_grad_(False)
-        self.adapted = {n: m for n, m in policy.causal_lm.named_modules() if isinstance(m, LoraLayer)}
-        self._share_weights()
+        self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
+        kinds = (LoraLayer,) if policy.rank else (nn.Linear,) if self.packs else ()
+        self.adapted = {n: m for n, m in policy.causal_lm.named_modules() if isinstance(m, kinds)}
+        """The policy's layers whose matrices the sampling model keeps by itself."""
         self.folding: list[Callable[[], None]] = []
         """What writes each matrix that is the sampling model's own."""
-        self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
+        self._share_weights()
         self._own_matrices(in_fp8)
         self.packed_head: Tensor | None = None
-        head = policy.causal_lm.get_output_embeddings()
         if self.packs and policy.has_plain_head:
-            # Frozen, so it is packed once.
-            self.packed_head = pack_matrix(head.weight.detach())
+            self._pack_head()
+            if not policy.rank:
+                self.folding.append(self._pack_head)
         self.refresh()
 
     @torch.no_grad()
@@ -78,14 +81,21 @@ class SamplingModel:
         head = self.causal_lm.get_output_embeddings()
         for name, module in self.causal_lm.named_modules():
             layer = self.adapted.get(name)
-            original = layer.get_base_layer() if layer is not None else self.policy.causal_lm.get_submodule(name)
+            original = self.policy.causal_lm.get_submodule(name)
+            if isinstance(original, LoraLayer):
+                original = original.get_base_layer()
             for key, parameter in original.named_parameters(recurse=False):
                 is_own = layer is not None and key == "weight"
                 # The head's matrix is not used here, and an adapted one is replaced below: neither needs a copy.
                 shared = parameter.data if module is head or is_own else parameter.data.to(self.dtype)
                 module.register_parameter(key, nn.Parameter(shared, requires_grad=False))
+                if not self.policy.rank and shared.dtype != parameter.dtype:
+                    self.folding.append(lambda old=parameter, own=shared: own.copy_(old.data))  # type: ignore[misc]
             for key, buffer in original.named_buffers(recurse=False):
                 module.register_buffer(key, buffer, persistent=False)
+
+    def _pack_head(self) -> None:
+        self.packed_head = pack_matrix(self.policy.causal_lm.get_output_embeddings().weight.detach())
 
     def _own_matrices(self, in_fp8: bool) -> None:
         """Give every adapted layer a matrix of its own, those that share an input one together."""
@@ -146,8 +156,11 @@ def _writer(layer: LoraLayer | nn.Linear, product: Product, index: int, own: Ten
     return write
 
 
-def fold(layer: LoraLayer, weight: Tensor) -> None:
-    """Write a layer's matrix with its adapter folded in."""
+def fold(layer: LoraLayer | nn.Linear, weight: Tensor) -> None:
+    """Write a layer's matrix with its adapter, if it has one, folded in."""
+    if not isinstance(layer, LoraLayer):
+        weight.copy_(layer.weight)
+        return
     base = layer.get_base_layer()
     if weight.dtype != base.weight.dtype:
         folded = torch.empty_like(base.weight)

@@ -97,16 +97,17 @@ def _build_sharded(config: TrainConfig, device: torch.device, samples: bool, say
     dtype = config.model.dtype if config.model.dtype != "auto" else "fp32" if device.type == "cpu" else "bf16"
     model, seed = config.model.model_copy(update={"dtype": dtype}), config.training.seed
     cpu = torch.device("cpu")
+    if config.distributed.zero_stage:
+        from retrain.distributed.zero import ZeroLearner  # noqa: PLC0415  (slow to import, and seldom asked for)
     mirror = None
-    if samples:
+    if samples and config.distributed.zero_stage != 1:
         where = device if config.distributed.gather_for_generation else cpu
         mirror = load_policy(model, config.lora, seed, where, lambda line: None)
-    policy = load_policy(model, config.lora, seed, cpu, say)
     if config.distributed.fsdp:
+        policy = load_policy(model, config.lora, seed, cpu, say)
         return ShardedLearner(shard(policy, device), config, say, mirror), mirror
-    from retrain.distributed.zero import ZeroLearner  # noqa: PLC0415  (an optional extra)
-
-    return ZeroLearner(policy, config, say, mirror), mirror
+    policy = load_policy(model, config.lora, seed, device, say)
+    return ZeroLearner(policy, config, say, mirror), mirror or policy
 
 
 class RankBackend(LocalBackend):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -24,23 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from retrain.backends.local.learner import Size, Totals
 from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
-from retrain.backends.local.packing import length_of
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
+from retrain.distributed.even import backward_evenly, fill_up
 from retrain.distributed.learner import RankedLearner
-from retrain.errors import BackendError
 from retrain.types import Datum
-
-# Trains on nothing: for a rank that has fewer micro-batches than another, which must call every collective as often.
-FILLER = Datum(
-    prompt_ids=np.zeros(1, np.int64),
-    completion_ids_T=np.zeros(1, np.int64),
-    logprobs_T=np.zeros(1, np.float32),
-    advantages_T=np.zeros(1),
-    mask_T=np.zeros(1, bool),
-)
-
 
 def shard(policy: Policy, device: torch.device) -> Policy:
     """Shard the layers of a policy, which may have been loaded into main memory, and move the rest to the device."""
@@ -168,21 +156,10 @@ class ShardedLearner(RankedLearner):
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
         """As many micro-batches as any rank has."""
-        batches = super().split(datums)
-        most = torch.tensor(len(batches), device=self.policy.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return batches + [[FILLER]] * (int(most) - len(batches))
+        return fill_up(super().split(datums), self.policy.device)
 
     def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
-        """Accumulate gradients. A rank alone cannot start over, since the others wait for it."""
-        self.memory.prepare(max((length_of(datum) for datum in datums), default=0))
-        try:
-            return self._backward(self.split(datums), size)
-        except torch.OutOfMemoryError as error:
-            raise BackendError(
-                f"{self.policy.device} ran out of memory with micro-batches of {self.memory.micro_batch_tokens} tokens."
-                "  Try: a smaller [memory] micro_batch_tokens, or gradient_checkpointing = true"
-            ) from error
+        return backward_evenly(self, datums, size)
 
     @torch.no_grad()
     def whole_policy(self) -> Policy | None:

@@ -104,7 +104,7 @@ class Learner:
         self.memory.prepare(longest)
         while True:
             try:
-                return self._backward(self.split(datums), size)
+                return self.accumulate(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
@@ -125,7 +125,8 @@ class Learner:
         penalised = self.sampling.repetition_penalty != 1.0
         return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
 
-    def _backward(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
+    def accumulate(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
+        """Add up the gradients of micro-batches."""
         self.optimizer.clear()
         divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
         totals = Totals(self.policy.device)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from e2e.tiny import PlainTokenizer, config_for, random_datums, random_prompts
 
 from retrain.backends.local import LocalBackend, build, resolve_devices
+from retrain.backends.local.model import load_policy
 from retrain.backends.local.split import SplitBackend
 from retrain.errors import ConfigError
 from retrain.types import Completion, Sampling
@@ -139,3 +141,14 @@ def test_an_error_on_the_training_thread_is_raised_at_the_next_step(tiny: Path) 
     backend.train_step([], 0)
     with pytest.raises(RuntimeError, match="the other thread"):
         backend.train_step([], 1)
+
+
+@pytest.mark.parametrize("capable", [False, True])
+def test_a_cpu_that_emulates_bf16_is_warned_of(tiny: Path, monkeypatch: pytest.MonkeyPatch, capable: bool) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: capable)
+    said: list[str] = []
+    config = config_for(tiny, model__dtype="bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_policy(config.model, config.lora, 0, torch.device("cpu"), said.append)
+    assert any("does not compute in bf16" in line for line in said) is not capable

@@ -275,8 +275,8 @@ def test_a_plan_is_made_and_what_it_foretells_is_near(broad: Path) -> None:
     assert said[0].startswith("Memory plan: micro-batches of 9216 tokens, none of ")
     assert learner.memory.measured
     assert learner.memory.cost is not None
-    # Layers that are not compiled keep more than the plan counts on.
-    assert 0.3 < learner.memory.cost.correction < 3.9
+    # The plan counts on compiled layers; others keep more, up to the most that it believes.
+    assert 0.3 < learner.memory.cost.correction < (4.1 if torch._dynamo.config.disable else 2.0)
 
 
 def gpu_run(tiny: Path, folder: Path, **overrides: Any) -> TrainConfig:

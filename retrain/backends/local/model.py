@@ -138,6 +138,8 @@ def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, say: 
     """Load the model onto a device and give it a fresh adapter."""
     register()
     dtype = DTYPES[model.dtype] if model.dtype != "auto" else DTYPES["fp32" if device.type == "cpu" else "bf16"]
+    if dtype == torch.bfloat16 and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        say('Warning: this CPU does not compute in bf16, so every product is emulated.  Try: [model] dtype = "fp32"')
     return adapt(_load_causal_lm(model, dtype, device), model, lora, seed, say)
 
 

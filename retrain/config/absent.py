@@ -12,8 +12,6 @@ from retrain.plugins import REGISTRIES
 # Any value but the default is refused before a run starts; nothing is accepted and ignored.
 ABSENT = (
     "teaching.enabled",
-    "distributed.zero_stage",
-    "distributed.fsdp",
     "inference.launch",
     "logging.log_completions",
     "logging.save_completions_probability",

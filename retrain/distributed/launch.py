@@ -28,7 +28,8 @@ _LAST_CHARACTERS = 6000
 class Ranks:
     """The processes of one run. Each has a group of its own, so that Ctrl-C reaches the launcher alone."""
 
-    def __init__(self, processes: int, arguments: Sequence[str], logs: Path) -> None:
+    def __init__(self, processes: int, command: Sequence[str], logs: Path) -> None:
+        self.command = command
         self.logs = logs
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -42,17 +43,16 @@ class Ranks:
         threads = max(1, (os.cpu_count() or 1) // processes)
         shared.setdefault("OMP_NUM_THREADS", str(threads))
         self.processes = [
-            self._start(rank, arguments, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self._start(rank, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(processes)
         ]
 
-    def _start(self, rank: int, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", CHILD, *arguments]
+    def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         if rank == 0:
-            return subprocess.Popen(command, env=environment, process_group=0)
+            return subprocess.Popen(self.command, env=environment, process_group=0)
         with self.log_of(rank).open("wb") as log:
             return subprocess.Popen(
-                command, env=environment, process_group=0, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.command, env=environment, process_group=0, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def log_of(self, rank: int) -> Path:
@@ -102,8 +102,9 @@ class Ranks:
 
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `retrain` with these arguments in several processes; its exit code."""
+    command = [sys.executable, "-c", CHILD, *arguments]
     with tempfile.TemporaryDirectory(prefix="retrain-ranks-") as folder:
-        ranks = Ranks(processes, arguments, Path(folder))
+        ranks = Ranks(processes, command, Path(folder))
         previous = {number: signal.signal(number, ranks.forward) for number in SIGNALS}
         try:
             return ranks.watch()

@@ -92,6 +92,24 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         yield Problem("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
     if "FSDP" in told & ours and environment.get("FSDP_VERSION", "2") != "2":
         yield Problem("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
-    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
-    if "DeepSpeed" in told & ours and stage and stage != str(own.zero_stage):
-        yield Problem("[distributed] zero_stage", f"= {own.zero_stage}, but accelerate's configuration says {stage}.")
+    if "DeepSpeed" in told & ours:
+        for where, variable, wanted in (
+            ("[distributed] zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
+            ("[distributed] offload_optimizer", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _place(own.offload_optimizer)),
+            ("[distributed] offload_parameters", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", _place(own.offload_parameters)),
+            ("[loss] grad_clip", "ACCELERATE_GRADIENT_CLIPPING", str(config.loss.grad_clip)),
+        ):  # fmt: skip
+            if environment.get(variable, wanted) != wanted:
+                said = environment[variable]
+                yield Problem(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
+    mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed != "no":
+        yield Problem(
+            "[model] dtype",
+            f"says what weights are computed in, but accelerate's configuration has mixed_precision {mixed!r}.",
+            "Try: mixed_precision: 'no'",
+        )
+
+
+def _place(offloaded: bool) -> str:
+    return "cpu" if offloaded else "none"

@@ -117,7 +117,15 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ),
     ("distributed.offload_optimizer", True, "[distributed] zero_stage = 1 or 3", [{"distributed": {"zero_stage": 1}}]),
     ("distributed.offload_parameters", True, "[distributed] zero_stage = 3", [{"distributed": {"zero_stage": 3}}]),
-    ("distributed.gather_for_generation", False, "[distributed] zero_stage = 3", [{"distributed": {"zero_stage": 3}}]),
+    (
+        "distributed.gather_for_generation",
+        False,
+        "[distributed] zero_stage = 3 or fsdp = true",
+        [
+            {"distributed": {"zero_stage": 3}, "inference": {"engine": "vllm"}},
+            {"distributed": {"fsdp": True}, "inference": {"engine": "vllm"}},
+        ],
+    ),
     *(
         (
             option.path,
@@ -336,7 +344,6 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
     ):
         assert len(problems_in({**tables, **extra})) == 1
     for tables in (
-        {"distributed": {"zero_stage": 3, "offload_optimizer": True}},
         {"teaching": {"enabled": True, "student_model": "a/b"}},
     ):
         config = build_config({**tables, **extra}, {}, "run.toml")

@@ -17,8 +17,11 @@ _FORKS.set_forkserver_preload(["retrain.cli.train", "retrain.distributed.run", "
 PATIENCE_S = 120.0
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(place, *arguments)` returns on each rank; the first error is raised here."""
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answering: int = 0) -> list[Any]:
+    """What `function(place, *arguments)` returns on each rank; the first error is raised here.
+
+    `answering` is how many ranks return at all, where that is not all of them.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -32,13 +35,14 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
     for _, sending in pipes:
         sending.close()
     try:
-        told = [_receive(receiving) for receiving, _ in pipes]
+        told = [_receive(receiving) for receiving, _ in pipes[: answering or world]]
     finally:
         for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(timeout=60)
+        alive = [process for process in processes if process.exitcode is None]
+        for process in alive:
+            process.kill()
+        assert not alive, "a rank did not end"
     broken = [text for text, _ in told if text]
     assert not broken, "\n".join(broken)
     return [result for _, result in told]

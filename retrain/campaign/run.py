@@ -30,8 +30,8 @@ from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.absent import refuse_absent_parts
-from retrain.distributed.place import refuse_alone
 from retrain.config.options import options_by_path
+from retrain.distributed.place import refuse_alone
 from retrain.errors import CheckpointError, ConfigError
 from retrain.folder import CONFIG_FILE, lock_folder, meaningful_differences, with_absolute_paths
 from retrain.interrupts import SIGNALS

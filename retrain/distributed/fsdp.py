@@ -30,6 +30,7 @@ from retrain.distributed.even import backward_evenly, fill_up
 from retrain.distributed.learner import RankedLearner
 from retrain.types import Datum
 
+
 def shard(policy: Policy, device: torch.device) -> Policy:
     """Shard the layers of a policy, which may have been loaded into main memory, and move the rest to the device."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

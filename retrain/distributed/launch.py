@@ -43,8 +43,7 @@ class Ranks:
         threads = max(1, (os.cpu_count() or 1) // processes)
         shared.setdefault("OMP_NUM_THREADS", str(threads))
         self.processes = [
-            self._start(rank, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(processes)
+            self._start(rank, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)
         ]
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:

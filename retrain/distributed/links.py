@@ -149,7 +149,7 @@ class Hub:
 
     def tell_all(self, order: Any) -> None:
         """Give every other rank the same order."""
-        self.tell({rank: order for rank in self.by_rank})
+        self.tell(dict.fromkeys(self.by_rank, order))
 
     def collect(self) -> dict[int, Any]:
         """Wait for the answers that are owed."""

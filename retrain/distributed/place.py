@@ -94,13 +94,13 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         yield Problem("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
     if "DeepSpeed" in told & ours:
         for where, variable, wanted in (
-            ("[distributed] zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
-            ("[distributed] offload_optimizer", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _place(own.offload_optimizer)),
-            ("[distributed] offload_parameters", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", _place(own.offload_parameters)),
-            ("[loss] grad_clip", "ACCELERATE_GRADIENT_CLIPPING", str(config.loss.grad_clip)),
-        ):  # fmt: skip
-            if environment.get(variable, wanted) != wanted:
-                said = environment[variable]
+            ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
+            ("[distributed] offload_optimizer", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _place(own.offload_optimizer)),
+            ("[distributed] offload_parameters", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", _place(own.offload_parameters)),
+            ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
+        ):
+            said = environment.get(f"ACCELERATE_{variable}", wanted)
+            if said != wanted:
                 yield Problem(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
     mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from retrain.backends.local.packing import by_prompt, length_of
 from retrain.types import Datum
@@ -11,7 +12,7 @@ from retrain.types import Datum
 def share_prompts(prompts: int, ranks: int) -> list[slice]:
     """Prompts in order, as evenly as can be: each rank has a stretch of them, so that answers need no sorting."""
     edges = [rank * prompts // ranks for rank in range(ranks + 1)]
-    return [slice(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
 def share_datums(datums: Sequence[Datum], ranks: int) -> list[list[Datum]]:

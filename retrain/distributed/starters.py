@@ -1,4 +1,4 @@
-"""Files to start from on several processes: configurations for `accelerate launch`, and scripts for torchrun and Slurm."""
+"""Files to start from: configurations for `accelerate launch`, and scripts for torchrun and Slurm."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def starter_files(folder: Path, processes: int) -> dict[str, str]:
             "fsdp2.yaml", "Layers, gradients and optimiser sharded.", "[distributed] fsdp = true", "FSDP", _FSDP2
         ),
         "zero1.yaml": accelerate(
-            "zero1.yaml", "The optimiser sharded, by DeepSpeed.", "[distributed] zero_stage = 1, [loss] grad_clip = 1.0",
+            "zero1.yaml", "The optimiser sharded, by DeepSpeed.",
+            "[distributed] zero_stage = 1, [loss] grad_clip = 1.0",
             "DEEPSPEED", _ZERO.format(stage=1, offload="none"),
         ),
         "zero3.yaml": accelerate(

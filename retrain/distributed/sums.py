@@ -28,7 +28,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for bucket in in_buckets([parameter.grad for parameter in shared if parameter.grad is not None]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat)
-        torch._foreach_copy_(list(bucket), [part.view_as(g) for part, g in zip(_cut(flat, bucket), bucket, strict=True)])
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
 
 def in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -41,10 +42,6 @@ def in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket.append(tensor)
     if bucket:
         yield bucket
-
-
-def _cut(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    return flat.split([tensor.numel() for tensor in like])
 
 
 def agree_on(tensors: Sequence[Tensor]) -> None:

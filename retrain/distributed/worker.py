@@ -73,8 +73,7 @@ class Worker:
     def _require(self, path: Path) -> None:
         if not path.is_dir():
             raise BackendError(
-                f"rank {self.place.rank} cannot see {path}.  "
-                "Try: a log_dir on a file system that all machines share"
+                f"rank {self.place.rank} cannot see {path}.  Try: a log_dir on a file system that all machines share"
             )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,8 @@ def import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
+    # DeepSpeed calls collectives by names that PyTorch has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     try:
         import deepspeed  # noqa: PLC0415  (an optional extra)
     except ImportError as error:
@@ -115,7 +118,7 @@ class ZeroOptimizer(MasterOptimizer):
         self._begin_state()
 
     def _keep_whole(self, policy: Policy) -> None:
-        """Keep the head's matrix on every rank: it is used a slice of tokens at a time, more often on some than others."""
+        """Keep the head on every rank: it is used a slice of tokens at a time, on some ranks more often than others."""
         zero = self.engine.optimizer
         for parameter in policy.causal_lm.get_output_embeddings().parameters():
             parameter.ds_persist = True

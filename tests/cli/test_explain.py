@@ -196,7 +196,7 @@ def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[st
 
 
 def test_a_part_that_this_version_lacks_is_said_to_block(capsys: pytest.CaptureFixture[str]) -> None:
-    _write("[inference]\nengine = \"vllm\"\nlaunch = true\n")
+    _write('[inference]\nengine = "vllm"\nlaunch = true\n')
     assert any("launch" in line for line in _explain(capsys)["blockers"])
 
 

@@ -343,8 +343,6 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
         {"teaching": {"student_model": "a/b"}},
     ):
         assert len(problems_in({**tables, **extra})) == 1
-    for tables in (
-        {"teaching": {"enabled": True, "student_model": "a/b"}},
-    ):
+    for tables in ({"teaching": {"enabled": True, "student_model": "a/b"}},):
         config = build_config({**tables, **extra}, {}, "run.toml")
         assert len(find_absent_parts(config)) == {"train": 1, "campaign": 1, "squeeze": 0}[kind]

@@ -33,7 +33,9 @@ def watch(script: str, folder: Path, processes: int = 3) -> tuple[int, Ranks, fl
     return code, ranks, time.monotonic() - started
 
 
-def test_the_exit_code_is_rank_0s_and_the_others_output_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_rank_0s_and_the_others_output_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, ranks, _ = watch("print('rank', rank, os.environ['WORLD_SIZE']); sys.exit(2 if rank == 0 else 0)", tmp_path)
     assert code == 2
     assert capfd.readouterr().out == "rank 0 3\n"
@@ -80,7 +82,10 @@ def test_signals_reach_rank_0_alone(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('[backend]\nbackend = "tinker"\n', "trains elsewhere; one process is enough"),
-        ('[inference]\nengine = "vllm"\n[training]\nasync_steps = 1\n', "[training] async_steps does not go with several"),
+        (
+            '[inference]\nengine = "vllm"\n[training]\nasync_steps = 1\n',
+            "[training] async_steps does not go with several",
+        ),
         ("[campaign]\n", "[campaign] starts its own processes"),
         ("[training]\nlr = -1.0\n", "[training] lr must be > 0"),
         ("[distributed]\nfsdp = true\nzero_stage = 1\n", "does not go with zero_stage = 1: both shard"),

@@ -43,7 +43,11 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
         ({}, FSDP, "does not ask for FSDP, but accelerate's configuration does"),
         ({"fsdp": True}, FSDP | {"FSDP_VERSION": "1"}, "fsdp_version 1"),
         ({}, ZERO, "does not ask for DeepSpeed"),
-        ({"zero_stage": 1}, ZERO, "[distributed] zero_stage means 1 to DeepSpeed, but accelerate's configuration says 3"),
+        (
+            {"zero_stage": 1},
+            ZERO,
+            "[distributed] zero_stage means 1 to DeepSpeed, but accelerate's configuration says 3",
+        ),
         (
             {"zero_stage": 3},
             ZERO | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
@@ -90,9 +94,7 @@ def test_a_rank_has_a_device_of_its_own(
 
 
 @pytest.mark.parametrize(("devices", "gpus"), [("gpu:0", 2), ("gpu:0,gpu:1", 8), ("gpu:0,gpu:1,gpu:9", 8)])
-def test_ranks_without_a_gpu_of_their_own_are_refused(
-    devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_without_a_gpu_of_their_own_are_refused(devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
     with pytest.raises(ConfigError, match=f"3 ranks on this machine need a GPU each, but it has {gpus}"):
@@ -102,7 +104,7 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_every_prompt_has_one_rank_in_order(prompts: int, ranks: int) -> None:
     parts = [list(range(prompts))[part] for part in share_prompts(prompts, ranks)]
-    assert sum(parts, []) == list(range(prompts))
+    assert [prompt for part in parts for prompt in part] == list(range(prompts))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -130,9 +132,7 @@ def test_starter_files_are_written_and_accelerate_reads_them(
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     monkeypatch.chdir(tmp_path)
     assert cli.run(["distributed", "init", "here", "--processes", "4"]) == 0
-    told = {
-        name: config_args.load_config_from_file(f"here/{name}.yaml") for name in ("ddp", "fsdp2", "zero1", "zero3")
-    }
+    told = {name: config_args.load_config_from_file(f"here/{name}.yaml") for name in ("ddp", "fsdp2", "zero1", "zero3")}
     assert {config.num_processes for config in told.values()} == {4}
     assert told["fsdp2"].fsdp_config["fsdp_version"] == 2
     assert told["zero1"].deepspeed_config["zero_stage"] == 1

@@ -200,6 +200,7 @@ class Totals:
 
     @torch.no_grad()
     def add(self, loss: Tensor, batch: TokenBatch) -> None:
+        """Count a micro-batch in."""
         taken = batch.mask > 0
         chosen = (batch.logprobs - batch.sampled_logprobs).double().clamp(-20, 20)
         ratio = torch.where(taken, chosen.exp(), 0.0)
@@ -213,6 +214,7 @@ class Totals:
         self.largest = torch.maximum(self.largest, ratio.max())
 
     def metrics(self) -> StepMetrics:
+        """Loss, means over tokens, and the largest ratio."""
         loss, ratios, apart, strayed, tokens = self.sums.tolist()
         told: StepMetrics = {
             "loss": loss,

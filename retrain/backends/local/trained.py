@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 
 from retrain.backends.local.model import Policy
 

@@ -47,6 +47,8 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    first: int = 0
+    """Number of the first completion among those that share the seed, where these are only some of them."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from retrain.errors import CheckpointError
 from retrain.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
-_CHILD = "from retrain.campaign.child import main; main()"
+CHILD = "from retrain.campaign.child import main; main()"
 _ERROR_LINES = 3
 _ERROR_CHARACTERS = 2000
 
@@ -100,7 +100,7 @@ class RunProcess:
         resume = ["--resume", str(folder)] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(folder / CONFIG_FILE), *resume],
+            [sys.executable, "-c", CHILD, str(folder / CONFIG_FILE), *resume],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],

@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
     "explain": ("retrain.cli.explain", "Say what a configuration would do."),
     "plan": ("retrain.cli.plan", "Say what a run needs: memory by part, what fits a card, and how long it takes."),
+    "launch": ("retrain.cli.launch", "Train with several processes of this machine."),
+    "distributed": ("retrain.cli.distributed", "Write configurations for accelerate, torchrun and Slurm."),
     "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
     "status": ("retrain.cli.status", "List runs and campaigns, live and dead."),
     "top": ("retrain.cli.top", "Watch the runs that are live."),

@@ -15,6 +15,7 @@ from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
+from retrain.distributed.place import find_place, refuse_alone, refuse_on_ranks
 from retrain.errors import ConfigError, RetrainError
 
 DEFAULT_FILE = "retrain.toml"
@@ -42,6 +43,8 @@ def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
     path = find_config(config, overrides)
     loaded = load_config(path, overrides)
     if loaded.kind == "campaign":
+        if find_place() is not None:
+            refuse_on_ranks(loaded)
         from retrain.campaign.run import run_campaign  # noqa: PLC0415  (only a campaign needs it)
 
         return run_campaign(loaded, force_resume, str(path))
@@ -101,10 +104,16 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
 
         squeeze(config.squeeze, _say, config.model.lora_rank, config.model.base_url)
         return 0
-    from retrain.trainer import train  # noqa: PLC0415  (loads PyTorch; a wrong file must fail before that)
+    place = find_place()
+    if place is None:
+        refuse_alone(config)
+    else:
+        refuse_on_ranks(config)
+    from retrain.distributed.run import train_on_ranks  # noqa: PLC0415  (loads PyTorch; wrong files fail before that)
+    from retrain.trainer import train  # noqa: PLC0415
 
     try:
-        result = train(config, force_resume)
+        result = train(config, force_resume) if place is None else train_on_ranks(config, place, force_resume)
     except KeyboardInterrupt:
         _say(f"Interrupted. {how_to_go_on(config)}".rstrip(), err=True)
         return 130

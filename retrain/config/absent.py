@@ -10,10 +10,7 @@ from retrain.errors import ConfigError, Problem
 from retrain.plugins import REGISTRIES
 
 # Any value but the default is refused before a run starts; nothing is accepted and ignored.
-ABSENT = (
-    "distributed.zero_stage",
-    "distributed.fsdp",
-)
+ABSENT: tuple[str, ...] = ()
 
 
 def find_absent_parts(config: TrainConfig) -> list[Problem]:

@@ -103,7 +103,9 @@ NEEDS: dict[str, Need] = {
     **_switch("teaching", "enabled", Need("[teaching] enabled = true", lambda c: c.teaching.enabled)),
     "distributed.offload_optimizer": Need("[distributed] zero_stage = 1 or 3", lambda c: c.distributed.zero_stage != 0),
     "distributed.offload_parameters": _ZERO_3,
-    "distributed.gather_for_generation": _ZERO_3,
+    "distributed.gather_for_generation": Need(
+        "[distributed] zero_stage = 3 or fsdp = true", lambda c: c.distributed.zero_stage == 3 or c.distributed.fsdp
+    ),
     **_switch("backpressure", "enabled", Need("[backpressure] enabled = true", lambda c: c.backpressure.enabled)),
     "campaign.gpus_per_run": Need(
         '[campaign] executor = "ray"', lambda c: c.campaign is None or c.campaign.executor == "ray"

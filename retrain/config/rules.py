@@ -151,6 +151,33 @@ def reference_has_a_use(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("[kl] sync_ref_model", "moves a reference, but [kl] beta = 0 has none.", "Try: beta = 0.04")
 
 
+def weights_are_sharded_one_way(config: TrainConfig) -> Iterator[Problem]:
+    """By FSDP2 or by DeepSpeed, over the processes of one local run, with whole weights where they are needed."""
+    own, stage = config.distributed, config.distributed.zero_stage
+    if not own.fsdp and not stage:
+        return
+    where = "[distributed] fsdp" if own.fsdp else "[distributed] zero_stage"
+    if own.fsdp and stage:
+        yield Problem(where, f"does not go with zero_stage = {stage}: both shard.", "Try: zero_stage = 0")
+    if config.backend.backend != "local":
+        yield Problem(where, 'needs [backend] backend = "local".', "Try: leave it out")
+    if config.campaign is not None:
+        yield Problem(where, "needs several processes, but each run of a [campaign] is one.", "Try: leave it out")
+    if not own.gather_for_generation and config.inference.engine == "pytorch":
+        yield Problem(
+            "[distributed] gather_for_generation",
+            '= false leaves no rank with whole weights, which [inference] engine "pytorch" samples from.',
+            'Try: gather_for_generation = true, or engine = "vllm"',
+        )
+    if stage == 3 and config.kl.beta and (config.kl.sync_ref_model or not config.model.lora_rank):
+        yield Problem(
+            "[kl] beta",
+            "with [distributed] zero_stage = 3 has the base model as its reference, which takes an adapter to switch "
+            "off and does not move.",
+            "Try: [distributed] fsdp = true, or sync_ref_model = false and a lora_rank",
+        )
+
+
 def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
     """Advantages compare completions of one prompt, so a lone completion teaches nothing."""
     if config.training.group_size < 2:
@@ -517,6 +544,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     conditions_override_real_options,
 )
 RELATION_RULES: tuple[Rule, ...] = (
+    weights_are_sharded_one_way,
     split_mode_has_no_dropout,
     whole_models_are_trained_here,
     micro_batches_are_cut_one_way,

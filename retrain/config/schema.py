@@ -443,7 +443,9 @@ class Distributed(Section):
     fsdp: bool = option(False, "Shard the weights over the processes with FSDP2; not with a zero_stage.")
     offload_optimizer: bool = option(False, "Keep optimiser state in CPU memory.")
     offload_parameters: bool = option(False, "Keep parameters in CPU memory (stage 3).")
-    gather_for_generation: bool = option(True, "Gather stage-3 weights before sampling.")
+    gather_for_generation: bool = option(
+        True, "Gather sharded weights (stage 3, FSDP2) before sampling; false needs a server engine."
+    )
 
 
 class Backpressure(Section):

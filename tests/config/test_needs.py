@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from retrain.config import build_config, dump_config
-from retrain.config.absent import find_absent_parts
 from retrain.config.load import build_condition
 from retrain.config.needs import NEEDS
 from retrain.config.options import all_options, options_by_path
@@ -134,7 +133,15 @@ CASES: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ),
     ("distributed.offload_optimizer", True, "[distributed] zero_stage = 1 or 3", [{"distributed": {"zero_stage": 1}}]),
     ("distributed.offload_parameters", True, "[distributed] zero_stage = 3", [{"distributed": {"zero_stage": 3}}]),
-    ("distributed.gather_for_generation", False, "[distributed] zero_stage = 3", [{"distributed": {"zero_stage": 3}}]),
+    (
+        "distributed.gather_for_generation",
+        False,
+        "[distributed] zero_stage = 3 or fsdp = true",
+        [
+            {"distributed": {"zero_stage": 3}, "inference": {"engine": "vllm"}},
+            {"distributed": {"fsdp": True}, "inference": {"engine": "vllm"}},
+        ],
+    ),
     *(
         (
             option.path,
@@ -352,5 +359,3 @@ def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
         {"teaching": {"student_model": "a/b"}},
     ):
         assert len(problems_in({**tables, **extra})) == 1
-    config = build_config({"distributed": {"zero_stage": 3, "offload_optimizer": True}, **extra}, {}, "run.toml")
-    assert len(find_absent_parts(config)) == {"train": 1, "campaign": 1, "squeeze": 0}[kind]

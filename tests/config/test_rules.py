@@ -17,6 +17,12 @@ JSONL = {"source": "jsonl", "path": "a.jsonl"}
 ENVIRONMENT = {"provider": "verifiers", "id": "primeintellect/gsm8k"}
 
 GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("weights_are_sharded_one_way", {"distributed": {"fsdp": True}, "kl": {"beta": 0.1, "sync_ref_model": True}}),
+    ("weights_are_sharded_one_way", {"distributed": {"zero_stage": 3}, "kl": {"beta": 0.1}}),
+    (
+        "weights_are_sharded_one_way",
+        {"distributed": {"zero_stage": 3, "gather_for_generation": False}, "inference": {"engine": "vllm"}},
+    ),
     ("whole_models_are_trained_here", {"model": {"lora_rank": 0}}),
     ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"use_cache": False}}}),
     ("micro_batches_are_cut_one_way", {"memory": {"micro_batches": 4}}),
@@ -110,6 +116,28 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("weights_are_sharded_one_way", {"distributed": {"fsdp": True, "zero_stage": 1}}, "both shard"),
+    (
+        "weights_are_sharded_one_way",
+        {"distributed": {"zero_stage": 1}, "backend": {"backend": "tinker"}},
+        '[distributed] zero_stage needs [backend] backend = "local".',
+    ),
+    ("weights_are_sharded_one_way", {"distributed": {"fsdp": True}, "campaign": {}}, "each run of a [campaign] is one"),
+    (
+        "weights_are_sharded_one_way",
+        {"distributed": {"fsdp": True, "gather_for_generation": False}},
+        "= false leaves no rank with whole weights",
+    ),
+    (
+        "weights_are_sharded_one_way",
+        {"distributed": {"zero_stage": 3}, "kl": {"beta": 0.1, "sync_ref_model": True}},
+        "[kl] beta with [distributed] zero_stage = 3 has the base model as its reference",
+    ),
+    (
+        "weights_are_sharded_one_way",
+        {"distributed": {"zero_stage": 3}, "kl": {"beta": 0.1}, "model": {"lora_rank": 0}},
+        "Try: [distributed] fsdp = true",
+    ),
     (
         "whole_models_are_trained_here",
         {"model": {"lora_rank": 0}, "inference": {"engine": "vllm"}},

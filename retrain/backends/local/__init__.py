@@ -20,7 +20,7 @@ from retrain.plugins import REGISTRIES
 from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["LocalBackend", "build", "make_engine", "resolve_devices"]
+__all__ = ["LocalBackend", "build", "check_server", "make_engine", "resolve_devices"]
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
@@ -37,7 +37,7 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
         mirror = policy.twin()
     learner = Learner(policy, config, say)
     engine = make_engine(config, mirror or policy, tokenizer, say, progress)
-    context = _check(engine, config, say) if isinstance(engine, Remote) else policy.context_length
+    context = check_server(engine, config, say) if isinstance(engine, Remote) else policy.context_length
     backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
     backend.capabilities = replace(
         backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
@@ -61,7 +61,8 @@ def make_engine(
     return engine
 
 
-def _check(engine: Any, config: TrainConfig, say: Callable[[str], None]) -> int:
+def check_server(engine: Any, config: TrainConfig, say: Callable[[str], None]) -> int:
+    """Refuse a server that is not fit for the run; gives its context length."""
     try:
         return int(engine.check(training_distribution(config), say))
     except BaseException:

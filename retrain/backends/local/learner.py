@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
 from retrain.backends.local.prefix import takes_uneven_lengths
 from retrain.backends.local.reference import Reference
+from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.sampling import training_distribution
@@ -26,8 +28,28 @@ from retrain.schedule import learning_rate
 from retrain.types import Datum, StepMetrics
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much a whole step trains on, of which one process may have a share."""
+
+    tokens: int
+    rows: int
+
+    @classmethod
+    def of(cls, datums: Sequence[Datum]) -> Size:
+        """That of these datums."""
+        return cls(sum(int(datum.mask_T.sum()) for datum in datums), len(datums))
+
+
 class Learner:
-    """The policy's optimiser and everything it needs to take a step."""
+    """The policy's optimiser and everything it needs to take a step.
+
+    Where several processes train together, the methods and classes named first are their own.
+    """
+
+    make_trained: type[Trained] = Trained
+    make_optimizer: type[MasterOptimizer] = MasterOptimizer
+    make_reference: type[Reference] = Reference
 
     def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
         self.policy = policy
@@ -44,31 +66,45 @@ class Learner:
         self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]
         if policy.device.type == "cuda" and not policy.own_attention:
             compile_layers(policy.causal_lm)
-        self.optimizer = MasterOptimizer(policy, config)
+        self.trained = self.make_trained(policy)
+        self.optimizer = self.make_optimizer(policy, config, self.trained)
         offload = config.memory.offload_untrained_models
-        self.reference = Reference(policy, config.kl, offload) if config.kl.beta else None
+        self.reference = self.make_reference(policy, config.kl, offload, self.trained) if config.kl.beta else None
         self.packs_tightly = takes_uneven_lengths(policy)
 
     def step(self, datums: Sequence[Datum], step: int = 0) -> StepMetrics:
         """Forward, backward and update over all datums; the learning rate is that of the run's `step`."""
-        lr = learning_rate(self.config, step)
         usable = [datum for datum in datums if datum.mask_T.any()]
+        return self.take_step(usable, Size.of(usable), step)
+
+    def take_step(self, datums: Sequence[Datum], size: Size, step: int) -> StepMetrics:
+        """The same over datums that are the whole step, or this process's share of a step of that size."""
+        lr = learning_rate(self.config, step)
         told: StepMetrics = {"loss": 0.0, "ratio_mean": None, "ratio_max": None, "kl_sample_train": None}
         norm: float | None = 0.0
-        if usable:
-            told = self._backward_within_memory(usable).metrics()
+        if size.rows:
+            totals = self._backward_within_memory(datums, size)
+            self.share(totals)
+            told = totals.metrics()
             norm = self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.follow(step)
         return {**told, "lr": lr, "grad_norm": norm, "skipped": int(norm is None)}
 
-    def _backward_within_memory(self, datums: Sequence[Datum]) -> _Totals:
+    def share(self, totals: Totals) -> None:
+        """Add gradients and totals up over the processes of a run; here there is one."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of one micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
         """Accumulate gradients; when memory runs out, start over with less of it at once."""
-        longest = max(length_of(datum) for datum in datums)
+        longest = max((length_of(datum) for datum in datums), default=0)
         self.memory.prepare(longest)
         while True:
             try:
-                return self._backward(self.split(datums))
+                return self.accumulate(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
@@ -89,11 +125,11 @@ class Learner:
         penalised = self.sampling.repetition_penalty != 1.0
         return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
 
-    def _backward(self, batches: Sequence[Sequence[Datum]]) -> _Totals:
+    def accumulate(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
+        """Add up the gradients of micro-batches."""
         self.optimizer.clear()
-        tokens = sum(int(datum.mask_T.sum()) for batch in batches for datum in batch)
-        divisor = denominator(self.loss, tokens, sum(map(len, batches)), self.max_tokens)
-        totals = _Totals(self.policy.device)
+        divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
+        totals = Totals(self.policy.device)
         # All at once, before the GPU has work: a copy to it would wait for the micro-batch under way.
         packs = [self.pack(batch) for batch in batches]
         references = self._reference_logprobs(packs)
@@ -105,7 +141,7 @@ class Learner:
                     packed.rows, expected,
                 )  # fmt: skip
                 loss = summed_loss(token_batch, self.loss, self.config.kl.beta) / divisor
-                loss.backward()  # type: ignore[no-untyped-call]
+                self.backward(loss)
             self.optimizer.gather()
             totals.add(loss.detach(), token_batch)
         self._train_mode(False)
@@ -135,13 +171,16 @@ class Learner:
     def save(self, path: Path) -> None:
         """Write what was trained, the optimiser's state and the reference's into a folder."""
         self.policy.save_adapter(path / "adapter")
-        reference = self.reference.state() if self.reference is not None else {}
-        save_file(self.optimizer.state() | reference, str(path / "learner.safetensors"))
+        save_file(self.state(), str(path / "learner.safetensors"))
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resume needs besides the model."""
+        return self.optimizer.state() | (self.reference.state() if self.reference is not None else {})
 
     def load(self, path: Path) -> None:
         """Restore all of it, to the bit."""
         tensors = load_file(str(path / "learner.safetensors"))
-        own = {f"parameter/{n}": m.shape for n, m in zip(self.optimizer.names, self.optimizer.masters, strict=True)}
+        own = {f"parameter/{name}": shape for name, shape in self.trained.shapes.items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
             raise BackendError("the saved weights have other layers than this model; was it trained on another one?")
         references = {name: tensors.pop(name) for name in list(tensors) if name.startswith("reference/")}
@@ -150,7 +189,7 @@ class Learner:
             self.reference.load(references)
 
 
-class _Totals:
+class Totals:
     """Sums over the micro-batches of a step, left on the device until the end so that none of them is waited for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -161,6 +200,7 @@ class _Totals:
 
     @torch.no_grad()
     def add(self, loss: Tensor, batch: TokenBatch) -> None:
+        """Count a micro-batch in."""
         taken = batch.mask > 0
         chosen = (batch.logprobs - batch.sampled_logprobs).double().clamp(-20, 20)
         ratio = torch.where(taken, chosen.exp(), 0.0)
@@ -174,6 +214,7 @@ class _Totals:
         self.largest = torch.maximum(self.largest, ratio.max())
 
     def metrics(self) -> StepMetrics:
+        """Loss, means over tokens, and the largest ratio."""
         loss, ratios, apart, strayed, tokens = self.sums.tolist()
         told: StepMetrics = {
             "loss": loss,

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from retrain.backends.local.model import Policy
+from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 
 
 class MasterOptimizer:
     """Gathers gradients over micro-batches, then moves the weights that learn."""
 
-    def __init__(self, policy: Policy, config: TrainConfig) -> None:
-        named = [(name, p) for name, p in policy.adapted.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.learning: list[nn.Parameter] = [parameter for _, parameter in named]
+    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained | None = None) -> None:
+        self.trained = trained or Trained(policy)
+        self.names = list(self.trained.parts)
+        self.learning: list[nn.Parameter] = list(self.trained.parts.values())
         self.own_masters = self.learning[0].dtype != torch.float32
         self.masters = (
             [nn.Parameter(p.detach().float().clone()) for p in self.learning] if self.own_masters else self.learning
@@ -36,6 +37,10 @@ class MasterOptimizer:
             weight_decay=config.training.weight_decay,
             fused=self.fused,
         )
+
+    def norm(self) -> Tensor:
+        """That of all gradients together."""
+        return torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -62,18 +67,21 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, lr: float) -> float | None:
         """Clip and move; returns the norm before clipping, or None when it is not finite and nothing moved."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip))
+        total = self.norm()
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, total)
+        norm = float(total)
         finite = math.isfinite(norm)
         if finite:
             for group in self.adam.param_groups:
                 group["lr"] = lr
             self.adam.step()
-            self._round()
+            self.round()
         self.clear()
         return norm if finite else None
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def round(self) -> None:
+        """Let the weights be their masters' rounding."""
         if self.own_masters:
             torch._foreach_copy_(tuple(self.learning), tuple(self.masters))
 
@@ -81,9 +89,9 @@ class MasterOptimizer:
         """Masters and moments by name, on the CPU."""
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"parameter/{name}"] = master.data.cpu()
+            tensors[f"parameter/{name}"] = self.trained.whole(name, master.data).cpu()
             for key, value in self.adam.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.cpu()
+                tensors[f"{key}/{name}"] = self.trained.whole(name, value).cpu()
         return tensors
 
     @torch.no_grad()
@@ -92,7 +100,7 @@ class MasterOptimizer:
         held: dict[str, dict[str, Tensor]] = {name: {} for name in self.names}
         for full_name, tensor in tensors.items():
             key, _, name = full_name.partition("/")
-            held[name][key] = tensor
+            held[name][key] = self.trained.part(name, tensor)
         self.adam.state.clear()
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(held[name].pop("parameter"))
@@ -101,4 +109,4 @@ class MasterOptimizer:
                 key: value if key == "step" and not self.fused else value.to(master.device)
                 for key, value in held[name].items()
             }
-        self._round()
+        self.round()

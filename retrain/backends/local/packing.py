@@ -92,7 +92,7 @@ def split_by_tokens(
     """
     if most_rows:
         cost = _limited(cost, most_rows, most + 1)
-    groups = [sorted(group, key=length_of, reverse=True) for group in _by_prompt(datums)]
+    groups = [sorted(group, key=length_of, reverse=True) for group in by_prompt(datums)]
     groups.sort(key=lambda group: length_of(group[0]), reverse=True)
     fewest = len(_fill(groups, most, cost))
     low, high = 1, most
@@ -133,7 +133,8 @@ def _cut(group: Sequence[Datum], most: int, cost: Cost) -> list[Sequence[Datum]]
     return pieces
 
 
-def _by_prompt(datums: Sequence[Datum]) -> list[list[Datum]]:
+def by_prompt(datums: Sequence[Datum]) -> list[list[Datum]]:
+    """Datums that share a prompt, in the order in which prompts first come."""
     groups: dict[bytes, list[Datum]] = {}
     for datum in datums:
         groups.setdefault(_prompt_key(datum), []).append(datum)
@@ -205,7 +206,7 @@ class _Layout:
 
 def _lay_out(datums: Sequence[Datum], share: bool) -> _Layout:
     """Shared prompts first, then everything else, in the order of the datums."""
-    layout, prompts, groups = _Layout(), dict[bytes, Stretch](), _by_prompt(datums)
+    layout, prompts, groups = _Layout(), dict[bytes, Stretch](), by_prompt(datums)
     if share and functools.reduce(operator.add, map(Load.of, groups)).saved:
         for group in groups:
             if len(group) > 1:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from retrain.backends.local.model import Policy
+from retrain.backends.local.trained import Trained
 from retrain.config.schema import Kl
 from retrain.errors import BackendError
 
@@ -20,11 +21,11 @@ from retrain.errors import BackendError
 class Reference:
     """The policy as it was at the start, or as it follows the one that learns."""
 
-    def __init__(self, policy: Policy, kl: Kl, offload: bool) -> None:
+    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained | None = None) -> None:
+        self.trained = trained or Trained(policy)
         self.kl = kl
-        named = [(name, p) for name, p in policy.adapted.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.learning = [parameter for _, parameter in named]
+        self.names = list(self.trained.parts)
+        self.learning = list(self.trained.parts.values())
         self.offloaded = offload and policy.device.type != "cpu"
         self.tensors = [self._keep(parameter.detach()) for parameter in self.learning]
 
@@ -58,7 +59,8 @@ class Reference:
         """What a resume needs: nothing where the reference is the start, which loading the model gives again."""
         if not self.kl.sync_ref_model:
             return {}
-        return {f"reference/{name}": tensor.cpu() for name, tensor in zip(self.names, self.tensors, strict=True)}
+        pairs = zip(self.names, self.tensors, strict=True)
+        return {f"reference/{name}": self.trained.whole(name, tensor).cpu() for name, tensor in pairs}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -68,4 +70,4 @@ class Reference:
                 raise BackendError("the checkpoint holds no reference; [kl] sync_ref_model was off when it was saved.")
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if f"reference/{name}" in tensors:
-                tensor.copy_(tensors[f"reference/{name}"])
+                tensor.copy_(self.trained.part(name, tensors[f"reference/{name}"]))

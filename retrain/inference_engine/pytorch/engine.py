@@ -46,7 +46,7 @@ class PyTorchEngine:
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Draw completions, all prompts at once or as many as memory holds."""
         rows = [
-            self._row(prompt, index, sampling, index * sampling.n + copy)
+            self._row(prompt, index, sampling, sampling.first + index * sampling.n + copy)
             for index, prompt in enumerate(prompts)
             for copy in range(sampling.n)
         ]

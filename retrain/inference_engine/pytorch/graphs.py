@@ -110,7 +110,7 @@ class GraphDecoder:
     def start(self, sampling: Sampling) -> None:
         """Begin an empty batch that draws this way."""
         # The temperature is read at each step; everything else that shapes logits is part of the graphs.
-        self.filters = replace(sampling, max_tokens=0, n=1, temperature=1.0, seed=0)
+        self.filters = replace(sampling, max_tokens=0, n=1, temperature=1.0, seed=0, first=0)
         self.temperature = sampling.temperature
         self.waiting.clear()
         self.left.clear()

@@ -1,0 +1,33 @@
+"""`retrain launch --processes N config.toml [--flags]`: one run in several processes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrain.cli import train
+from retrain.config import load_config
+from retrain.config.absent import refuse_absent_parts
+from retrain.config.flags import overrides_from
+from retrain.distributed.launch import launch
+from retrain.distributed.place import refuse_on_ranks
+
+
+@click.command("launch", context_settings={"ignore_unknown_options": True})
+@click.option("--processes", type=click.IntRange(min=2), required=True, help="Ranks to start; on GPUs, one each.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG] [FLAGS]...")
+def command(processes: int, arguments: tuple[str, ...]) -> int:
+    """Train from CONFIG with several processes on this machine.
+
+    CONFIG and FLAGS are those of a plain `retrain CONFIG`. Rank 0's output is shown; that of the others is in
+    `ranks/` of the log folder. On several machines, use torchrun or Slurm: `retrain distributed init`.
+    """
+    parameters = train.command.make_context("retrain", list(arguments)).params
+    parameters.pop("force_resume")
+    overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
+    train.load_environment(announce=False)
+    loaded = load_config(train.find_config(parameters["config"], overrides), overrides)
+    refuse_absent_parts(loaded)
+    refuse_on_ranks(loaded, {})
+    return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

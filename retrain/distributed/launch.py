@@ -1,0 +1,116 @@
+"""Starts the ranks of a run on this machine, shows rank 0's output and ends all of them when one is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from retrain.campaign.processes import CHILD
+from retrain.interrupts import SIGNALS
+
+# A rank is gone: rank 0 says so and ends by itself; else it is told to, and then it is killed with all the others.
+TELL_AFTER_S, KILL_AFTER_S = 20.0, 45.0
+_BEAT_S = 0.1
+_LAST_CHARACTERS = 6000
+
+
+class Ranks:
+    """The processes of one run. Each has a group of its own, so that Ctrl-C reaches the launcher alone."""
+
+    def __init__(self, processes: int, command: Sequence[str], logs: Path) -> None:
+        self.command = command
+        self.logs = logs
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = os.environ | {
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        shared.setdefault("OMP_NUM_THREADS", str(threads))
+        self.processes = [
+            self._start(rank, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)
+        ]
+
+    def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        if rank == 0:
+            return subprocess.Popen(self.command, env=environment, process_group=0)
+        with self.log_of(rank).open("wb") as log:
+            return subprocess.Popen(
+                self.command, env=environment, process_group=0, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def log_of(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return self.logs / f"rank_{rank}.log"
+
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to rank 0, which saves and then lets the others go."""
+        if self.processes[0].poll() is None:
+            self.processes[0].send_signal(number)
+
+    def watch(self) -> int:
+        """Wait for the run's end; its exit code."""
+        fallen, since, told = 0, 0.0, False
+        while (code := self.processes[0].poll()) is None:
+            if not since:
+                gone = [rank for rank, process in enumerate(self.processes) if rank and process.poll() is not None]
+                fallen, since = (gone[0], time.monotonic()) if gone else (0, 0.0)
+            elif time.monotonic() - since > KILL_AFTER_S:
+                break
+            elif time.monotonic() - since > TELL_AFTER_S and not told:
+                told = True
+                self._show(fallen)
+                self.forward(signal.SIGTERM, None)
+            time.sleep(_BEAT_S)
+        if code is not None and code < 0:
+            click.echo(f"error: rank 0 was ended by {signal.Signals(-code).name}.", err=True)
+        self.end(patient=code is not None)
+        return code if code is not None and code >= 0 and not told else 1
+
+    def _show(self, rank: int) -> None:
+        said = self.log_of(rank).read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+        code = self.processes[rank].returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        click.echo(f"\nRank {rank} {how}. The last it said:\n{said or '(nothing)'}\n", err=True)
+
+    def end(self, patient: bool) -> None:
+        """Let the processes that are left end by themselves, then kill them."""
+        until = time.monotonic() + (TELL_AFTER_S if patient else 0.0)
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
+            time.sleep(_BEAT_S)
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
+    """Run `retrain` with these arguments in several processes; its exit code."""
+    command = [sys.executable, "-c", CHILD, *arguments]
+    with tempfile.TemporaryDirectory(prefix="retrain-ranks-") as folder:
+        ranks = Ranks(processes, command, Path(folder))
+        previous = {number: signal.signal(number, ranks.forward) for number in SIGNALS}
+        try:
+            return ranks.watch()
+        finally:
+            ranks.end(patient=False)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            # Only now: a run that finds an earlier one in its folder moves it away as it starts.
+            if log_dir.is_dir():
+                shutil.copytree(folder, log_dir / "ranks", dirs_exist_ok=True)

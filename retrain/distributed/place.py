@@ -1,0 +1,115 @@
+"""Where a process stands among those of its run, as torchrun, `accelerate launch` and `retrain launch` tell it.
+
+All of them set the same variables. This module imports no torch: the command line asks it before anything loads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from retrain.config import TrainConfig
+from retrain.errors import ConfigError, Problem
+
+_SHARDED_BY = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a run: its number among all, and among those of its machine."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process runs the program and the others serve it."""
+        return self.rank == 0
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place, or None when it is alone."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    try:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK", rank))
+        local_world = int(environment.get("LOCAL_WORLD_SIZE", world))
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE and their LOCAL_ twins must be whole numbers: {error}.") from error
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK = {rank} does not lie within WORLD_SIZE = {world}.")
+    return Place(rank, world, local_rank, local_world) if world > 1 else None
+
+
+def refuse_on_ranks(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise one error for all that a run of several processes cannot do."""
+    problems = tuple(_problems(config, environment))
+    if problems:
+        raise ConfigError("this configuration cannot be run by several processes:", problems)
+
+
+def refuse_alone(config: TrainConfig) -> None:
+    """Raise when weights are to be sharded over processes that are not there."""
+    own = config.distributed
+    if own.fsdp or own.zero_stage:
+        key = "fsdp = true" if own.fsdp else f"zero_stage = {own.zero_stage}"
+        raise ConfigError(
+            f"[distributed] {key} needs several processes.  Try: retrain launch --processes 2 config.toml"
+        )
+
+
+def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
+    if config.kind == "campaign":
+        yield Problem("[campaign]", "starts its own processes.", "Try: retrain config.toml, without a launcher")
+    if config.kind == "squeeze":
+        yield Problem("[squeeze]", "analyses an adapter in one process.", "Try: retrain config.toml")
+    if config.backend.backend != "local":
+        yield Problem(
+            "[backend] backend",
+            f"= {config.backend.backend!r} trains elsewhere; one process is enough for it.",
+            "Try: retrain config.toml, without a launcher",
+        )
+    if config.training.async_steps:
+        yield Problem(
+            "[training] async_steps",
+            "does not go with several processes: all of them sample, then all of them train.",
+            "Try: async_steps = 0",
+        )
+    yield from _contradictions(config, environment)
+
+
+def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """What `accelerate launch` was told must be what the file says."""
+    told = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
+    own = config.distributed
+    ours = {"FSDP"} if own.fsdp else {"DeepSpeed"} if own.zero_stage else set()
+    for name in sorted(told - ours):
+        hint = "Try: fsdp = true" if name == "FSDP" else "Try: zero_stage = 1 or 3"
+        yield Problem("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
+    if "FSDP" in told & ours and environment.get("FSDP_VERSION", "2") != "2":
+        yield Problem("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
+    if "DeepSpeed" in told & ours:
+        for where, variable, wanted in (
+            ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
+            ("[distributed] offload_optimizer", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _place(own.offload_optimizer)),
+            ("[distributed] offload_parameters", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", _place(own.offload_parameters)),
+            ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
+        ):
+            said = environment.get(f"ACCELERATE_{variable}", wanted)
+            if said != wanted:
+                yield Problem(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
+    mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed != "no":
+        yield Problem(
+            "[model] dtype",
+            f"says what weights are computed in, but accelerate's configuration has mixed_precision {mixed!r}.",
+            "Try: mixed_precision: 'no'",
+        )
+
+
+def _place(offloaded: bool) -> str:
+    return "cpu" if offloaded else "none"

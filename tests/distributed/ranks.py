@@ -1,0 +1,74 @@
+"""Functions run by several real processes with gloo between them. Forked from one that has imported all: quick."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from retrain.distributed.place import Place
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["retrain.cli.train", "retrain.distributed.run", "tests.e2e.tiny"])
+PATIENCE_S = 120.0
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answering: int = 0) -> list[Any]:
+    """What `function(place, *arguments)` returns on each rank; the first error is raised here.
+
+    `answering` is how many ranks return at all, where that is not all of them.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes = [_FORKS.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        _FORKS.Process(target=_run, args=(Place(rank, world, rank, world), port, pipes[rank][1], function, arguments))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for _, sending in pipes:
+        sending.close()
+    try:
+        told = [_receive(receiving) for receiving, _ in pipes[: answering or world]]
+    finally:
+        for process in processes:
+            process.join(timeout=60)
+        alive = [process for process in processes if process.exitcode is None]
+        for process in alive:
+            process.kill()
+        assert not alive, "a rank did not end"
+    broken = [text for text, _ in told if text]
+    assert not broken, "\n".join(broken)
+    return [result for _, result in told]
+
+
+def _receive(pipe: Connection) -> tuple[str, Any]:
+    if not pipe.poll(PATIENCE_S):
+        return f"a rank said nothing for {PATIENCE_S} s", None
+    try:
+        told: tuple[str, Any] = pipe.recv()
+    except EOFError:
+        return "a rank ended without a word", None
+    return told
+
+
+def _run(place: Place, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        pipe.send(("", function(place, *arguments)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        raise

@@ -1,0 +1,141 @@
+"""The launcher over small scripts in the ranks' place, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain import cli
+from retrain.distributed import launch as launching
+from retrain.distributed.launch import Ranks
+
+# Every script begins with its rank.
+RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(launching, "KILL_AFTER_S", 2.5)
+
+
+def watch(script: str, folder: Path, processes: int = 3) -> tuple[int, Ranks, float]:
+    ranks = Ranks(processes, [sys.executable, "-c", RANK + script], folder)
+    started = time.monotonic()
+    code = ranks.watch()
+    assert all(process.poll() is not None for process in ranks.processes)
+    return code, ranks, time.monotonic() - started
+
+
+def test_the_exit_code_is_rank_0s_and_the_others_output_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, ranks, _ = watch("print('rank', rank, os.environ['WORLD_SIZE']); sys.exit(2 if rank == 0 else 0)", tmp_path)
+    assert code == 2
+    assert capfd.readouterr().out == "rank 0 3\n"
+    assert ranks.log_of(2).read_text() == "rank 2 3\n"
+
+
+def test_a_rank_that_dies_before_rank_0_knows_it_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, seconds = watch("if rank == 1: raise ValueError('no device')\ntime.sleep(600)", tmp_path)
+    assert code == 1
+    assert seconds < 20
+    error = capfd.readouterr().err
+    assert error.lstrip().startswith("Rank 1 ended with exit code 1. The last it said:\nTraceback")
+    assert "ValueError: no device" in error
+
+
+def test_a_rank_that_hangs_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code, ranks, seconds = watch(f"{deaf}time.sleep(600)", tmp_path)
+    assert code == 1
+    assert seconds < 20
+    assert ranks.processes[0].returncode == -signal.SIGKILL
+    assert "Rank 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_killed_rank_0_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = watch("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(600)", tmp_path)
+    assert code == 1
+    assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_signals_reach_rank_0_alone(tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGINT, lambda *_: sys.exit(130))\nprint('ready', flush=True)\n"
+    ranks = Ranks(2, [sys.executable, "-c", RANK + script + "time.sleep(600 if rank == 0 else 2)"], tmp_path)
+    previous = signal.signal(signal.SIGINT, ranks.forward)
+    try:
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        assert ranks.watch() == 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert ranks.processes[1].returncode in (0, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[backend]\nbackend = "tinker"\n', "trains elsewhere; one process is enough"),
+        (
+            '[inference]\nengine = "vllm"\n[training]\nasync_steps = 1\n',
+            "[training] async_steps does not go with several",
+        ),
+        ("[campaign]\n", "[campaign] starts its own processes"),
+        ("[training]\nlr = -1.0\n", "[training] lr must be > 0"),
+        ("[distributed]\nfsdp = true\nzero_stage = 1\n", "does not go with zero_stage = 1: both shard"),
+        ("[distributed]\nzero_stage = 3\ngather_for_generation = false\n", 'engine "pytorch" samples from'),
+        ("[distributed]\nzero_stage = 3\n[kl]\nbeta = 0.1\nsync_ref_model = true\n", "an adapter to switch off"),
+    ],
+)
+def test_what_several_processes_cannot_run_is_refused_before_they_start(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert cli.run(["launch", "--processes", "2", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["launch", "x.toml"], ["launch", "--processes", "1", "x.toml"]])
+def test_one_process_needs_no_launcher(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(arguments) == 2
+    assert "--processes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_retrain_launch_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from tests.distributed.programs import metrics_in, write_config
+
+    config = write_config(tmp_path, {"training.max_steps": 2})
+    assert cli.run(["launch", "--processes", "2", str(config), "--max-steps", "1"]) == 0
+    assert "Done: 1 steps" in capfd.readouterr().out
+    assert len(metrics_in(tmp_path)) == 1
+    assert "Loading train model" in (tmp_path / "log" / "ranks" / "rank_1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"],
+        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--mixed_precision", "no"],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_other_launchers_train_too(tmp_path: Path, launcher: list[str]) -> None:
+    import subprocess
+
+    from tests.distributed.programs import metrics_in, write_config
+
+    config = write_config(tmp_path, {"training.max_steps": 1})
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "retrain", str(config)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(metrics_in(tmp_path)) == 1

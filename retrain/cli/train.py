@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,11 @@ from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.distributed.place import find_place, refuse_alone, refuse_on_ranks
+from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.errors import ConfigError, RetrainError
+
+if TYPE_CHECKING:
+    from retrain.trainer import TrainResult
 
 DEFAULT_FILE = "retrain.toml"
 
@@ -109,11 +112,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         refuse_alone(config)
     else:
         refuse_on_ranks(config)
-    from retrain.distributed.run import train_on_ranks  # noqa: PLC0415  (loads PyTorch; wrong files fail before that)
-    from retrain.trainer import train  # noqa: PLC0415
-
     try:
-        result = train(config, force_resume) if place is None else train_on_ranks(config, place, force_resume)
+        result = _train(config, force_resume, place)
     except KeyboardInterrupt:
         _say(f"Interrupted. {how_to_go_on(config)}".rstrip(), err=True)
         return 130
@@ -130,6 +130,17 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     where = f", weights in {result.weights}" if result.weights else where
     _say(f"Done: {result.steps} steps{held_out}, logs in {result.log_dir}{where}.")
     return 0
+
+
+def _train(config: TrainConfig, force_resume: bool, place: Place | None) -> TrainResult:
+    # Imported here: a wrong file must fail before PyTorch loads, and a run on a service has none.
+    if place is None:
+        from retrain.trainer import train  # noqa: PLC0415
+
+        return train(config, force_resume)
+    from retrain.distributed.run import train_on_ranks  # noqa: PLC0415
+
+    return train_on_ranks(config, place, force_resume)
 
 
 def how_to_go_on(config: TrainConfig) -> str:

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from retrain.assemble import NOTHING, Supplied
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.distributed.backend import RankedBackend
@@ -29,11 +31,18 @@ PATIENCE = timedelta(days=1)
 
 
 def train_on_ranks(
-    config: TrainConfig, place: Place, force_resume: bool = False, console: Console | None = None
+    config: TrainConfig,
+    place: Place,
+    force_resume: bool = False,
+    console: Console | None = None,
+    supplied: Supplied = NOTHING,
 ) -> TrainResult:
     """Run a configuration on rank 0 with the others' help. On every other rank this serves, and ends the process."""
     refuse_on_ranks(config)
     uses_gpus = torch.cuda.is_available() and config.backend.devices != "cpu"
+    if dist.is_initialized():
+        # By transformers, when a script made its TrainingArguments: with other backends, and little patience.
+        dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpus else "gloo", timeout=PATIENCE)
     if not place.leads:
         code = serve(place)
@@ -50,7 +59,7 @@ def train_on_ranks(
         return RankedBackend(own, hub, samples_on_all(config))
 
     try:
-        return train(config, force_resume, console, make_backend)
+        return train(config, force_resume, console, replace(supplied, backend=make_backend))
     finally:
         hub.close()
         if hub.failure is None:

@@ -17,6 +17,8 @@ from retrain.assemble import Supplied, assemble
 from retrain.builtin import resolve_model
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
+from retrain.distributed.place import find_place, refuse_alone
+from retrain.distributed.run import train_on_ranks
 from retrain.errors import CheckpointError, ConfigError
 from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
 from retrain.grpo.combinations import global_batch
@@ -109,14 +111,24 @@ class GRPOTrainer:
         )
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train to the last step, from a checkpoint if one is named (True: that of output_dir)."""
+        """Train to the last step, from a checkpoint if one is named (True: that of output_dir).
+
+        Under torchrun or `accelerate launch`, rank 0 goes on with the script; the others serve it and end here.
+        """
         config = self.config(self._find_resume(resume_from_checkpoint))
+        place = find_place()
         self._trained = None
         self.state.log_history.clear()
-        self.keeper.start(config)
+        if place is None or place.leads:
+            self.keeper.start(config)
         started = time.perf_counter()
+        console = StoppableConsole(self.callbacks)
         with contextlib.suppress(StopRequested):
-            train(config, console=StoppableConsole(self.callbacks), supplied=self._supplied())
+            if place is None:
+                refuse_alone(config)
+                train(config, console=console, supplied=self._supplied())
+            else:
+                train_on_ranks(config, place, console=console, supplied=self._supplied())
         return self._output(time.perf_counter() - started)
 
     def evaluate(self) -> dict[str, float]:

@@ -27,7 +27,6 @@ class Registry:
     kind: str
     what: str
     builtins: Mapping[str, str] = field(default_factory=dict)
-    reserved: tuple[str, ...] = ()
     """Names a configuration may hold although this version has no such part; loading one is refused."""
 
     @property
@@ -47,9 +46,9 @@ class Registry:
 
     def problem_with(self, name: str) -> str:
         """Why `name` cannot be a part of this kind, or "" when it can. Imports nothing."""
-        if name in self.builtins or name in self.reserved or is_dotted_path(name) or name in self.discovered():
+        if name in self.builtins or is_dotted_path(name) or name in self.discovered():
             return ""
-        close = get_close_matches(name[:60], [*self.names(), *self.reserved], n=1)
+        close = get_close_matches(name[:60], self.names(), n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(self.names())}, or a dotted path."
         return f"{name[:60]!r} is not a known {self.what}. {hint}"
 
@@ -63,10 +62,6 @@ class Registry:
                 return point.load()
             except (Exception, SystemExit) as error:
                 raise PluginError(f"{self.kind} plug-in {name!r} ({point.value}) failed to load: {error!r}") from error
-        if name in self.reserved:
-            raise PluginError(
-                f"the {self.what} {name!r} is not in this version of retrain. Use: {', '.join(self.names())}."
-            )
         if not is_dotted_path(name):
             raise PluginError(self.problem_with(name))
         make_importable(search_paths)

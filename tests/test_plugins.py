@@ -12,7 +12,7 @@ from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, Registry, import_path, is_dotted_path, make_importable
 
 BUILTINS = {"join": "os.path:join", "broken": "os.path:no_such_thing"}
-REGISTRY = Registry("sample", "sample part", BUILTINS, reserved=("later",))
+REGISTRY = Registry("sample", "sample part", BUILTINS)
 
 
 @pytest.fixture
@@ -92,11 +92,6 @@ def test_an_unknown_name_gets_a_suggestion() -> None:
     assert REGISTRY.problem_with("joni") == "'joni' is not a known sample part. Did you mean 'join'?"
 
 
-def test_a_reserved_name_may_be_written_but_not_loaded() -> None:
-    assert REGISTRY.problem_with("later") == ""
-    assert "the sample part 'later' is not in this version of retrain" in refusal("later")
-
-
 def test_a_missing_module_is_told_apart_from_one_that_needs_another(folder: Path) -> None:
     assert "there is no module 'no_such_module'" in refusal("no_such_module.part")
     assert "there is no module 'no_such.deeper'" in refusal("no_such.deeper.part")
@@ -141,5 +136,5 @@ def test_every_registry_goes_by_its_kind_and_describes_itself() -> None:
     for kind, registry in REGISTRIES.items():
         assert registry.kind == kind
         assert registry.group == f"retrain.{kind}"
-        assert registry.what and not set(registry.builtins) & set(registry.reserved)
+        assert registry.what
         assert all(":" in path and is_dotted_path(path) for path in registry.builtins.values())

@@ -140,7 +140,6 @@ def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ('[inference]\nengine = "vllm"\nlaunch = true\n', "[inference] launch"),
         ('[algorithm]\ntransform_mode = "no_such_module_here.spec"\n', "[algorithm] transform_mode"),
         ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
         ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),

@@ -195,11 +195,6 @@ def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[st
     assert engine == {"name": "tinker", "url": "http://there:1", "backend": "tinker", "devices": "the service"}
 
 
-def test_a_part_that_this_version_lacks_is_said_to_block(capsys: pytest.CaptureFixture[str]) -> None:
-    _write('[inference]\nengine = "vllm"\nlaunch = true\n')
-    assert any("launch" in line for line in _explain(capsys)["blockers"])
-
-
 def test_a_wrong_file_is_explained_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:
     _write("[training]\nlr = -1\n")
     assert run(["explain"]) == 2

@@ -351,7 +351,7 @@ def test_the_run_of_a_condition_loads_on_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "campaign", "squeeze"])
-def test_what_is_ignored_and_what_is_absent_are_told_apart(kind: str) -> None:
+def test_what_is_ignored_is_refused_in_every_kind_of_file(kind: str) -> None:
     extra: dict[str, Any] = {} if kind == "train" else {kind: {}}
     for tables in (
         {"distributed": {"offload_optimizer": True}},

@@ -30,11 +30,8 @@ def engine_with(policy: Policy, **options: object) -> PyTorchEngine:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("attention_kernel", "tk", "ThunderKittens .* Try: default, flash, triton"),
-        ("attention_kernel", "cutlass", "CUTLASS .* Try: default, flash, triton"),
         ("attention_kernel", "triton", "needs a CUDA GPU and Triton, and here is: no CUDA GPU, but cpu"),
         ("dtype", "fp8", r"compute capability 8\.9 or newer .*, and here is the CPU"),
-        ("dtype", "fp4", "only Blackwell .* Try: auto, bf16, fp8"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:

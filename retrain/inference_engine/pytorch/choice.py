@@ -19,18 +19,6 @@ from retrain.inference_engine.pytorch.own import OwnForward
 from retrain.inference_engine.pytorch.weights import SamplingModel
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", FP8: "fp8", torch.int8: "int8"}
-# What has no implementation here, and why.
-REFUSED = {
-    (
-        "attention_kernel",
-        "tk",
-    ): "ThunderKittens are C++ sources, built for one generation of GPUs where they run",
-    ("attention_kernel", "cutlass"): "CUTLASS kernels are C++ sources, built for one generation of GPUs where they run",
-    (
-        "dtype",
-        "fp4",
-    ): "it needs 4-bit products, which only Blackwell GPUs have and this engine does not use",
-}
 TAKES = {
     "attention_kernel": ("default", "flash", "triton"),
     "dtype": ("auto", "bf16", "fp8"),
@@ -75,10 +63,6 @@ def runs_kernels(device: torch.device) -> bool:
 
 def choose(policy: Policy, inference: Inference) -> Choice:
     """Settle what is left open by the best there is, and refuse what cannot be had."""
-    for key in TAKES:
-        value = getattr(inference, key)
-        if (key, value) in REFUSED:
-            raise _refusal(key, value, REFUSED[key, value])
     in_fp8 = inference.dtype == "fp8"
     dtype = policy.dtype if inference.dtype == "auto" else torch.bfloat16
     wanted = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}[inference.kv_cache_dtype]

@@ -389,6 +389,9 @@ def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
                 yield Problem(where, f"has {url!r}, which is not a URL.", f"Try: http://{bare}")
             elif not _has_real_port(url):
                 yield Problem(where, f"has {url!r}, and there is no such port.", "Try: a port from 1 to 65535")
+            elif "@" in urlsplit(url).netloc:
+                key = "INFERENCE_API_KEY" if where == "[inference] url" else "TINKER_API_KEY"
+                yield Problem(where, "holds a password.", f"Try: put the key into {key}, in .env")
 
 
 def _has_real_port(url: str) -> bool:

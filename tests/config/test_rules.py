@@ -330,6 +330,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         for port in ("65536", "0", "eighty")
     ),
     ("urls_are_urls", {"model": {"base_url": "http://"}}, "[model] base_url has 'http://'"),
+    (
+        "urls_are_urls",
+        {"inference": {"engine": "vllm", "url": "http://me:secret@a:1"}},
+        "[inference] url holds a password.  Try: put the key into INFERENCE_API_KEY, in .env",
+    ),
     ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),
     (
         "launch_device_follows_the_grammar",

@@ -39,6 +39,8 @@ class Loopback:
     key: str = ""
     loads_adapters: bool = True
     max_rank: int = 64
+    rank_status: int = 400
+    """How an adapter above that is answered."""
     sends_ids: bool = True
     sends_logprobs: bool = True
     takes_n: bool = True
@@ -157,7 +159,9 @@ class Loopback:
             return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {path}"}}
         rank = json.loads((path / "adapter_config.json").read_text())["r"]
         if rank > self.max_rank:
-            return 400, {"error": {"message": f"LoRA rank {rank} is greater than max_lora_rank {self.max_rank}."}}
+            return self.rank_status, {
+                "error": {"message": f"LoRA rank {rank} is greater than max_lora_rank {self.max_rank}."}
+            }
         tensors = load_file(str(path / "adapter_model.safetensors"))
         self.adapters[name] = {key.replace(".weight", ".default.weight"): value for key, value in tensors.items()}
         self.events.append(f"load {name}")

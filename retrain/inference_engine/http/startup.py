@@ -151,7 +151,7 @@ class Startup:
                 if waited >= self.fleet.wait_s:
                     raise ConfigError(
                         f"[inference] url: no server answers at {server.url} after {waited:.0f} s ({error}).  "
-                        f"Try: {self._command(server)}"
+                        f"Try: {self.fleet.remedy or self._command(server)}"
                     ) from error
             if not said:
                 say(f"Waiting for {server.url}, up to {self.fleet.wait_s:.0f} s ...")
@@ -257,9 +257,11 @@ class Startup:
         return ConfigError(f"{server.url} {what}: {str(error).rstrip('.')}.  {self._remedy(miss)}".rstrip())
 
     def _lost(self, server: Server, trouble: str) -> ConfigError:
+        # To vLLM a rank that is too high is an error of its own, 500.
+        hint = self._remedy("rank") if "rank" in trouble.lower() else "Try: see its log, start it again"
+        told = trouble.rstrip(".")
         return ConfigError(
-            f"{server.url} answered before, and failed when it was given its first adapter: {trouble}.  "
-            "Try: see its log, start it again"
+            f"{server.url} answered before, and failed when it was given its first adapter: {told}.  {hint}"
         )
 
     def _keyless(self, server: Server, error: Refused) -> ConfigError:

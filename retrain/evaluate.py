@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import SamplesAndScores
-from retrain.types import Example, Sampling, StepMetrics
+from retrain.types import Example, Metric, Sampling, StepMetrics
 
 Z95 = 1.959963984540054
 
@@ -25,6 +25,8 @@ class Evaluation:
     k: int
     answers: tuple[tuple[Example, str], ...] = ()
     """Each problem with the first answer to it."""
+    told: Mapping[str, Metric] = field(default_factory=dict)
+    """What else was measured while these were sampled."""
 
     @property
     def pass_at_1(self) -> float:
@@ -52,6 +54,7 @@ class Evaluation:
             "eval_pass_at_k": self.pass_at_k,
             "eval_ci_low": low,
             "eval_ci_high": high,
+            **{f"eval_{name}": value for name, value in self.told.items()},
         }
 
     def record(self, step: int) -> dict[str, Any]:
@@ -83,12 +86,14 @@ class Evaluator:
 
     def run(self, engine: InferenceEngine) -> Evaluation:
         """Sample and score the held-out problems; the draw is the same each time but for the policy."""
-        groups = self.scorer.sample_and_score(engine, self.examples, self.sampling).groups
+        rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
+        groups = rollouts.groups
         return Evaluation(
             correct=tuple(sum(score.outcome == "right" for score in group.scores_G) for group in groups),
             counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
             k=self.k,
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
+            told=rollouts.metrics,
         )
 
 

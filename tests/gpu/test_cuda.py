@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from e2e.runs import fake_config, rows, rows_without_times, train_quietly
 from e2e.tiny import (
     FAMILIES,
-    PlainTokenizer,
     config_for,
     datums_of,
     gradients,
@@ -27,12 +25,12 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import Scoring
-from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import pack
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.config import TrainConfig
-from retrain.inference_engine.pytorch import PyTorchEngine, build
 from retrain.types import Sampling
+
+from .conftest import engine_on
 
 pytestmark = pytest.mark.gpu
 
@@ -41,22 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all together": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
 }
 LENGTHS = (4, 11, 37, 1)
-
-
-def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
-    return build(policy, config.inference, PlainTokenizer(), lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
-    settings = copy.deepcopy(FAMILIES["qwen3"])
-    settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
-    settings.max_position_embeddings = 4096
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("broad")
-    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -19,7 +19,7 @@ from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.errors import CheckpointError, ConfigError
 from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
-from retrain.grpo.combinations import global_batch, processes
+from retrain.grpo.combinations import global_batch
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
 from retrain.grpo.models import ModelKeeper, read_model
@@ -110,8 +110,6 @@ class GRPOTrainer:
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the last step, from a checkpoint if one is named (True: that of output_dir)."""
-        if processes() > 1:
-            raise ConfigError(f"{processes()} processes were started; GRPOTrainer runs in one.  Try: python script.py")
         config = self.config(self._find_resume(resume_from_checkpoint))
         self._trained = None
         self.state.log_history.clear()

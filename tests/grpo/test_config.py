@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+import torch
+from transformers import HfArgumentParser, TrainingArguments
 
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig
-from retrain.grpo.parameters import KEY, declarations
+from retrain.grpo.parameters import declarations, is_declared
 
 DOCUMENTED: dict[str, Any] = {
     "model_init_kwargs": None,
@@ -191,7 +193,10 @@ def test_a_group_must_divide_the_global_batch(monkeypatch: pytest.MonkeyPatch) -
         "1 = 10 completions a step.  Try: num_generations=2 or 5 or 10, or per_device_train_batch_size=4 or 6"
     )
     GRPOConfig("out", per_device_train_batch_size=6, gradient_accumulation_steps=2, num_generations=4)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    GRPOConfig("out", per_device_train_batch_size=6, num_generations=4)
+    assert not torch.distributed.is_initialized() and os.environ["RANK"] == "1"
     with pytest.raises(ConfigError, match=r"× processes 2 = 6 completions a step"):
         GRPOConfig("out", per_device_train_batch_size=3, num_generations=4)
 
@@ -248,7 +253,7 @@ def _changed(field: dataclasses.Field[Any]) -> Any:
 INHERITED = [
     field
     for field in dataclasses.fields(GRPOConfig)
-    if KEY not in field.metadata and field.name != "local_rank" and field.init
+    if not is_declared(field) and field.name != "local_rank" and field.init
 ]
 
 
@@ -271,6 +276,12 @@ def test_it_is_a_dataclass_of_training_arguments() -> None:
     config = GRPOConfig("out", learning_rate=2e-5)
     assert isinstance(config, TrainingArguments) and dataclasses.is_dataclass(config)
     assert config.to_dict()["learning_rate"] == 2e-5
+
+
+def test_it_can_be_parsed_from_a_command_line() -> None:
+    words = ["--output_dir", "out", "--num_generations", "4", "--beta", "0.1", "--use_cpu", "--loss_type", "dr_grpo"]
+    (config,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)
+    assert (config.num_generations, config.beta, config.loss_type) == (4, 0.1, "dr_grpo")
 
 
 def test_all_wrong_values_come_in_one_error() -> None:

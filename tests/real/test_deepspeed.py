@@ -36,6 +36,7 @@ def test_zero_takes_the_steps_of_a_single_process(tmp_path: Path, side_venv: Pre
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, sysconfig.get_path("purelib")))),
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "DS_ACCELERATOR": "cpu",
+        "RANKS_PATIENCE_S": "600",
         # DeepSpeed compiles a kernel here the first time; a lock that a killed process left would stop it for ever.
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from e2e.runs import fake_config, rows, rows_without_times, train_quietly
 from e2e.tiny import (
     FAMILIES,
-    PlainTokenizer,
     config_for,
     datums_of,
     gradients,
@@ -27,13 +25,12 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import Scoring
-from retrain.backends.local.learner import Size
-from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import pack
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.config import TrainConfig
-from retrain.inference_engine.pytorch import PyTorchEngine, build
 from retrain.types import Sampling
+
+from .conftest import engine_on
 
 pytestmark = pytest.mark.gpu
 
@@ -42,22 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all together": {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
 }
 LENGTHS = (4, 11, 37, 1)
-
-
-def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
-    return build(policy, config.inference, PlainTokenizer(), lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
-    settings = copy.deepcopy(FAMILIES["qwen3"])
-    settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
-    settings.max_position_embeddings = 4096
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("broad")
-    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -165,7 +146,7 @@ def test_a_step_on_the_gpu_moves_the_adapter_as_on_the_cpu(tiny: Path) -> None:
     found = {}
     for device in ("cpu", "cuda"):
         learner = learner_for(policy_for(config, device=device), config)
-        totals = learner.accumulate([datums], Size.of(datums))
+        totals = learner._backward([datums])
         found[device] = (totals.metrics()["loss"], {n: g.cpu() for n, g in gradients(learner.policy).items()})
     assert found["cpu"][0] == pytest.approx(found["cuda"][0], rel=1e-3)
     for name, gradient in found["cpu"][1].items():
@@ -257,7 +238,7 @@ def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones
     assert float((shared - repeated).abs().mean()) < 2e-2
     together, alone = {}, {}
     for found, batches in ((together, [datums]), (alone, [[datum] for datum in datums])):
-        learner.accumulate(batches, Size.of([datum for batch in batches for datum in batch]))
+        learner._backward(batches)
         found.update(
             {n: m.grad.clone() for n, m in zip(learner.optimizer.names, learner.optimizer.masters, strict=True)}
         )
@@ -330,8 +311,7 @@ def test_a_whole_models_gradients_on_the_gpu_are_those_of_the_cpu(tiny: Path) ->
     found = []
     for device in ("cpu", "cuda"):
         made = learner_for(policy_for(config, device=device), config)
-        datums = random_datums(6 * [(20, 30)])
-        made.accumulate(made.split(datums), Size.of(datums))
+        made._backward(made.split(random_datums(6 * [(20, 30)])))
         found.append({n: p.grad.cpu() for n, p in made.policy.adapted.named_parameters() if p.grad is not None})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=0, atol=2e-3 * float(expected.abs().max()))

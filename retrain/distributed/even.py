@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
-from retrain.backends.local.learner import Learner, Size, Totals
+from retrain.backends.local.learner import Size, Totals
 from retrain.backends.local.packing import length_of
+from retrain.distributed.learner import RankedLearner
 from retrain.errors import BackendError
 from retrain.types import Datum
 
@@ -23,20 +26,33 @@ FILLER = Datum(
 )
 
 
-def fill_up(batches: Sequence[list[Datum]], device: torch.device) -> list[list[Datum]]:
-    """As many micro-batches as the rank with most of them has."""
-    most = torch.tensor(len(batches), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return [*batches, *([FILLER] for _ in range(int(most) - len(batches)))]
+class EvenLearner(RankedLearner):
+    """A Learner whose passes are collectives."""
 
+    is_whole = False
 
-def backward_evenly(learner: Learner, datums: Sequence[Datum], size: Size) -> Totals:
-    """Accumulate gradients. A rank that runs out of memory cannot start over, since the others wait for it."""
-    learner.memory.prepare(max((length_of(datum) for datum in datums), default=0))
-    try:
-        return learner.accumulate(learner.split(datums), size)
-    except torch.OutOfMemoryError as error:
-        raise BackendError(
-            f"{learner.policy.device} ran out of memory with micro-batches of {learner.memory.micro_batch_tokens} "
-            "tokens.  Try: a smaller [memory] micro_batch_tokens, or gradient_checkpointing = true"
-        ) from error
+    def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
+        """As many micro-batches as the rank with most of them has."""
+        batches = super().split(datums)
+        most = torch.tensor(len(batches), device=self.policy.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [*batches, *([FILLER] for _ in range(int(most) - len(batches)))]
+
+    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
+        """Accumulate gradients. A rank that runs out of memory cannot start over, since the others wait for it."""
+        self.memory.prepare(max((length_of(datum) for datum in datums), default=0))
+        try:
+            return self._backward(self.split(datums), size)
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"{self.policy.device} ran out of memory with micro-batches of {self.memory.micro_batch_tokens} "
+                "tokens.  Try: a smaller [memory] micro_batch_tokens, or gradient_checkpointing = true"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Gather everything and let rank 0 write it, as a single process would."""
+        policy, state = self.whole_policy(), self.state()
+        if dist.get_rank() == 0:
+            assert policy is not None
+            policy.save_adapter(path / "adapter")
+            save_file(state, str(path / "learner.safetensors"))

@@ -9,26 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from retrain.backends.local.learner import Size, Totals
 from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
-from retrain.distributed.even import backward_evenly, fill_up
-from retrain.distributed.learner import RankedLearner
-from retrain.types import Datum
+from retrain.distributed.even import EvenLearner
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
@@ -138,10 +133,9 @@ class ShardedReference(Reference):
             part.copy_(tensor)
 
 
-class ShardedLearner(RankedLearner):
+class ShardedLearner(EvenLearner):
     """A Learner over sharded layers. `mirror` is a whole policy for sampling and saving, where this rank has one."""
 
-    is_whole = False
     make_trained = Shards
     make_optimizer = ShardedOptimizer
     make_reference = ShardedReference
@@ -155,13 +149,6 @@ class ShardedLearner(RankedLearner):
         assert isinstance(self.optimizer, ShardedOptimizer)
         return self.optimizer.common
 
-    def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
-        """As many micro-batches as any rank has."""
-        return fill_up(super().split(datums), self.policy.device)
-
-    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
-        return backward_evenly(self, datums, size)
-
     @torch.no_grad()
     def whole_policy(self) -> Policy | None:
         """Gather the weights that learn into the mirror; every rank must call this."""
@@ -171,11 +158,3 @@ class ShardedLearner(RankedLearner):
             if own:
                 own[name].copy_(whole)
         return self.mirror
-
-    def save(self, path: Path) -> None:
-        """Gather everything and let rank 0 write it, as a single process would."""
-        policy, state = self.whole_policy(), self.state()
-        if dist.get_rank() == 0:
-            assert policy is not None
-            policy.save_adapter(path / "adapter")
-            save_file(state, str(path / "learner.safetensors"))

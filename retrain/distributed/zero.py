@@ -10,16 +10,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from retrain.backends.local.learner import Size, Totals
 from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.packing import MicroBatch, packed_logprobs
@@ -27,8 +24,7 @@ from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 from retrain.config.schema import Kl
-from retrain.distributed.even import backward_evenly, fill_up
-from retrain.distributed.learner import RankedLearner
+from retrain.distributed.even import EvenLearner
 from retrain.errors import MissingExtraError
 from retrain.sampling import training_distribution
 from retrain.types import Datum, Sampling
@@ -233,10 +229,9 @@ class ZeroReference(Reference):
                 layer.scaling["default"] = scaling
 
 
-class ZeroLearner(RankedLearner):
+class ZeroLearner(EvenLearner):
     """A Learner whose passes and steps are DeepSpeed's. `mirror` is a whole policy, where this rank needs one."""
 
-    is_whole = False
     make_trained = ZeroTrained
     make_optimizer = ZeroOptimizer
     optimizer: ZeroOptimizer
@@ -254,13 +249,10 @@ class ZeroLearner(RankedLearner):
         return []
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
-        """As many micro-batches as any rank has."""
-        batches = fill_up(super().split(datums), self.policy.device)
+        """As many micro-batches as any rank has; they are counted down as they are trained on."""
+        batches = super().split(datums)
         self.left = len(batches)
         return batches
-
-    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
-        return backward_evenly(self, datums, size)
 
     def logprobs(self, packed: MicroBatch) -> Tensor:
         """Log-probs of the completion tokens under the policy now."""
@@ -284,11 +276,3 @@ class ZeroLearner(RankedLearner):
                 if own:
                     own[name].copy_(parameter.data)
         return self.mirror
-
-    def save(self, path: Path) -> None:
-        """Gather everything and let rank 0 write it, as a single process would."""
-        policy, state = self.whole_policy(), self.state()
-        if dist.get_rank() == 0:
-            assert policy is not None
-            policy.save_adapter(path / "adapter")
-            save_file(state, str(path / "learner.safetensors"))

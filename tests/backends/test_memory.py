@@ -10,7 +10,6 @@ import pytest
 import torch
 from e2e.tiny import config_for, gradients, learner_for, policy_for, random_datums, write_model
 
-from retrain.backends.local.learner import Size
 from retrain.backends.local.memory import StepMemory
 from retrain.capacity import SPARE, TrainingCost, read_shape
 from retrain.config.schema import Memory
@@ -159,7 +158,7 @@ def test_on_the_cpu_nothing_is_planned(tiny: Path) -> None:
 def test_recomputing_some_layers_runs_those_twice_and_changes_no_gradient(family: str, tmp_path: Path) -> None:
     config, datums = config_for(write_model(tmp_path / "model", family)), random_datums([(3, 9), (11, 2), (1, 17)])
     learner = learner_for(policy_for(config), config)
-    learner.accumulate([datums], Size.of(datums))
+    learner._backward([datums])
     expected = gradients(learner.policy)
     calls = [0, 0, 0]
     for index, layer in enumerate(learner.layers):
@@ -171,7 +170,7 @@ def test_recomputing_some_layers_runs_those_twice_and_changes_no_gradient(family
 
         layer.forward = counted
     learner.memory.recomputed_layers = 2
-    learner.accumulate([datums], Size.of(datums))
+    learner._backward([datums])
     assert calls == [2, 2, 1]
     for name, gradient in gradients(learner.policy).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

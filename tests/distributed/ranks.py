@@ -14,7 +14,7 @@ from retrain.distributed.place import Place
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["retrain.cli.train", "retrain.distributed.run", "tests.e2e.tiny"])
-PATIENCE_S = 120.0
+PATIENCE_S = float(os.environ.get("RANKS_PATIENCE_S", "240"))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answering: int = 0) -> list[Any]:
@@ -42,9 +42,9 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answerin
         alive = [process for process in processes if process.exitcode is None]
         for process in alive:
             process.kill()
-        assert not alive, "a rank did not end"
     broken = [text for text, _ in told if text]
     assert not broken, "\n".join(broken)
+    assert not alive, "a rank did not end"
     return [result for _, result in told]
 
 

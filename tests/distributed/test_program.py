@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from inference_engine.loopback import Loopback
 
 from tests.distributed.programs import Break, metrics_in, run_program
+from tests.e2e.tiny import write_model, write_tokenizer
 
 EXACT = ("mean_reward", "correct_rate", "num_datums", "max_token_hit_rate", "running_correct_rate")
 CLOSE = ("loss", "grad_norm", "ratio_mean", "exec_entropy_mean")
@@ -82,3 +84,26 @@ def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert seconds < 30
     assert "Interrupted. To go on: retrain --resume" in printed
     assert list((tmp_path / "log" / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("sharded", [{}, {"distributed__fsdp": True, "distributed__gather_for_generation": False}])
+def test_rank_0_samples_on_a_server_and_all_ranks_train(tmp_path: Path, sharded: dict[str, bool]) -> None:
+    (tmp_path / "length_reward.py").write_text(
+        "def reward(response, reference, **_):\n    return float(len(response) % 2)\n"
+    )
+    options = {
+        "inference__engine": "vllm",
+        "reward__type": "custom",
+        "reward__custom_module": "length_reward",
+        "reward__custom_function": "reward",
+        "training__max_steps": 3,
+        "training__lr": 1e-2,
+    }
+    with Loopback(write_tokenizer(write_model(tmp_path / "model", "qwen3"))) as server:
+        options |= {"model__model": str(server.model), "inference__url": server.url}
+        code, printed, _ = run_program(2, tmp_path, plugins__search_paths=[str(tmp_path)], **options, **sharded)
+    assert code == 0, printed
+    metrics = metrics_in(tmp_path)
+    assert [row["policy_proof"] for row in metrics[1:]] == pytest.approx([1.0, 1.0], abs=0.01)
+    assert all(row["grad_norm"] > 0 and row["ratio_max"] == pytest.approx(1.0, abs=0.02) for row in metrics)
+    assert "Engine" not in (tmp_path / "rank_1.txt").read_text()

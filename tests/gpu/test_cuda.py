@@ -25,7 +25,6 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.attention import Scoring
-from retrain.backends.local.learner import Size
 from retrain.backends.local.packing import pack
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.config import TrainConfig
@@ -147,7 +146,7 @@ def test_a_step_on_the_gpu_moves_the_adapter_as_on_the_cpu(tiny: Path) -> None:
     found = {}
     for device in ("cpu", "cuda"):
         learner = learner_for(policy_for(config, device=device), config)
-        totals = learner.accumulate([datums], Size.of(datums))
+        totals = learner._backward([datums])
         found[device] = (totals.metrics()["loss"], {n: g.cpu() for n, g in gradients(learner.policy).items()})
     assert found["cpu"][0] == pytest.approx(found["cuda"][0], rel=1e-3)
     for name, gradient in found["cpu"][1].items():
@@ -239,7 +238,7 @@ def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones
     assert float((shared - repeated).abs().mean()) < 2e-2
     together, alone = {}, {}
     for found, batches in ((together, [datums]), (alone, [[datum] for datum in datums])):
-        learner.accumulate(batches, Size.of([datum for batch in batches for datum in batch]))
+        learner._backward(batches)
         found.update(
             {n: m.grad.clone() for n, m in zip(learner.optimizer.names, learner.optimizer.masters, strict=True)}
         )
@@ -312,8 +311,7 @@ def test_a_whole_models_gradients_on_the_gpu_are_those_of_the_cpu(tiny: Path) ->
     found = []
     for device in ("cpu", "cuda"):
         made = learner_for(policy_for(config, device=device), config)
-        datums = random_datums(6 * [(20, 30)])
-        made.accumulate(made.split(datums), Size.of(datums))
+        made._backward(made.split(random_datums(6 * [(20, 30)])))
         found.append({n: p.grad.cpu() for n, p in made.policy.adapted.named_parameters() if p.grad is not None})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=0, atol=2e-3 * float(expected.abs().max()))

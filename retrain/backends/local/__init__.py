@@ -15,6 +15,8 @@ from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
+from retrain.distributed.place import find_place
+from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
 from retrain.plugins import REGISTRIES
 from retrain.sampling import training_distribution
@@ -25,6 +27,12 @@ __all__ = ["LocalBackend", "build", "check_server", "make_engine", "resolve_devi
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
     """One device samples and trains in turn; with several, or a server running ahead, one samples while one trains."""
+    place = find_place()
+    if place is not None:
+        raise ConfigError(
+            f"this process is rank {place.rank} of {place.world}, and each would train a model of its own.  "
+            "Try: retrain.distributed.run.train_on_ranks(config, place), or the command line"
+        )
     devices = resolve_devices(config.backend.devices, say)
     seed = config.training.seed
     say(f"Loading train model: {config.model.model} on {devices[-1]}...")

@@ -104,7 +104,7 @@ class Learner:
         self.memory.prepare(longest)
         while True:
             try:
-                return self.accumulate(self.split(datums), size)
+                return self._backward(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
@@ -125,8 +125,9 @@ class Learner:
         penalised = self.sampling.repetition_penalty != 1.0
         return pack(datums, self.policy.device, penalised, share=not self.policy.own_attention)
 
-    def accumulate(self, batches: Sequence[Sequence[Datum]], size: Size) -> Totals:
-        """Add up the gradients of micro-batches."""
+    def _backward(self, batches: Sequence[Sequence[Datum]], size: Size | None = None) -> Totals:
+        """Add up the gradients of micro-batches, which are the whole step unless its size is given."""
+        size = size or Size.of([datum for batch in batches for datum in batch])
         self.optimizer.clear()
         divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
         totals = Totals(self.policy.device)

@@ -103,7 +103,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             sepa_lambda = parts.sepa.resolve_lambda(step)
             masks = parts.planning.of(rollouts.groups) if parts.planning else None
             credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
-            datums = build_datums(rollouts.groups, credit)
+            datums = build_datums(rollouts.groups, credit, all_groups=parts.config.kl.beta > 0)
             # Still inside the try: an interrupt must find the problems either given back or the step under way.
             interrupts.hold()
         except BaseException:
@@ -143,11 +143,14 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
     return TrainResult(str(parts.folder.path), progress.step, rate, first, last, weights)
 
 
-def build_datums(groups: Sequence[Group], credit: Credit) -> list[Datum]:
-    """The rows worth training on: scored completions of groups that carry a signal."""
+def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = False) -> list[Datum]:
+    """The rows worth training on: scored completions of groups that carry a signal.
+
+    A penalty for leaving the reference concerns every completion, so with one `all_groups` take part.
+    """
     excluded = set(credit.excluded)
     datums = []
-    for at in credit.live():
+    for at in range(len(groups)) if all_groups else credit.live():
         group = groups[at]
         for index, completion in enumerate(group.completions_G):
             if (at, index) in excluded or not len(completion.token_ids_T):

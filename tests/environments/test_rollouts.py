@@ -218,6 +218,8 @@ def test_a_group_with_one_rollout_left_is_not_trained_on() -> None:
     groups = play(Plays(rollout), lambda _: next(answers), n=2, count=1)
     credit = CreditAssigner(Algorithm(), Gtpo(), Hicra()).assign(groups, None, 0)
     assert build_datums(groups, credit) == []
+    # With a penalty for leaving the reference the one that was scored takes part, and earns nothing.
+    assert [row.advantages_T.any() for row in build_datums(groups, credit, all_groups=True)] == [False]
 
 
 def test_more_than_half_failing_stops_the_run() -> None:

@@ -17,6 +17,10 @@ EVENTS = (
     "on_init_end", "on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end",
 )  # fmt: skip
 """The events that retrain's loop has."""
+ALIASES = {
+    "mean_reward": "reward", "kl_ref": "kl", "lr": "learning_rate", "max_token_hit_rate": "completions/clipped_ratio",
+}  # fmt: skip
+"""Metrics that TRL has under another name; `log_history` has both."""
 _WISHES = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -92,7 +96,8 @@ class Callbacks:
             self.losses.append(metrics["loss"])
         self._tell("on_step_end")
         row = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        row |= {"reward": self.reward, "epoch": self.state.epoch, "step": done}
+        row |= {theirs: row[ours] for ours, theirs in ALIASES.items() if ours in row}
+        row |= {"epoch": self.state.epoch, "step": done}
         every = self.config.logging.every
         if every and done % every == 0:
             self.state.log_history.append(row)

@@ -259,12 +259,12 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     epsilon_high: float | None = _trl(
         None, "`[loss] clip_high`", "Ratios above 1 + epsilon_high are clipped; None is epsilon.", low=0
     )
-    scale_rewards: str | bool = _trl(
+    scale_rewards: str = _trl(
         "group",
         "`[algorithm] advantage_mode`",
         "group (or True) divides advantages by the spread of the group: grpo_scaled; none (or False): grpo.",
         "test_scaled_advantages_have_a_spread_of_one",
-        choices=("group", "none", True, False),
+        choices=("group", "none"),
     )
     num_iterations: int = _trl(
         1, "none: always 1", "Updates a batch. Only 1: every batch is sampled afresh.", low=1, high=1
@@ -328,7 +328,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "test_intervals",
         above=0,
     )
-    report_to: str | list[str] | None = _run(
+    report_to: None | str | list[str] = _run(  # noqa: RUF036  (transformers' parser reads unions in this order)
         "none", "`[logging] wandb_project`, `trackio_project`", "wandb, trackio, both, or none."
     )
     run_name: str | None = _run(None, "`[logging] wandb_run_name`", "Name of the run in trackers.")
@@ -367,6 +367,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
 
     def __post_init__(self) -> None:
         """Check everything, then let transformers have its turn."""
+        if isinstance(self.scale_rewards, bool):
+            # As it was spelt before there were more than two ways.
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         hints = typing.get_type_hints(type(self))
         problems = [*find_inherited(self), *check_values(self, hints)]
         if not problems:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from retrain.errors import Problem
-from retrain.grpo.parameters import KEY, defaults
+from retrain.grpo.parameters import defaults, is_declared
 
 _SHARDING = "says how weights are sharded, which [distributed] of a TOML does.  Try: retrain distributed init"
 _HUB = (
@@ -47,6 +47,8 @@ _PREFIXES = {
     "eval_": _EVAL,
     "trackio_": "is of a Space.  Try: TRACKIO_SPACE_ID",
 }
+# What transformers' own parser of command lines gives where nothing was said.
+_UNSAID: dict[str, object] = {"include_num_input_tokens_seen": False, "debug": None}
 _OTHERWISE = "belongs to the training loop of transformers, which does not run here"
 
 
@@ -54,9 +56,9 @@ def find_inherited(config: Any) -> Iterator[Problem]:
     """A problem for each field that is not declared here and does not have its default."""
     usual = defaults(type(config))
     for field in dataclasses.fields(config):
-        value = vars(config)[field.name]
+        value, unsaid = vars(config)[field.name], _UNSAID.get(field.name, usual[field.name])
         # local_rank is written by launchers, not by users.
-        if KEY in field.metadata or value == usual[field.name] or field.name == "local_rank":
+        if is_declared(field) or value in (usual[field.name], unsaid) or field.name == "local_rank":
             continue
         reason, _, hint = _reason(field.name).partition("  ")
         yield Problem(field.name, f"= {value!r} cannot be used: it {reason}.", hint or "Leave it out.")

@@ -136,7 +136,7 @@ def _optimizer(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _algorithm(args: GRPOConfig) -> dict[str, Any]:
-    scaled = args.scale_rewards in ("group", True)
+    scaled = args.scale_rewards == "group"
     options: dict[str, Any] = {
         "algorithm.advantage_mode": "grpo_scaled" if scaled else "grpo",
         "algorithm.transform_mode": "none",

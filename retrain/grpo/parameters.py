@@ -15,8 +15,6 @@ from typing import Any
 
 from retrain.errors import Problem
 
-KEY = "retrain"
-
 
 @dataclass(frozen=True)
 class Declared:
@@ -37,16 +35,30 @@ class Declared:
     """The default in the table, where it is not a value."""
 
 
+class Help(str):
+    """The help text of a field, which carries its declaration: parsers of dataclasses take no other metadata."""
+
+    declared: Declared
+
+
 def parameter(default: Any, declared: Declared) -> Any:
     """A dataclass field that carries its declaration."""
-    metadata = {KEY: declared, "help": declared.does}
-    return dataclasses.field(default=default, metadata=metadata)
+    text = Help(declared.does)
+    text.declared = declared
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def is_declared(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field is one of ours, and not only inherited."""
+    return isinstance(field.metadata.get("help"), Help)
 
 
 def declarations(config: type) -> dict[str, Declared]:
     """Every declared parameter by name, in the order of its class; the fields begin with the inherited ones."""
     fields = {field.name: field for field in dataclasses.fields(config)}
-    return {name: fields[name].metadata[KEY] for name in config.__annotations__ if KEY in fields[name].metadata}
+    return {
+        name: fields[name].metadata["help"].declared for name in config.__annotations__ if is_declared(fields[name])
+    }
 
 
 def defaults(config: type) -> dict[str, Any]:

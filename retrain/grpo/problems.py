@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,12 @@ class NamesRewards:
         self.terms = terms
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group an example, in order."""
-        return self.inner.sample_and_score(engine, examples, sampling)
+        """One group an example, in order; an evaluation is told the rewards by name too."""
+        rollouts = self.inner.sample_and_score(engine, examples, sampling)
+        scores = rollouts.scores
+        mean = sum(score.value for score in scores) / max(1, len(scores))
+        told = {"reward": mean, **describe_terms(self.terms, scores)}
+        return replace(rollouts, metrics={**rollouts.metrics, **told})
 
     def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """What the other tells of a step's groups, and the mean of each reward."""

@@ -26,7 +26,7 @@ from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
 from retrain.grpo.models import ModelKeeper, read_model
 from retrain.grpo.problems import ScriptData, ScriptProblems, read_dataset
-from retrain.grpo.rewards import describe_terms, read_terms
+from retrain.grpo.rewards import read_terms
 from retrain.tokens import load_tokenizer
 from retrain.tracking.console import Console
 from retrain.trainer import resume, train
@@ -141,14 +141,9 @@ class GRPOTrainer:
         self.keeper.start(config)
         with assemble(config, supplied=self._supplied(told=False)) as parts:
             step = resume(parts).step
-            scorer, sampling = parts.evaluator.scorer, parts.evaluator.sampling
             # The step after next: a sampler that lags one step behind has the last update by then.
-            rollouts = scorer.sample_and_score(parts.backend.sampler(step + 1), self.held_out, sampling)
-            scores = rollouts.scores
-            metrics = {"eval_reward": sum(score.value for score in scores) / max(1, len(scores))}
-            named = describe_terms(self.terms, [score for group in rollouts.groups for score in group.scores_G])
-            metrics |= {f"eval_{key}": float(value) for key, value in named.items() if value is not None}
-        return metrics
+            metrics = parts.evaluator.run(parts.backend.sampler(step + 1)).metrics()
+        return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the newest weights (an adapter, or the whole model) and the tokenizer."""

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig
-from retrain.grpo.parameters import KEY, declarations
+from retrain.grpo.parameters import declarations, is_declared
 
 DOCUMENTED: dict[str, Any] = {
     "model_init_kwargs": None,
@@ -248,7 +248,7 @@ def _changed(field: dataclasses.Field[Any]) -> Any:
 INHERITED = [
     field
     for field in dataclasses.fields(GRPOConfig)
-    if KEY not in field.metadata and field.name != "local_rank" and field.init
+    if not is_declared(field) and field.name != "local_rank" and field.init
 ]
 
 
@@ -271,6 +271,12 @@ def test_it_is_a_dataclass_of_training_arguments() -> None:
     config = GRPOConfig("out", learning_rate=2e-5)
     assert isinstance(config, TrainingArguments) and dataclasses.is_dataclass(config)
     assert config.to_dict()["learning_rate"] == 2e-5
+
+
+def test_it_can_be_parsed_from_a_command_line() -> None:
+    words = ["--output_dir", "out", "--num_generations", "4", "--beta", "0.1", "--use_cpu", "--loss_type", "dr_grpo"]
+    (config,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)
+    assert (config.num_generations, config.beta, config.loss_type) == (4, 0.1, "dr_grpo")
 
 
 def test_all_wrong_values_come_in_one_error() -> None:

@@ -348,6 +348,17 @@ def test_nulls_of_trl_are_let_pass() -> None:
     assert trainer.args.output_dir == "builtin:tiny-GRPO"
 
 
+def test_an_evaluation_is_the_same_while_training_and_after(tmp_path: Path) -> None:
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
+    trainer = make(tmp_path / "run", eval_dataset=ROWS[:3], **arguments)
+    trainer.train()
+    last = logged(tmp_path / "run", "eval.jsonl")[-1]
+    found = trainer.evaluate()
+    assert found["eval_reward"] == last["eval_reward"] == found["eval_rewards/shortest/mean"] < 0
+    assert "eval_reward" in trainer.state.log_history[0] and "eval_reward" not in trainer.state.log_history[1]
+    assert {"reward", "learning_rate", "kl", "completions/clipped_ratio"} <= set(trainer.state.log_history[0])
+
+
 def test_an_evaluation_needs_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no eval_dataset"):
         make(tmp_path / "run").evaluate()

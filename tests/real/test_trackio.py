@@ -21,13 +21,18 @@ from pathlib import Path
 from retrain.config import load_config
 from retrain.tracking.background import InBackground
 from retrain.tracking.trackio import TrackioTracker
+from retrain.types import Completion, Example, Group, Score
+import numpy as np
 
 config = load_config(None, {"logging.trackio_project": "tests", "logging.wandb_run_name": "grpo+none_s7",
-                            "logging.wandb_group": "grpo+none"})
+                            "logging.wandb_group": "grpo+none", "logging.log_completions": True})
+answers = tuple(Completion(np.arange(2), np.zeros(2), text, "stop") for text in ("four", "five"))
+scores = (Score(1.0, "right"), Score(0.0, "wrong"))
+group = Group(Example("2 + 2?", "4"), np.arange(3), answers, scores, np.array([0.5, -0.5]))
 for step in range(2):
     tracker = InBackground("trackio", TrackioTracker(Path(".")), print)
     tracker.start(config)
-    tracker.log(step, {"loss": 0.5 + step, "mean_reward": 0.25, "bp_p_star": None, "condition": "grpo+none"}, ())
+    tracker.log(step, {"loss": 0.5 + step, "mean_reward": 0.25, "bp_p_star": None, "condition": "grpo+none"}, [group])
     tracker.finish()
 
 from trackio.sqlite_storage import SQLiteStorage
@@ -55,3 +60,8 @@ def test_a_run_and_its_resume_are_one_run_in_trackio(tmp_path: Path, side_venv: 
     assert [row["train/loss"] for row in found["rows"]] == [0.5, 1.5]
     assert {row["train/rewards/mean_reward"] for row in found["rows"]} == {0.25}
     assert "train/backpressure/p_star" not in found["rows"][0]
+    table = found["rows"][0]["completions"]
+    assert [(row["completion"], row["reward"], row["advantage"]) for row in table["_value"]] == [
+        ("four", 1.0, 0.5),
+        ("five", 0.0, -0.5),
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 from retrain.errors import Problem
 from retrain.grpo.parameters import defaults, is_declared
 
-_SHARDING = "says how weights are sharded, which [distributed] of a TOML does.  Try: retrain distributed init"
+_SHARDING = "says how weights are sharded, which the launcher does.  Try: accelerate launch --config_file zero3.yaml"
 _HUB = (
     "needs the Hugging Face hub, to which nothing is sent from here.  Try: trainer.save_model(), then upload the folder"
 )

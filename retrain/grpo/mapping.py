@@ -215,6 +215,27 @@ def _memory(args: GRPOConfig) -> dict[str, Any]:
         "memory.micro_batches": args.backprop_accumulation_steps or 0,
         "memory.micro_batch_rows": args.backprop_accumulation_micro_batch_size or 0,
         "distributed.gather_for_generation": args.ds3_gather_for_generation,
+        **sharding(os.environ),
+    }
+
+
+def sharding(environment: Mapping[str, str]) -> dict[str, Any]:
+    """How weights are sharded: a script is told by `accelerate launch`, through variables of its own."""
+
+    def says(name: str, value: str) -> bool:
+        return environment.get(f"ACCELERATE_{name}", "").lower() == value
+
+    if says("USE_FSDP", "true"):
+        return {"distributed.fsdp": True}
+    if not says("USE_DEEPSPEED", "true"):
+        return {}
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+    if stage not in ("0", "1", "3"):
+        raise ConfigError(f"accelerate's configuration asks for zero_stage {stage or 'none'}.  Try: 1 or 3")
+    return {
+        "distributed.zero_stage": int(stage),
+        "distributed.offload_optimizer": says("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+        "distributed.offload_parameters": says("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu"),
     }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from retrain.assemble import NOTHING, Supplied
 from retrain.backends import Backend
@@ -31,13 +30,6 @@ from retrain.trainer import TrainResult, train
 PATIENCE = timedelta(days=1)
 
 
-def _join(backends: str, place: Place) -> None:
-    """Meet the other ranks under names of our own: addresses of a group that is no more lie under the usual ones."""
-    store, rank, world = next(rendezvous("env://", place.rank, place.world))
-    named = dist.PrefixStore("retrain", store)
-    dist.init_process_group(backends, timeout=PATIENCE, store=named, rank=rank, world_size=world)
-
-
 def train_on_ranks(
     config: TrainConfig,
     place: Place,
@@ -51,7 +43,7 @@ def train_on_ranks(
     if dist.is_initialized():
         # By transformers, when a script made its TrainingArguments: with other backends, and little patience.
         dist.destroy_process_group()
-    _join("cpu:gloo,cuda:nccl" if uses_gpus else "gloo", place)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpus else "gloo", timeout=PATIENCE)
     if not place.leads:
         code = serve(place)
         sys.stdout.flush()

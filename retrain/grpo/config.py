@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import os
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from retrain.grpo.combinations import find_combinations
 from retrain.grpo.inherited import find_inherited
 from retrain.grpo.parameters import Declared, check_values, parameter
 
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TWIN = "test_a_parameter_reaches_its_twin"
 
 
@@ -39,6 +43,18 @@ _teaching = _group("Adaptive teaching")
 _logging = _group("Logging and debugging")
 _trl = _group("Arguments of TRL")
 _run = _group("TrainingArguments that are honoured")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hide what a launcher said: transformers would join the processes by itself, and retrain does when it trains."""
+    told = {name: value for name, value in os.environ.items() if name in LAUNCHED or name.startswith("ACCELERATE_USE_")}
+    for name in told:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(told)
 
 
 @dataclass
@@ -495,4 +511,5 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         if problems:
             count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
             raise ConfigError(f"GRPOConfig has {count}:", tuple(problems))
-        super().__post_init__()
+        with _alone():
+            super().__post_init__()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from retrain.errors import ConfigError
@@ -191,7 +193,10 @@ def test_a_group_must_divide_the_global_batch(monkeypatch: pytest.MonkeyPatch) -
         "1 = 10 completions a step.  Try: num_generations=2 or 5 or 10, or per_device_train_batch_size=4 or 6"
     )
     GRPOConfig("out", per_device_train_batch_size=6, gradient_accumulation_steps=2, num_generations=4)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    GRPOConfig("out", per_device_train_batch_size=6, num_generations=4)
+    assert not torch.distributed.is_initialized() and os.environ["RANK"] == "1"
     with pytest.raises(ConfigError, match=r"× processes 2 = 6 completions a step"):
         GRPOConfig("out", per_device_train_batch_size=3, num_generations=4)
 

@@ -25,10 +25,11 @@ _TWIN = "test_a_parameter_reaches_its_twin"
 
 
 def _group(group: str) -> Any:
-    """Declare parameters of one group; what every parameter is tested by comes first."""
+    """Declare parameters of one group; that one reaches its twin is tested of all, but for those that have none."""
 
     def declare(default: Any, twin: str, does: str, tested: str = "", **bounds: Any) -> Any:
-        return parameter(default, Declared(group, twin, does, f"{_TWIN} {tested}".strip(), **bounds))
+        first = "" if twin.startswith(("none: ", "`[[", "`[resume]", "`[distributed]")) else _TWIN
+        return parameter(default, Declared(group, twin, does, f"{first} {tested}".strip(), **bounds))
 
     return declare
 
@@ -100,7 +101,13 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "test_a_long_prompt_loses_its_beginning",
         low=1,
     )
-    max_completion_length: int = _generation(256, "`[training] max_tokens`", "Most new tokens a completion.", low=1)
+    max_completion_length: int = _generation(
+        256,
+        "`[training] max_tokens`",
+        "Most new tokens a completion.",
+        "test_a_completion_ends_with_its_stop_token_or_at_the_limit",
+        low=1,
+    )
     generation_aggregation_steps: int | None = _generation(
         None,
         "`[training] prompts_per_sampling`",
@@ -108,26 +115,57 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "test_aggregation_counts_prompts",
         low=1,
     )
-    temperature: float = _generation(0.7, "`[training] temperature`", "Sampling temperature.", above=0, high=100)
-    top_p: float = _generation(1.0, "`[training] top_p`", "Keep the likeliest tokens up to this mass.", above=0, high=1)
+    temperature: float = _generation(
+        0.7,
+        "`[training] temperature`",
+        "Sampling temperature.",
+        "test_every_option_draws_what_the_slow_version_draws",
+        above=0,
+        high=100,
+    )
+    top_p: float = _generation(
+        1.0,
+        "`[training] top_p`",
+        "Keep the likeliest tokens up to this mass.",
+        "test_every_option_draws_what_the_slow_version_draws",
+        above=0,
+        high=1,
+    )
     top_k: int | None = _generation(
-        None, "`[training] top_k`", "Keep only the k likeliest tokens; None or 0 keeps all.", low=0
+        None,
+        "`[training] top_k`",
+        "Keep only the k likeliest tokens; None or 0 keeps all.",
+        "test_every_option_draws_what_the_slow_version_draws",
+        low=0,
     )
     min_p: float | None = _generation(
-        None, "`[training] min_p`", "Drop tokens less likely than this share of the likeliest.", low=0, high=1
+        None,
+        "`[training] min_p`",
+        "Drop tokens less likely than this share of the likeliest.",
+        "test_every_option_draws_what_the_slow_version_draws",
+        low=0,
+        high=1,
     )
     repetition_penalty: float = _generation(
-        1.0, "`[training] repetition_penalty`", "Divide the logits of tokens already seen; 1 is off.", above=0, high=100
+        1.0,
+        "`[training] repetition_penalty`",
+        "Divide the logits of tokens already seen; 1 is off.",
+        "test_every_option_draws_what_the_slow_version_draws",
+        above=0,
+        high=100,
     )
 
     use_vllm: bool = _vllm(
         False,
         '`[inference] engine = "vllm"`, `launch`',
         "Start a vLLM server for the length of the run.",
-        "test_vllm_is_either_launched_or_found",
+        "test_vllm_is_either_launched_or_found test_a_run_trains_on_its_own_server_which_ends_with_it",
     )
     vllm_device: str = _vllm(
-        "auto", "`[inference] launch_device`", "Its device: cpu, cuda:N, or auto for the first GPU that does not train."
+        "auto",
+        "`[inference] launch_device`",
+        "Its device: cpu, cuda:N, or auto for the first GPU that does not train.",
+        "test_a_device_is_chosen",
     )
     vllm_gpu_memory_utilization: float = _vllm(
         0.9, "`[inference] gpu_memory_utilization`", "Share of the GPU's memory for model and cache.", above=0, high=1
@@ -152,7 +190,12 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         None, "`[inference] url`", "Port of the first server; None is 8000.", low=1, high=65535
     )
     vllm_server_timeout: float = _vllm(
-        120.0, "`[inference] wait_s`", "Seconds to wait for a server to come up.", above=0, high=86400
+        120.0,
+        "`[inference] wait_s`",
+        "Seconds to wait for a server to come up.",
+        "test_a_server_that_comes_up_late_is_waited_for",
+        above=0,
+        high=86400,
     )
     num_vllm_clients: int = _vllm(
         1, "`[inference] url`", "Servers that share the work, on ports that follow the first.", low=1, high=1024
@@ -162,7 +205,11 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         1e-6, "`[training] lr`", "Learning rate of AdamW at its highest.", above=0, high=10
     )
     beta: float = _algorithm(
-        0.04, "`[kl] beta`", "Weight of the KL penalty to the reference, by the k3 estimator; 0 is off.", low=0
+        0.04,
+        "`[kl] beta`",
+        "Weight of the KL penalty to the reference, by the k3 estimator; 0 is off.",
+        "test_the_penalty_adds_its_gradient_and_its_value",
+        low=0,
     )
     reward_weights: list[float] | None = _algorithm(
         None,
@@ -174,12 +221,23 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         False,
         "`[kl] sync_ref_model`",
         "Move the reference towards the policy now and then.",
-        "test_a_forbidden_combination_is_refused",
+        "test_a_forbidden_combination_is_refused test_the_reference_follows_in_steps_by_its_share_of_the_policy",
     )
     ref_model_mixup_alpha: float = _algorithm(
-        0.9, "`[kl] ref_model_mixup_alpha`", "Share of the policy in each such move.", low=0, high=1
+        0.9,
+        "`[kl] ref_model_mixup_alpha`",
+        "Share of the policy in each such move.",
+        "test_the_reference_follows_in_steps_by_its_share_of_the_policy",
+        low=0,
+        high=1,
     )
-    ref_model_sync_steps: int = _algorithm(64, "`[kl] ref_model_sync_steps`", "Steps between such moves.", low=1)
+    ref_model_sync_steps: int = _algorithm(
+        64,
+        "`[kl] ref_model_sync_steps`",
+        "Steps between such moves.",
+        "test_the_reference_follows_in_steps_by_its_share_of_the_policy",
+        low=1,
+    )
 
     ds3_gather_for_generation: bool = _memory(
         True,
@@ -188,35 +246,58 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "test_a_forbidden_combination_is_refused test_ungathered_weights_of_zero_3_reach_their_twin",
     )
     offload_untrained_models: bool = _memory(
-        False, "`[memory] offload_untrained_models`", "Keep frozen models in CPU memory between uses."
+        False,
+        "`[memory] offload_untrained_models`",
+        "Keep frozen models in CPU memory between uses.",
+        "test_an_offloaded_reference_gives_the_same_penalty test_a_student_that_waits_in_cpu_memory_draws_the_same",
     )
     backprop_accumulation_steps: int | None = _memory(
-        None, "`[memory] micro_batches`", "Passes that a step is split into, at least; None chooses.", low=1
+        None,
+        "`[memory] micro_batches`",
+        "Passes that a step is split into, at least; None chooses.",
+        "test_micro_batches_of_few_rows_have_the_gradient_of_one",
+        low=1,
     )
     backprop_accumulation_micro_batch_size: int | None = _memory(
-        None, "`[memory] micro_batch_rows`", "Most completions in one pass; None chooses.", low=1
+        None,
+        "`[memory] micro_batch_rows`",
+        "Most completions in one pass; None chooses.",
+        "test_micro_batches_of_few_rows_have_the_gradient_of_one",
+        low=1,
     )
 
     adaptive_teaching: bool = _teaching(
         False,
         "`[teaching] enabled`",
         "Train the model as a teacher of a frozen student.",
-        "test_a_forbidden_combination_is_refused",
+        "test_a_forbidden_combination_is_refused test_a_run_trains_the_teaching_and_logs_the_student",
     )
     student_model: str | None = _teaching(
-        None, "`[teaching] student_model`", "The student; None is the model as it was before training."
+        None,
+        "`[teaching] student_model`",
+        "The student; None is the model as it was before training.",
+        "test_another_student_reads_with_its_own_tokenizer",
     )
     max_probe_tokens: int = _teaching(
-        50, "`[teaching] max_probe_tokens`", "Most tokens of the student's diagnostic answer.", low=1
+        50,
+        "`[teaching] max_probe_tokens`",
+        "Most tokens of the student's diagnostic answer.",
+        "test_each_model_is_asked_what_its_template_says",
+        low=1,
     )
     degradation_penalty_multiplier: float = _teaching(
         2.0,
         "`[teaching] degradation_penalty_multiplier`",
         "Factor on the reward when teaching made the student worse.",
+        "test_multiplier_and_weight_scale_their_own_part_only",
         low=0,
     )
     efficiency_weight: float = _teaching(
-        1.0, "`[teaching] efficiency_weight`", "Weight of the bonus for short teaching.", low=0
+        1.0,
+        "`[teaching] efficiency_weight`",
+        "Weight of the bonus for short teaching.",
+        "test_multiplier_and_weight_scale_their_own_part_only",
+        low=0,
     )
     student_diagnostic_template: str | None = _teaching(
         None,
@@ -283,10 +364,19 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         choices=("group", "none"),
     )
     num_iterations: int = _trl(
-        1, "none: always 1", "Updates a batch. Only 1: every batch is sampled afresh.", low=1, high=1
+        1,
+        "none: always 1",
+        "Updates a batch. Only 1: every batch is sampled afresh.",
+        "test_a_wrong_value_is_refused_by_name",
+        low=1,
+        high=1,
     )
     mask_truncated_completions: bool = _trl(
-        False, "none: always False", "Leave cut completions out of the loss. Only False.", choices=(False,)
+        False,
+        "none: always False",
+        "Leave cut completions out of the loss. Only False.",
+        "test_a_wrong_value_is_refused_by_name",
+        choices=(False,),
     )
     num_generations_eval: int | None = _trl(
         None, "`[eval] samples`", "Completions a prompt of an evaluation; None is num_generations.", low=1
@@ -309,20 +399,40 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     )
     max_steps: int = _run(-1, "`[training] max_steps`", "Training steps; -1 counts epochs.", low=-1)
     lr_scheduler_type: SchedulerType | str = _run(
-        "linear", "`[optimizer] schedule`", "Learning rate after its warm-up.", "test_schedules_have_their_names"
+        "linear",
+        "`[optimizer] schedule`",
+        "Learning rate after its warm-up.",
+        "test_schedules_have_their_names test_every_schedule_is_that_of_transformers",
     )
     lr_scheduler_kwargs: dict[str, Any] | None = _run(None, "`[optimizer] schedule_args`", "Arguments of the schedule.")
     warmup_steps: float = _run(
-        0, "`[optimizer] warmup_steps`", "Steps over which the rate rises; below 1 a share of all steps.", low=0
+        0,
+        "`[optimizer] warmup_steps`",
+        "Steps over which the rate rises; below 1 a share of all steps.",
+        "test_every_schedule_is_that_of_transformers",
+        low=0,
     )
     optim: OptimizerNames | str = _run(
-        "adamw_torch_fused", "none: AdamW", "adamw_torch or adamw_torch_fused: both are AdamW in float32."
+        "adamw_torch_fused",
+        "none: AdamW",
+        "adamw_torch or adamw_torch_fused: both are AdamW in float32.",
+        "test_a_forbidden_combination_is_refused",
     )
-    weight_decay: float = _run(0.0, "`[training] weight_decay`", "AdamW weight decay.", low=0)
-    adam_beta1: float = _run(0.9, "`[optimizer] beta1`", "AdamW beta1.", low=0, high=1)
-    adam_beta2: float = _run(0.999, "`[optimizer] beta2`", "AdamW beta2.", low=0, high=1)
-    adam_epsilon: float = _run(1e-8, "`[optimizer] eps`", "AdamW epsilon.", above=0, high=1)
-    max_grad_norm: float = _run(1.0, "`[loss] grad_clip`", "Largest gradient norm; 0 is off.", low=0)
+    weight_decay: float = _run(
+        0.0, "`[training] weight_decay`", "AdamW weight decay.", "test_the_optimizer_is_adamw_as_configured", low=0
+    )
+    adam_beta1: float = _run(
+        0.9, "`[optimizer] beta1`", "AdamW beta1.", "test_the_optimizer_is_adamw_as_configured", low=0, high=1
+    )
+    adam_beta2: float = _run(
+        0.999, "`[optimizer] beta2`", "AdamW beta2.", "test_the_optimizer_is_adamw_as_configured", low=0, high=1
+    )
+    adam_epsilon: float = _run(
+        1e-8, "`[optimizer] eps`", "AdamW epsilon.", "test_the_optimizer_is_adamw_as_configured", above=0, high=1
+    )
+    max_grad_norm: float = _run(
+        1.0, "`[loss] grad_clip`", "Largest gradient norm; 0 is off.", "test_a_gradient_is_clipped_to_its_norm", low=0
+    )
     bf16: bool | None = _run(
         None, "`[model] dtype`", "True is bf16, False fp32, None bf16 on a GPU and fp32 on the CPU."
     )
@@ -330,9 +440,13 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         False,
         "`[memory] gradient_checkpointing`",
         "Always recompute activations; otherwise as many layers as memory asks for.",
+        "test_gradient_checkpointing_recomputes_and_gives_the_same_gradient",
     )
     gradient_checkpointing_kwargs: dict[str, Any] | None = _run(
-        None, "none: fixed", "Only use_reentrant=False, which is how activations are recomputed here."
+        None,
+        "none: fixed",
+        "Only use_reentrant=False, which is how activations are recomputed here.",
+        "test_a_forbidden_combination_is_refused",
     )
     logging_strategy: IntervalStrategy | str = _run(
         "steps", "`[logging] every`", "steps, epoch, or no: only metrics.jsonl has the steps.", "test_intervals"
@@ -354,7 +468,11 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
         "Project in trackers; WANDB_PROJECT wins for wandb.",
     )
     disable_tqdm: bool | None = _run(
-        None, "none: there is no bar", "Accepted: retrain prints lines and draws no bar.", choices=(True, False, None)
+        None,
+        "none: there is no bar",
+        "Accepted: retrain prints lines and draws no bar.",
+        "test_harmless_arguments_are_accepted",
+        choices=(True, False, None),
     )
     save_strategy: SaveStrategy | str = _run(
         "steps", "`[training] save_every`", "steps, epoch, or no: only the end is saved.", "test_intervals"

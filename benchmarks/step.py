@@ -62,6 +62,7 @@ def run_ours(workload: Workload, steps: int, device: str) -> None:
     register()
     alone = workload.prompts * workload.group == 1
     options = {
+        "model.lora_rank": workload.rank,
         "training.max_tokens": workload.tokens,
         "training.group_size": max(2, workload.group),
         "training.batch_size": workload.prompts,
@@ -121,6 +122,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
     rng = random.Random(0)
     # The tokenizer is a small one: single digits make a prompt of about the wanted length.
     text = "".join(str(rng.randrange(10)) + "+" for _ in range(PROMPT // 2 - 2))
+    adapter = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
     completions = workload.prompts * workload.group
     micro = min(16, completions)
     begun = cpu = 0.0
@@ -143,7 +145,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
         reward_funcs=lambda completions, **_: [rng.random() for _ in completions],
         train_dataset=Dataset.from_dict({"prompt": [text] * 64}),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=adapter if workload.rank else None,
         callbacks=[Clock()],
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(), max_steps=steps, num_generations=workload.group,

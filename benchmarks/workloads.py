@@ -54,6 +54,8 @@ class Workload:
     tokens: int
     stops: int = 0
     """How many tokens of the vocabulary end a completion."""
+    rank: int = 32
+    """That of the adapter; 0 trains the whole model."""
 
 
 WORKLOADS = {
@@ -61,6 +63,8 @@ WORKLOADS = {
     "w2": Workload("qwen3-4b", 8, 16, 2048, stops=240),
     "w3": Workload("qwen3-0.6b", 32, 16, 1024),
     "w4": Workload("smollm2-135m", 4, 4, 64),
+    "whole": Workload("qwen3-0.6b", 8, 16, 512, rank=0),
+    "whole-4b": Workload("qwen3-4b", 8, 16, 512, rank=0),
     "long": Workload("qwen3-4b", 1, 1, 16_384 - PROMPT),
 }
 

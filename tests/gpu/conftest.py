@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from e2e.tiny import write_model, write_tokenizer
+from e2e.tiny import FAMILIES, PlainTokenizer, write_model, write_tokenizer
+from transformers import AutoModelForCausalLM
+
+from retrain.backends.local.model import Policy
+from retrain.config import TrainConfig
+from retrain.inference_engine.pytorch import PyTorchEngine, build
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +22,19 @@ def cuda() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
+    settings = copy.deepcopy(FAMILIES["qwen3"])
+    settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
+    settings.max_position_embeddings = 4096
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("broad")
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    return folder
+
+
+def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
+    return build(policy, config.inference, PlainTokenizer(), lambda *_: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.tiny import (
-    FAMILIES,
-    PlainTokenizer,
     config_for,
     datums_of,
     learner_for,
@@ -28,38 +25,21 @@ from inference_engine.kernel_checks import (
     check_endings,
     check_frequencies,
 )
-from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import pack
-from retrain.config import TrainConfig
 from retrain.inference_engine import ServesTurns, Turn
-from retrain.inference_engine.pytorch import PyTorchEngine, ServingEngine, build, graphs
+from retrain.inference_engine.pytorch import ServingEngine, graphs
 from retrain.types import Completion, Sampling
+
+from .conftest import engine_on
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (4, 11, 37, 1)
 
 
-def engine_on(policy: Policy, config: TrainConfig) -> PyTorchEngine:
-    return build(policy, config.inference, PlainTokenizer(), lambda *_: None)
-
-
 def flat(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
     return [completion.token_ids_T.tolist() for group in groups for completion in group]
-
-
-@pytest.fixture(scope="module")
-def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
-    settings = copy.deepcopy(FAMILIES["qwen3"])
-    settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
-    settings.max_position_embeddings = 4096
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("broad")
-    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("shape", SHAPES)

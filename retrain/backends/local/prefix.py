@@ -59,6 +59,9 @@ class SharedPrefixAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
+        if len(self.stretches) == 1:
+            # One sequence needs no packing, and PyTorch then chooses among more kernels.
+            return causal_attention(query, key, value, scoring)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.spread is not None:
             k, v = (_Spreading.apply(tensor, self.spread) for tensor in (k, v))  # type: ignore[no-untyped-call]

@@ -82,10 +82,14 @@ class RankedBackend:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint like that of a single process; where every rank holds a part, all of them give theirs."""
-        if not self.learner.is_whole:
-            self.hub.tell_all(Save(path))
-        with self.hub.writing(), self.hub.explained():
+        if self.learner.is_whole:
+            with self.hub.writing():
+                self.own.save(path)
+            return
+        self.hub.tell_all(Save(path))
+        with self.hub.explained():
             self.own.save(path)
+        self.hub.collect()
 
     def load(self, path: Path) -> None:
         """Restore it on every rank."""

@@ -68,7 +68,8 @@ class Ranks:
         fallen, since, told = 0, 0.0, False
         while (code := self.processes[0].poll()) is None:
             if not since:
-                gone = [rank for rank, process in enumerate(self.processes) if rank and process.poll() is not None]
+                # One that ended with 0 was told that the run is over.
+                gone = [rank for rank, process in enumerate(self.processes) if rank and process.poll()]
                 fallen, since = (gone[0], time.monotonic()) if gone else (0, 0.0)
             elif time.monotonic() - since > KILL_AFTER_S:
                 break

@@ -47,6 +47,7 @@ def train_on_ranks(
     if not place.leads:
         code = serve(place)
         sys.stdout.flush()
+        sys.stderr.flush()
         # Not sys.exit: collectives that lost a member may hold threads that never end.
         os._exit(code)
     hub = Hub.open(place)

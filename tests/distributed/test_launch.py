@@ -123,7 +123,7 @@ def test_retrain_launch_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"],
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
         ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--mixed_precision", "no"],
     ],
     ids=["torchrun", "accelerate"],

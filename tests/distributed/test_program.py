@@ -78,8 +78,10 @@ def test_a_broken_reward_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "log" / "checkpoints" / "step_000000").is_dir()
 
 
-def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path) -> None:
-    code, printed, seconds = run_program(2, tmp_path, Break(0, "Train", "interrupt"), training__max_steps=999)
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path, fsdp: bool) -> None:
+    strike = Break(0, "Train", "interrupt")
+    code, printed, seconds = run_program(2, tmp_path, strike, training__max_steps=999, distributed__fsdp=fsdp)
     assert code == 130, printed
     assert seconds < 30
     assert "Interrupted. To go on: retrain --resume" in printed

@@ -13,6 +13,7 @@ from retrain.backends import Backend, Closes
 from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
+from retrain.config.absent import refuse_absent_parts
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
@@ -115,6 +116,7 @@ def assemble(
     supplied: Supplied = NOTHING,
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
+    refuse_absent_parts(config)
     with ExitStack() as stack:
         try:
             parts = _build(config, force_resume, console or Console(), stack, supplied)

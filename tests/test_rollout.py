@@ -65,10 +65,12 @@ def test_groups_come_in_order_with_their_own_prompt_and_scores() -> None:
 def test_a_reward_is_given_the_prompt_and_what_the_source_knows() -> None:
     made = scorer()
     made.sample_and_score(engine("right"), EXAMPLES[:2], Sampling(max_tokens=9))
-    assert made.reward.items == [  # type: ignore[attr-defined]
+    items: list[Item] = made.reward.items  # type: ignore[attr-defined]
+    assert [item._replace(token_ids=None) for item in items] == [
         Item("right", "0", "problem 0", {"level": 0}),
         Item("right", "1", "problem 1", {"level": 1}),
     ]
+    assert all(item.token_ids is not None and "".join(map(chr, item.token_ids)) == "right" for item in items)
 
 
 def test_failures_are_counted_apart_and_the_first_is_shown_once() -> None:

@@ -29,6 +29,7 @@ from retrain.campaign.shared import SharedModelProcess, refuse_unshared
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
+from retrain.config.absent import refuse_absent_parts
 from retrain.config.options import options_by_path
 from retrain.distributed.place import refuse_alone
 from retrain.errors import CheckpointError, ConfigError
@@ -48,6 +49,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     folder = choose_folder(config)
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
+        refuse_absent_parts(run.config)
         refuse_alone(run.config)
     if config.campaign is not None and config.campaign.stop_when:
         refuse_few_seeds(len(config.campaign.seeds))

@@ -24,6 +24,7 @@ from retrain.cli.model_files import find_model
 from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, find_config, load_environment
 from retrain.config import TrainConfig, load_config
+from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options
 from retrain.config.rules import values_of
@@ -221,7 +222,9 @@ def _wandb_needs_no_key() -> bool:
 
 
 def _check_parts(config: TrainConfig) -> Iterator[Check]:
-    """Dotted paths whose module is not there."""
+    """Choices that nothing here honours, and dotted paths whose module is not there."""
+    for problem in find_absent_parts(config):
+        yield Check("parts", problem.where, "missing", problem.text, problem.hint)
     values = values_of(config)
     for option in all_options():
         name = values.get(option.path)

@@ -15,6 +15,7 @@ from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment
 from retrain.config import TrainConfig, load_config
+from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options, options_by_path
 from retrain.config.rules import values_of
@@ -117,15 +118,16 @@ def find_changes(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def find_blockers(config: TrainConfig) -> list[str]:
-    """Sentences: models that are nowhere."""
+    """Sentences: choices that nothing here honours, and models that are nowhere."""
     models = {"[model] model": config.model.model}
     if config.teaching.student_model:
         models["[teaching] student_model"] = config.teaching.student_model
-    return [
+    nowhere = [
         f"{where} = {format_value(name)} is not there."
         for where, name in models.items()
         if config.kind != "squeeze" and find_model(name).found == "missing"
     ]
+    return [*(str(problem) for problem in find_absent_parts(config)), *nowhere]
 
 
 def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:

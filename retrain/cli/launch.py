@@ -8,6 +8,7 @@ import click
 
 from retrain.cli import train
 from retrain.config import load_config
+from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import overrides_from
 from retrain.distributed.launch import launch
 from retrain.distributed.place import refuse_on_ranks
@@ -27,5 +28,6 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
     train.load_environment(announce=False)
     loaded = load_config(train.find_config(parameters["config"], overrides), overrides)
+    refuse_absent_parts(loaded)
     refuse_on_ranks(loaded, {})
     return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

@@ -13,6 +13,7 @@ import click
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, load_config
+from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.errors import ConfigError, RetrainError
@@ -98,6 +99,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run what the file describes."""
+    refuse_absent_parts(config)
     if config.squeeze is not None and config.kind == "squeeze":
         if force_resume or config.resume.from_:
             raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")

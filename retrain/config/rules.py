@@ -131,21 +131,6 @@ def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("[model] init_kwargs", f"has {name!r}, which is not for it to say.", hint)
 
 
-def kernels_are_built(config: TrainConfig) -> Iterator[Problem]:
-    """Values that other engines may have and the one in this process has not."""
-    if config.inference.engine != "pytorch":
-        return
-    sources = "are C++ sources, built for one generation of GPUs where they run"
-    for key, value, reason, others in (
-        ("attention_kernel", "tk", f"ThunderKittens {sources}", "default, flash, triton"),
-        ("attention_kernel", "cutlass", f"CUTLASS kernels {sources}", "default, flash, triton"),
-        ("dtype", "fp4", "only Blackwell GPUs have 4-bit products, and it does not use them", "auto, bf16, fp8"),
-    ):
-        if values_of(config)[f"inference.{key}"] == value:
-            told = f"= {show_value(value)} is not for the pytorch engine: {reason}."
-            yield Problem(f"[inference] {key}", told, f"Try: {others}")
-
-
 def micro_batches_are_cut_one_way(config: TrainConfig) -> Iterator[Problem]:
     """How many there are and how large they are is one choice."""
     if config.memory.micro_batches and config.memory.micro_batch_rows:
@@ -565,7 +550,6 @@ RELATION_RULES: tuple[Rule, ...] = (
     weights_are_sharded_one_way,
     split_mode_has_no_dropout,
     whole_models_are_trained_here,
-    kernels_are_built,
     micro_batches_are_cut_one_way,
     reference_has_a_use,
     runs_are_measured_one_way,

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from retrain.assemble import Supplied, assemble
+from retrain.backends.local import build_alone
 from retrain.builtin import resolve_model
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
@@ -139,7 +140,9 @@ class GRPOTrainer:
         newest = str(folder) if (folder / "checkpoints").is_dir() else ""
         config = self.config(newest)
         self.keeper.start(config)
-        with assemble(config, supplied=self._supplied(told=False)) as parts:
+        # Of several ranks only the first is left by now.
+        supplied = replace(self._supplied(told=False), backend=build_alone)
+        with assemble(config, supplied=supplied) as parts:
             step = resume(parts).step
             # The step after next: a sampler that lags one step behind has the last update by then.
             metrics = parts.evaluator.run(parts.backend.sampler(step + 1)).metrics()

@@ -140,6 +140,7 @@ def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     ("text", "name"),
     [
+        ('[inference]\nattention_kernel = "tk"\n', "[inference] attention_kernel"),
         ('[algorithm]\ntransform_mode = "no_such_module_here.spec"\n', "[algorithm] transform_mode"),
         ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
         ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),

@@ -195,6 +195,19 @@ def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[st
     assert engine == {"name": "tinker", "url": "http://there:1", "backend": "tinker", "devices": "the service"}
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("attention_kernel", "tk"), ("attention_kernel", "cutlass"), ("dtype", "fp4")]
+)
+def test_a_choice_that_nothing_here_honours_is_said_to_block(
+    capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
+    _write(f'[inference]\n{key} = "{value}"\n')
+    wanted = f'[inference] {key} = "{value}" is not for the pytorch engine: '
+    assert any(line.startswith(wanted) for line in _explain(capsys)["blockers"])
+    assert run(["retrain.toml"]) == 2
+    assert wanted in capsys.readouterr().err
+
+
 def test_a_wrong_file_is_explained_as_training_would(capsys: pytest.CaptureFixture[str]) -> None:
     _write("[training]\nlr = -1\n")
     assert run(["explain"]) == 2

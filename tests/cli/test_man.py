@@ -29,6 +29,8 @@ TOPICS = [
     "squeeze",
     "plugins",
     "environments",
+    "several-processes",
+    "from-python",
     "logging",
     "files",
     "exit-status",

@@ -26,8 +26,6 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("whole_models_are_trained_here", {"model": {"lora_rank": 0}}),
     ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"use_cache": False}}}),
     ("micro_batches_are_cut_one_way", {"memory": {"micro_batches": 4}}),
-    ("kernels_are_built", {"inference": {"attention_kernel": "triton", "dtype": "fp8"}}),
-    ("kernels_are_built", {"inference": {"engine": "mine.Engine", "attention_kernel": "tk"}}),
     ("runs_are_measured_one_way", {"training": {"epochs": 1.5}}),
     ("reference_has_a_use", {"kl": {"beta": 0.1, "sync_ref_model": True}}),
     ("schedule_is_sound", {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}),
@@ -149,14 +147,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "whole_models_are_trained_here",
         {"model": {"lora_rank": 0}, "backend": {"backend": "tinker"}},
         "tinker trains adapters",
-    ),
-    *(
-        (
-            "kernels_are_built",
-            {"inference": {key: value}},
-            f'[inference] {key} = "{value}" is not for the pytorch engine',
-        )
-        for key, value in (("attention_kernel", "tk"), ("attention_kernel", "cutlass"), ("dtype", "fp4"))
     ),
     ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"torch_dtype": "float16"}}}, "Try: [model] dtype"),
     ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"load_in_4bit": True}}}, "Quantised weights"),

@@ -362,12 +362,12 @@ def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
 
 
 def test_a_request_that_hangs_is_given_up_and_sent_again(rig: Make, server: Loopback) -> None:
-    one = rig(server, timeout_s=1.0)
+    one = rig(server, timeout_s=3.0)
     one.check()
     gate = threading.Event()
 
     def hang(body: dict[str, Any]) -> None:
-        gate.wait(3)
+        gate.wait(30)
 
     server.faults = [hang]
     groups = one.engine.generate(PROMPTS, SAMPLING)

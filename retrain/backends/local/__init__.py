@@ -22,7 +22,7 @@ from retrain.plugins import REGISTRIES
 from retrain.sampling import training_distribution
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["LocalBackend", "build", "check_server", "make_engine", "resolve_devices"]
+__all__ = ["LocalBackend", "build", "build_alone", "check_server", "make_engine", "resolve_devices"]
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
@@ -33,6 +33,11 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
             f"this process is rank {place.rank} of {place.world}, and each would train a model of its own.  "
             "Try: retrain.distributed.run.train_on_ranks(config, place), or the command line"
         )
+    return build_alone(config, tokenizer, say, progress)
+
+
+def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
+    """The same wherever this process stands among others, none of which is to help."""
     devices = resolve_devices(config.backend.devices, say)
     seed = config.training.seed
     say(f"Loading train model: {config.model.model} on {devices[-1]}...")

@@ -220,6 +220,8 @@ class Workload:
     recompute: bool = False
     samples_here: bool = True
     """Whether this process samples as well, with a folded copy of the adapted matrices and a cache."""
+    keeps_reference: bool = False
+    """Whether a frozen copy of the whole model stays beside the one that learns."""
 
     @property
     def completions(self) -> int:
@@ -246,6 +248,8 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
         cache_width={"auto": width, "bf16": 2, "fp8": 1, "int8": 1}[config.inference.kv_cache_dtype],
         micro_batch_tokens=config.memory.micro_batch_tokens, recompute=config.memory.gradient_checkpointing,
         samples_here=config.inference.engine == "pytorch" and "," not in config.backend.devices,
+        keeps_reference=bool(config.kl.beta and not config.model.lora_rank)
+        and not config.memory.offload_untrained_models,
     )  # fmt: skip
 
 
@@ -271,7 +275,7 @@ class MemoryPlan:
 def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> MemoryPlan:
     """What a step of this workload holds at its peak, on a card of `memory` bytes or one that is large enough."""
     cost = TrainingCost(shape, work.rank, work.width)
-    weights = shape.parameters * work.width
+    weights = shape.parameters * work.width * (2 if work.keeps_reference else 1)
     # A model that is trained as a whole is sampled from as it is, and its weights are counted already.
     copy = shape.adapted_parameters(work.target_modules) * work.width if work.samples_here and work.rank else 0
     held = ADAPTER_BYTES[work.width] - (0 if work.rank else work.width)

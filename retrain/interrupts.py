@@ -71,3 +71,33 @@ class Interrupts:
         self.holding = False
         if self.waiting:
             raise KeyboardInterrupt
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let signals wait until this is over: what they would cut in two others could not put together again.
+
+    Whoever insists is let through. Idle outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) >= INSISTING:
+            raise KeyboardInterrupt
+
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    # What is ignored stays so.
+    caught = {number: handler for number, handler in previous.items() if callable(handler)}
+    for number in caught:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+    for which, frame in came:
+        caught[signal.Signals(which)](which, frame)

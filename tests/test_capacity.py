@@ -187,3 +187,16 @@ def test_cards_are_found_by_any_part_of_their_name() -> None:
     at_best = step_time(qwen(), W1, h200)
     assert at_best.likely == pytest.approx(2 * (at_best.sample + at_best.train))
     assert math.isfinite(at_best.likely)
+
+
+def test_training_the_whole_model_needs_no_copy_to_sample_from_but_a_reference_is_one() -> None:
+    shape = read_shape(QWEN3_4B)
+    assert shape is not None
+    config = load_config(None, {"model.lora_rank": 0, "model.dtype": "bf16"})
+    plan = plan_memory(shape, workload_of(config, 64))
+    # Weights in bf16, and their gradients, float32 masters with gradients, and moments.
+    assert (plan.weights, plan.sampling_copy, plan.adapter) == (2 * shape.parameters, 0, 18 * shape.parameters)
+    held = load_config(None, {"model.lora_rank": 0, "model.dtype": "bf16", "kl.beta": 0.1})
+    assert plan_memory(shape, workload_of(held, 64)).weights == 2 * plan.weights
+    away = {"model.lora_rank": 0, "model.dtype": "bf16", "kl.beta": 0.1, "memory.offload_untrained_models": True}
+    assert plan_memory(shape, workload_of(load_config(None, away), 64)).weights == plan.weights

@@ -11,11 +11,13 @@ from retrain import cli
 
 # From Linux's sys/prctl.h: the signal to receive when the parent ends.
 _PR_SET_PDEATHSIG = 1
+# Whoever starts this process says who it is: dead already, it would be taken for whoever adopted us.
+PARENT = "RETRAIN_PARENT"
 
 
 def end_with_parent() -> None:
     """Ask for SIGTERM at the parent's death. Where the system has no such thing, runs end by themselves."""
-    parent = os.getppid()
+    parent = int(os.environ.pop(PARENT, os.getppid()))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

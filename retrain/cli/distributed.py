@@ -8,6 +8,7 @@ import click
 
 from retrain.cli.console import confirm_overwrite
 from retrain.distributed.starters import starter_files
+from retrain.errors import ConfigError
 
 
 @click.group("distributed")
@@ -24,9 +25,12 @@ def init(folder: Path, processes: int, force: bool) -> int:
     files = starter_files(folder, processes)
     for name in files:
         confirm_overwrite(folder / name, force)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-        click.echo(f"Wrote {folder / name}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            click.echo(f"Wrote {folder / name}")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to: {error}.") from error
     click.echo("Each says in its first lines how to use it and what config.toml must say.")
     return 0

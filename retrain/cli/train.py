@@ -100,6 +100,11 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run what the file describes."""
     refuse_absent_parts(config)
+    place = find_place()
+    if place is not None:
+        refuse_on_ranks(config)
+    elif config.kind == "train":
+        refuse_alone(config)
     if config.squeeze is not None and config.kind == "squeeze":
         if force_resume or config.resume.from_:
             raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")
@@ -107,11 +112,6 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
 
         squeeze(config.squeeze, _say, config.model.lora_rank, config.model.base_url)
         return 0
-    place = find_place()
-    if place is None:
-        refuse_alone(config)
-    else:
-        refuse_on_ranks(config)
     try:
         result = _train(config, force_resume, place)
     except KeyboardInterrupt:
@@ -147,7 +147,9 @@ def how_to_go_on(config: TrainConfig) -> str:
     """The command that resumes the run, or "" when nothing was saved yet."""
     log_dir = Path(config.logging.log_dir).expanduser()
     saved = (log_dir / "trainer_state.json").exists()
-    return f"To go on: retrain --resume {shlex.quote(str(log_dir))}" if saved else ""
+    place = find_place()
+    command = f"retrain launch --processes {place.world}" if place is not None else "retrain"
+    return f"To go on: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""
 
 
 def _say(line: str, err: bool = False) -> None:

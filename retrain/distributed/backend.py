@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from retrain.backends import FrozenModel
 from retrain.backends.local import LocalBackend
 from retrain.backends.local.learner import Size
 from retrain.backends.local.split import watched
+from retrain.config import TrainConfig
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.links import Hub
 from retrain.distributed.orders import Load, Sample, Save, Sync, Train
 from retrain.distributed.shares import share_datums, share_prompts
-from retrain.inference_engine import InferenceEngine
+from retrain.inference_engine import InferenceEngine, Progress
+from retrain.interrupts import deferred
 from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
 
 
@@ -63,11 +67,19 @@ class RankedBackend:
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine, with the newest weights on every rank."""
-        self.hub.tell_all(Sync(step))
-        with self.hub.explained():
-            self.own.sampler(step)
-        self.hub.collect()
+        # A rank that left a collective half-way would leave the others waiting in it.
+        with deferred():
+            self.hub.tell_all(Sync(step))
+            with self.hub.explained():
+                self.own.sampler(step)
+            self.hub.collect()
         return self.engine
+
+    def frozen(
+        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    ) -> FrozenModel:
+        """The student, on this rank alone."""
+        return self.own.frozen(config, tokenizer, say, progress)
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimiser step: every rank computes the gradient of its share, and all take the step of their sum."""

@@ -16,6 +16,7 @@ from types import FrameType
 
 import click
 
+from retrain.campaign.child import PARENT
 from retrain.campaign.processes import CHILD
 from retrain.interrupts import SIGNALS
 
@@ -39,6 +40,7 @@ class Ranks:
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            PARENT: str(os.getpid()),
         }
         threads = max(1, (os.cpu_count() or 1) // processes)
         shared.setdefault("OMP_NUM_THREADS", str(threads))
@@ -48,7 +50,8 @@ class Ranks:
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         if rank == 0:
-            return subprocess.Popen(self.command, env=environment, process_group=0)
+            # Without a terminal: what reads from it would be stopped, in a group of its own as it is.
+            return subprocess.Popen(self.command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
         with self.log_of(rank).open("wb") as log:
             return subprocess.Popen(
                 self.command, env=environment, process_group=0, stdin=subprocess.DEVNULL, stdout=log, stderr=log

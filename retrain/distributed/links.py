@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from retrain.distributed.place import Place
 from retrain.errors import BackendError
+from retrain.interrupts import deferred
 
 # A process that does not end by itself, since it hangs in a collective with one that is gone, is ended after this.
 GRACE_S = 40.0
@@ -143,9 +144,10 @@ class Hub:
         """Give ranks their orders, once they have answered the ones before."""
         self.collect()
         self.number += 1
-        for rank, order in orders.items():
-            self.owed[rank] = self.number
-            self._send(rank, Command(self.number, order))
+        with deferred():
+            for rank, order in orders.items():
+                self.owed[rank] = self.number
+                self._send(rank, Command(self.number, order))
 
     def tell_all(self, order: Any) -> None:
         """Give every other rank the same order."""

@@ -100,8 +100,16 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
             ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
         ):
             said = environment.get(f"ACCELERATE_{variable}", wanted)
-            if said != wanted:
+            if said != wanted and not _same_number(said, wanted):
                 yield Problem(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
+    for variable, harmless, what in (
+        ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps"),
+        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", ("", "none"), "deepspeed_config_file"),
+        ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM"),
+    ):
+        if environment.get(variable, "").lower() not in harmless:
+            yield Problem("[distributed]", f"knows nothing of {what}, which accelerate's configuration sets.")
     mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no":
         yield Problem(
@@ -109,6 +117,13 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
             f"says what weights are computed in, but accelerate's configuration has mixed_precision {mixed!r}.",
             "Try: mixed_precision: 'no'",
         )
+
+
+def _same_number(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False
 
 
 def _place(offloaded: bool) -> str:

@@ -22,12 +22,15 @@ from retrain.distributed.links import Hub
 from retrain.distributed.orders import Build
 from retrain.distributed.place import Place, refuse_on_ranks
 from retrain.distributed.worker import serve
+from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, train
 
 # A rank waits for the slowest, however long that takes; one that is gone is noticed on the links.
 PATIENCE = timedelta(days=1)
+_ENDED: list[int] = []
+"""Filled when the run is over, and with it the other processes."""
 
 
 def train_on_ranks(
@@ -39,6 +42,8 @@ def train_on_ranks(
 ) -> TrainResult:
     """Run a configuration on rank 0 with the others' help. On every other rank this serves, and ends the process."""
     refuse_on_ranks(config)
+    if _ENDED:
+        raise ConfigError("the other ranks ended with the first run of this script.  Try: one run a script")
     uses_gpus = torch.cuda.is_available() and config.backend.devices != "cpu"
     if dist.is_initialized():
         # By transformers, when a script made its TrainingArguments: with other backends, and little patience.
@@ -62,6 +67,7 @@ def train_on_ranks(
     try:
         return train(config, force_resume, console, replace(supplied, backend=make_backend))
     finally:
+        _ENDED.append(place.rank)
         hub.close()
         if hub.failure is None:
             with suppress(RuntimeError):

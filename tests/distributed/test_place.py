@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from retrain import cli
 from retrain.backends.local.packing import length_of
 from retrain.config import build_config
+from retrain.distributed import run
 from retrain.distributed.build import find_device
 from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.distributed.shares import share_datums, share_prompts
@@ -54,6 +55,9 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
             "[distributed] offload_parameters means none to DeepSpeed, but accelerate's configuration says cpu",
         ),
         ({"zero_stage": 3}, ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "0.3"}, "[loss] grad_clip means 1.0"),
+        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, "knows nothing of gradient_accumulation_steps"),
+        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "knows nothing of Megatron-LM"),
+        ({"fsdp": True}, {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision 'fp16'"),
     ],
 )
@@ -141,3 +145,20 @@ def test_starter_files_are_written_and_accelerate_reads_them(
     assert "srun" in (tmp_path / "here" / "slurm.sh").read_text()
     assert cli.run(["distributed", "init", "here"]) == 2
     assert "exists and was left as it is" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.run(["distributed", "init", str(tmp_path / "file" / "folder")]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+def test_a_second_run_of_a_script_is_refused_since_the_other_ranks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_ENDED", [0])
+    with pytest.raises(ConfigError, match="the other ranks ended with the first run"):
+        run.train_on_ranks(build_config({}, {}, "run.toml"), Place(0, 2, 0, 2))
+
+
+def test_a_number_is_the_same_however_it_is_written() -> None:
+    config = build_config({"distributed": {"zero_stage": 3}}, {}, "run.toml")
+    refuse_on_ranks(config, ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "1"})

@@ -132,7 +132,10 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
         return
     yield from _check_parts(config)
     if config.kind != "squeeze":
-        yield _check_model(config)
+        yield _check_model(config, config.model.model)
+        if config.teaching.student_model:
+            student = config.teaching.student_model
+            yield _check_model(config, student, "student", "[teaching] student_model")
     yield from _check_inputs(config)
     yield from _check_disk(config)
 
@@ -262,21 +265,18 @@ def _check_module(where: str, module: str, search_paths: tuple[str, ...]) -> Che
     return Check("parts", where, "missing", f"there is no module {module}", fix)
 
 
-def _check_model(config: TrainConfig) -> Check:
-    name = config.model.model
+def _check_model(config: TrainConfig, name: str, what: str = "model", where: str = "[model] model") -> Check:
     files = find_model(name)
     if files.folder is not None:
-        return Check("files", "model", "ok", f"{name} ({files.folder})")
+        return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":
-        return Check("files", "model", "missing", f"there is no folder {name}", "set [model] model to one that exists")
+        return Check("files", what, "missing", f"there is no folder {name}", f"set {where} to one that exists")
     if config.backend.backend != "local":
-        return Check("files", "model", "ok", f"{name} (the service has it)")
+        return Check("files", what, "ok", f"{name} (the service has it)")
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
         fix = f"HF_HUB_OFFLINE=0 hf download {name}"
-        return Check("files", "model", "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
-    return Check(
-        "files", "model", "warning", f"{name} is not in the cache; the run downloads it", f"hf download {name}"
-    )
+        return Check("files", what, "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
+    return Check("files", what, "warning", f"{name} is not in the cache; the run downloads it", f"hf download {name}")
 
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:

@@ -145,6 +145,10 @@ def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatc
         ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
         ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),
         ('[model]\nmodel = "./absent"\n', "model"),
+        (
+            '[algorithm]\nadvantage_mode = "grpo"\n[teaching]\nenabled = true\nstudent_model = "a/b/student"\n',
+            "student",
+        ),
         ('[resume]\nfrom = "absent"\n', "[resume] from"),
         ('[squeeze]\nadapter_path = "absent"\n', "[squeeze] adapter_path"),
         ('[logging]\nlog_dir = "retrain.toml/logs"\n', "[logging] log_dir"),

@@ -4,23 +4,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, Problem
 from retrain.grpo.combinations import find_combinations
 from retrain.grpo.inherited import find_inherited
 from retrain.grpo.parameters import Declared, check_values, parameter
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Names of TRL, and of older transformers, and what stands for them here.
+RENAMED = {
+    "vllm_mode": "use_vllm=True (a server of the run's own) or use_vllm_server=True",
+    "vllm_server_base_url": "use_vllm_server=True with vllm_host and vllm_port",
+    "vllm_server_host": "vllm_host",
+    "vllm_server_port": "vllm_port",
+    "vllm_max_model_length": "vllm_max_model_len",
+    "steps_per_generation": "generation_aggregation_steps",
+    "generation_batch_size": "per_device_train_batch_size and generation_aggregation_steps",
+    "warmup_ratio": "warmup_steps below 1",
+    "logging_dir": "output_dir, which holds the logs",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+}
 _TWIN = "test_a_parameter_reaches_its_twin"
 
 
@@ -513,3 +530,24 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
             raise ConfigError(f"GRPOConfig has {count}:", tuple(problems))
         with _alone():
             super().__post_init__()
+
+
+def _refusing_strangers(made: Any) -> Any:
+    """The dataclass's own `__init__`, with a sentence for arguments that it does not know."""
+
+    @functools.wraps(made)
+    def checked(self: Any, *args: Any, **arguments: Any) -> None:
+        known = [field.name for field in dataclasses.fields(self)]
+        problems = []
+        for name in (name for name in arguments if name not in known):
+            close = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else "Leave it out; docs/grpo.md lists what there is."
+            problems.append(Problem(name, "is not known.", f"Try: {RENAMED[name]}" if name in RENAMED else hint))
+        if problems:
+            raise ConfigError("GRPOConfig was given arguments that it does not have:", tuple(problems))
+        made(self, *args, **arguments)
+
+    return checked
+
+
+GRPOConfig.__init__ = _refusing_strangers(GRPOConfig.__init__)  # type: ignore[method-assign]

@@ -145,4 +145,6 @@ def docs_table(config: type) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("[", "\\[")
+    # Between backticks a bracket begins no link, and a backslash would show.
+    parts = [part if at % 2 else part.replace("[", "\\[") for at, part in enumerate(text.split("`"))]
+    return "`".join(parts).replace("|", "\\|")

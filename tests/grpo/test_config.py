@@ -290,6 +290,16 @@ def test_all_wrong_values_come_in_one_error() -> None:
     assert [problem.where for problem in error.value.problems] == ["fp16", "top_p", "beta"]
 
 
-def test_an_argument_that_there_is_not_is_refused() -> None:
-    with pytest.raises(TypeError, match="learning_rat"):
-        GRPOConfig("out", learning_rat=1.0)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lerning_rate", "Did you mean learning_rate?"),
+        ("vllm_mode", "Try: use_vllm=True"),
+        ("warmup_ratio", "Try: warmup_steps below 1"),
+        ("qqqqqq", "Leave it out"),
+    ],
+)
+def test_an_argument_that_is_not_there_is_refused_with_what_stands_for_it(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        GRPOConfig(**{name: 1})
+    assert f"{name} is not known." in str(refused.value) and words in str(refused.value)

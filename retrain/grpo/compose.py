@@ -19,7 +19,7 @@ try:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from yaml import YAMLError  # type: ignore[import-untyped]
 except ImportError as error:
     raise MissingExtraError(
         'retrain grpo needs the package hydra-core, which is not installed.  Try: pip install -e ".[grpo]"'
@@ -66,8 +66,10 @@ def merge(settings: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
     merged = dict(settings)
     for key, value in later.items():
         before = merged.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(before, value) if both else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(before, value)
+        else:
+            merged[key] = value
     return merged
 
 

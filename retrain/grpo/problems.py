@@ -50,7 +50,9 @@ def read_dataset(dataset: object, what: str, terms: Sequence[Term], keep_columns
         raise_for_rows(problems, what)
     if not examples:
         raise ConfigError(f"{what} has no rows.")
-    return examples
+    # As in a Dataset, a column that a row lacks is None there.
+    columns = dict.fromkeys(name for example in examples for name in example.meta)
+    return [replace(example, meta={name: example.meta.get(name) for name in columns}) for example in examples]
 
 
 def _rows(dataset: Any, what: str) -> Iterable[Any]:

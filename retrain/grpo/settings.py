@@ -143,13 +143,13 @@ def _are_names(value: object) -> bool:
 def _splits_of_a_file(data: Mapping[str, Any]) -> list[Problem]:
     """A file, or a dataset saved without splits, is all there is: a split of it would be the whole again."""
     path = Path(str(data["dataset_id_or_path"])).expanduser()
-    splits = ("train_split", "val_split")
+    idle = ["train_split", "val_split", "dataset_config"]
     if path.is_file() and path.suffix in FILES:
-        what, idle = "a file, which has no splits or configurations", (*splits, "dataset_config")
+        what = "a file, which has no splits or configurations"
     elif (path / "dataset_dict.json").exists():
-        what, idle = "a saved dataset, which has no configurations", ("dataset_config",)
+        what, idle = "a saved dataset, which has no configurations", ["dataset_config"]
     elif (path / "dataset_info.json").exists():
-        what, idle = "a saved dataset without splits or configurations", (*splits, "dataset_config")
+        what = "a saved dataset without splits or configurations"
     else:
         return []
     # "train" is what the whole of a file is called.

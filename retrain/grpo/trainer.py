@@ -26,7 +26,7 @@ from retrain.grpo.combinations import global_batch
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
 from retrain.grpo.models import ModelKeeper, read_model
-from retrain.grpo.problems import ScriptData, ScriptProblems, read_dataset
+from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, read_dataset
 from retrain.grpo.rewards import read_terms
 from retrain.tokens import load_tokenizer
 from retrain.tracking.console import Console
@@ -78,6 +78,7 @@ class GRPOTrainer:
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.examples = read_dataset(train_dataset, "train_dataset", self.terms, keep)
+        self.prompts = PromptsKeeper(self.examples)
         self.held_out: list[Example] = []
         if eval_dataset is not None:
             self.held_out = read_dataset(eval_dataset, "eval_dataset", self.terms, keep)
@@ -135,7 +136,10 @@ class GRPOTrainer:
 
     def _find_step(self, folder: str) -> None:
         """What callbacks and rewards see of the run before its first step."""
-        step = Checkpoints(Path(folder), 1, lambda line: None).newest().step if folder else 0
+        step = 0
+        if folder:
+            self.prompts.check(Path(folder).expanduser())
+            step = Checkpoints(Path(folder).expanduser(), 1, lambda line: None).newest().step
         self.state.global_step = step
         self.state.epoch = step / self.callbacks.epoch_steps
 
@@ -205,7 +209,7 @@ class GRPOTrainer:
         def problems(config: TrainConfig, console: Console) -> ScriptProblems:
             return ScriptProblems(data, config, console)
 
-        trackers = (self.keeper, self.callbacks) if told else ()
+        trackers = (self.keeper, self.prompts, self.callbacks) if told else ()
         return Supplied(problems=problems, tokenizer=self.processing_class, trackers=trackers)
 
     def _find_resume(self, wanted: bool | str | None) -> str:

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from retrain.backends.local import frozen
-from retrain.errors import ConfigError
+from retrain.errors import CheckpointError, ConfigError
+from retrain.grpo import GRPOConfig
 from tests.grpo.test_trainer import ROWS, TINY, make, shortest
 
 
@@ -98,3 +99,15 @@ def test_a_column_that_a_row_lacks_is_none_there(tmp_path: Path) -> None:
 def test_a_table_that_cannot_be_handed_on_is_refused(arguments: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         make(tmp_path / "run", **arguments).train()
+
+
+def test_a_resume_with_other_prompts_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "run").train()
+    other = make(tmp_path / "run", rows=[{**row, "prompt": "another"} for row in ROWS], max_steps=3)
+    with pytest.raises(CheckpointError, match="was trained on other prompts"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_reason_with_a_hint_ends_in_one_stop() -> None:
+    with pytest.raises(ConfigError, match=r"is sent from here\.  Try: trainer\.save_model"):
+        GRPOConfig("run", push_to_hub=True)

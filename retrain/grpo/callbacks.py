@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.evaluate import Evaluation
 from retrain.tracking.console import Console
 from retrain.types import Group, StepMetrics
 
@@ -37,8 +38,10 @@ class StoppableConsole(Console):
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Show progress, or stop."""
-        if self.callbacks.control.should_training_stop and phase != "training":
-            raise StopRequested
+        if phase != "training":
+            self.callbacks.raise_failure()
+            if self.callbacks.control.should_training_stop:
+                raise StopRequested
         super().progress(phase, done, total)
 
 
@@ -56,6 +59,9 @@ class Callbacks:
         self.epoch_steps = 1.0
         self.losses: list[float] = []
         self.reward = 0.0
+        self.failure: BaseException | None = None
+        """What a callback raised in the middle of a step, to be raised when the step is whole."""
+        self.begun = False
 
     def add(self, callback: Any) -> None:
         """Take one on, if it listens to events that there are."""
@@ -77,6 +83,8 @@ class Callbacks:
         """The run begins, or goes on."""
         self.config = config
         self.losses.clear()
+        self.failure = None
+        self.begun = True
         self.state.max_steps = config.training.max_steps
         self.state.logging_steps = config.logging.every
         self.state.save_steps = config.training.save_every
@@ -85,7 +93,19 @@ class Callbacks:
         self._tell("on_train_begin")
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """A step is done; its checkpoint, if any, comes after this."""
+        """A step is done; its checkpoint, if any, comes after this. What a callback raises waits for that."""
+        try:
+            self._tell_step(step, metrics)
+        except BaseException as error:
+            self.failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what a callback raised, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _tell_step(self, step: int, metrics: StepMetrics) -> None:
         assert self.config is not None
         self._tell_saved()
         done = step + 1
@@ -94,24 +114,41 @@ class Callbacks:
         self.reward = float(metrics["mean_reward"] or 0.0)
         if isinstance(metrics["loss"], float) and math.isfinite(metrics["loss"]):
             self.losses.append(metrics["loss"])
+        saving = self.config.training.save_every
+        self.unsaved = done if done % saving == 0 or done == self.config.training.max_steps else 0
         self._tell("on_step_end")
         row = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         row |= {theirs: row[ours] for ours, theirs in ALIASES.items() if ours in row}
-        row |= {"epoch": self.state.epoch, "step": done}
+        held_out = {key: value for key, value in row.items() if key.startswith("eval_")}
         every = self.config.logging.every
         if every and done % every == 0:
-            self.state.log_history.append(row)
-            self._tell("on_log", logs=dict(row))
-        held_out = {key: value for key, value in row.items() if key.startswith("eval_")}
+            self._tell_row(row)
+        elif held_out:
+            self._tell_row(held_out)
         if held_out:
             self._tell("on_evaluate", metrics=held_out)
-        saving = self.config.training.save_every
-        self.unsaved = done if done % saving == 0 or done == self.config.training.max_steps else 0
+
+    def evaluate_last(self, evaluation: Evaluation | None) -> None:
+        """The evaluation after the last step, if there is one."""
+        if evaluation is not None:
+            held_out = {k: v for k, v in evaluation.metrics().items() if isinstance(v, int | float)}
+            self._tell_row(held_out)
+            self._tell("on_evaluate", metrics=held_out)
 
     def finish(self) -> None:
-        """The run is over, however it ended."""
+        """The last checkpoint is written; the trainer says when all is over."""
         self._tell_saved()
-        self._tell("on_train_end")
+
+    def end(self) -> None:
+        """The run is over, however it ended, if it ever began."""
+        if self.begun:
+            self.begun = False
+            self._tell("on_train_end")
+
+    def _tell_row(self, row: Mapping[str, float]) -> None:
+        dated = {**row, "epoch": self.state.epoch, "step": self.state.global_step}
+        self.state.log_history.append(dated)
+        self._tell("on_log", logs=dict(dated))
 
     def _tell_saved(self) -> None:
         if self.unsaved:

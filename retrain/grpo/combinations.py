@@ -42,7 +42,7 @@ _TEACHING = ("student_model", "max_probe_tokens", "degradation_penalty_multiplie
 
 def find_combinations(config: GRPOConfig) -> Iterator[Problem]:
     """Every problem that any rule finds."""
-    for rule in (_idle, _batch, _aggregation, _vllm, _reference, _passes, _length, _templates, _names, _loss):
+    for rule in (_idle, _batch, _aggregation, _vllm, _reference, _passes, _length, _templates, _names, _loss, _tables):
         yield from rule(config)
 
 
@@ -207,6 +207,16 @@ def _loss(config: GRPOConfig) -> Iterator[Problem]:
         yield Problem(
             "importance_sampling_level", f"= 'sequence' does not go with loss_type = {loss!r}.", "Try: 'dapo'"
         )
+
+
+def _tables(config: GRPOConfig) -> Iterator[Problem]:
+    """Arguments that are handed on: those that are set here, and numbers that are none."""
+    for name in ("tokenize", "add_generation_prompt"):
+        if name in (config.chat_template_kwargs or {}):
+            yield Problem("chat_template_kwargs", f"holds {name}, which is set here already.", "Leave it out.")
+    for name, value in (config.lr_scheduler_kwargs or {}).items():
+        if not isinstance(value, int | float):
+            yield Problem("lr_scheduler_kwargs", f"holds {name} = {value!r}, which is no number.")
 
 
 def name_of(choice: object) -> str:

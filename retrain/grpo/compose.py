@@ -19,6 +19,7 @@ try:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
 except ImportError as error:
     raise MissingExtraError(
         'retrain grpo needs the package hydra-core, which is not installed.  Try: pip install -e ".[grpo]"'
@@ -32,17 +33,20 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Every setting of a run, by name."""
     if not path.is_file():
         raise ConfigError(f"there is no file {str(path)!r}.  Try: retrain grpo init, then configs/run/tiny.yaml")
+    if path.suffix != ".yaml":
+        raise ConfigError(f"{str(path)!r} does not end in .yaml, the only ending that Hydra reads.")
     folder = path.resolve().parent
     root = folder.parent if folder.name == RUN else folder
     name = f"{RUN}/{path.stem}" if root != folder else path.stem
-    # Without a header that says otherwise, Hydra puts a file of run/ and the groups it names into a package "run".
-    package = "" if root == folder or "@package _global_" in path.read_text(encoding="utf-8") else f"{RUN}."
     GlobalHydra.instance().clear()
     try:
+        # Without a header that says otherwise, Hydra puts a file of run/ and the groups it names into a package "run".
+        is_global = root == folder or "@package _global_" in path.read_text(encoding="utf-8")
+        package = "" if is_global else f"{RUN}."
         with initialize_config_dir(version_base="1.3", config_dir=str(root)):
             composed = compose(config_name=name, overrides=[_as_hydra(root, package, given) for given in overrides])
         tables = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError(f"{path} cannot be composed: {_one_line(error)}") from error
     assert isinstance(tables, dict)
     return flatten(tables)
@@ -53,8 +57,20 @@ def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     packages = [name for name in (*GROUPS, RUN) if isinstance(tables.get(name), Mapping)]
     for package in packages:
-        settings |= flatten(tables[package])
-    return settings | {str(key): value for key, value in tables.items() if key not in packages}
+        settings = merge(settings, flatten(tables[package]))
+    return merge(settings, {str(key): value for key, value in tables.items() if key not in packages})
+
+
+def merge(settings: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Both as one; of a setting that is a table, the later one replaces only the keys that it has."""
+    merged = dict(settings)
+    for key, value in later.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge(before, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _as_hydra(root: Path, package: str, given: str) -> str:

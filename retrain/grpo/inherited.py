@@ -61,7 +61,8 @@ def find_inherited(config: Any) -> Iterator[Problem]:
         if is_declared(field) or value in (usual[field.name], unsaid) or field.name == "local_rank":
             continue
         reason, _, hint = _reason(field.name).partition("  ")
-        yield Problem(field.name, f"= {value!r} cannot be used: it {reason}.", hint or "Leave it out.")
+        text = f"= {value!r} cannot be used: it {reason.rstrip('.')}."
+        yield Problem(field.name, text, hint or "Leave it out.")
 
 
 def _reason(name: str) -> str:

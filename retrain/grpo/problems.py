@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +15,15 @@ from retrain.assemble import DataProblems
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer, read_prompt
-from retrain.errors import ConfigError, Problem
+from retrain.errors import CheckpointError, ConfigError, Problem
 from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import Rollouts, SamplesAndScores
 from retrain.tokens import PromptEncoder
 from retrain.tracking.console import Console
-from retrain.types import Example, Group, IntArray, Metric, Sampling
+from retrain.types import Example, Group, IntArray, Metric, Sampling, StepMetrics
+
+DIGEST_FILE = "prompts.digest"
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,9 @@ def read_dataset(dataset: object, what: str, terms: Sequence[Term], keep_columns
         raise_for_rows(problems, what)
     if not examples:
         raise ConfigError(f"{what} has no rows.")
-    return examples
+    # As in a Dataset, a column that a row lacks is None there.
+    columns = dict.fromkeys(name for example in examples for name in example.meta)
+    return [replace(example, meta={name: example.meta.get(name) for name in columns}) for example in examples]
 
 
 def _rows(dataset: Any, what: str) -> Iterable[Any]:
@@ -85,6 +92,30 @@ def _example(row: object, number: int, needs_answer: bool, keep_columns: bool) -
     # Functions read the columns; only what is shown on the screen takes the answer from here then.
     reference = read_answer(row[field], field, named=False) if needs_answer else str(row[field]) if field else ""
     return Example(read_prompt(row["prompt"], "prompt"), reference, str(number), meta if keep_columns else {})
+
+
+class PromptsKeeper:
+    """A Tracker that keeps a digest of a run's prompts beside it: a resume goes on in their order."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        prompts = json.dumps([example.prompt for example in examples], default=str)
+        self.digest = hashlib.blake2b(prompts.encode(), digest_size=16).hexdigest()
+
+    def check(self, run: Path) -> None:
+        """Refuse to go on with a run that had other prompts."""
+        kept = run / DIGEST_FILE
+        if kept.exists() and kept.read_text(encoding="utf-8") != self.digest:
+            raise CheckpointError(f"{run} was trained on other prompts.  Try: the same train_dataset, or another run")
+
+    def start(self, config: TrainConfig) -> None:
+        """Write the digest."""
+        (Path(config.logging.log_dir) / DIGEST_FILE).write_text(self.digest, encoding="utf-8")
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """Nothing: prompts do not change."""
+
+    def finish(self) -> None:
+        """Nothing: a resume will want it."""
 
 
 class RowEncoder(PromptEncoder):

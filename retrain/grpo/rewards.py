@@ -10,8 +10,12 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
 
 from retrain.config.schema import Reward as RewardSection
 from retrain.errors import ConfigError, PluginError
@@ -140,16 +144,14 @@ class ScriptReward(BatchReward):
         try:
             result = term.function(**columns, **given)
             if inspect.isawaitable(result):
-                result = self._event_loop().run_until_complete(_wait_for(result))
+                result = self._wait(result)
         except Exception as error:
             raise PluginError(f"{who} raised {error!r} on a batch of {len(items)} completions.") from error
+        kind = type(result).__name__
+        if isinstance(result, np.ndarray | torch.Tensor):
+            result = result.tolist()
         if isinstance(result, str | bytes) or not isinstance(result, Sequence):
-            try:
-                result = list(result)
-            except TypeError as error:
-                raise PluginError(
-                    f"{who} returned {type(result).__name__}; it must return a list of numbers."
-                ) from error
+            raise PluginError(f"{who} returned {kind}; it must return a list of numbers.")
         if len(result) != len(items):
             raise PluginError(f"{who} returned {len(result)} rewards for {len(items)} completions.")
         return [_to_score(who, at, value) for at, value in enumerate(result)]
@@ -157,10 +159,16 @@ class ScriptReward(BatchReward):
     def _log_metric(self, name: str, value: float) -> None:
         self.logged.setdefault(name, []).append(float(value))
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
+    def _wait(self, result: Any) -> Any:
         # One loop for the run, so that an HTTP client kept between calls stays usable.
         self.loop = self.loop or asyncio.new_event_loop()
-        return self.loop
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self.loop.run_until_complete(_wait_for(result))
+        # In a notebook, say: a thread runs one loop at a time, so ours takes another thread.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self.loop.run_until_complete, _wait_for(result)).result()
 
     def metrics(self) -> StepMetrics:
         """What functions logged themselves, and what the pools cost, since this was last asked."""

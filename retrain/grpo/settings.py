@@ -33,7 +33,7 @@ LORA = {"lora_rank": 0, "lora_alpha": None, "lora_dropout": 0.0, "lora_target_mo
 DATA = {
     "dataset_id_or_path": "",
     "dataset_config": None,
-    "train_split": "train",
+    "train_split": None,
     "val_split": None,
     "max_train_examples": None,
     "max_val_examples": None,
@@ -65,13 +65,14 @@ def build_trainer(settings: Mapping[str, Any]) -> GRPOTrainer:
     _refuse_unknown(settings, known)
     model, lora, data = ({**usual, **_of(settings, usual)} for usual in (MODEL, LORA, DATA))
     _refuse_incomplete(model, lora, data)
+    _refuse_unfit(lora, data)
     args = GRPOConfig(**_of(settings, arguments))
     name = str(model["model_name_or_path"])
     return GRPOTrainer(
         model=name,
         reward_funcs=load_rewards(data["reward_funcs"]),
         args=args,
-        train_dataset=load_rows(data, data["train_split"], data["max_train_examples"]),
+        train_dataset=load_rows(data, data["train_split"] or "train", data["max_train_examples"]),
         eval_dataset=load_rows(data, data["val_split"], data["max_val_examples"]) if data["val_split"] else None,
         processing_class=load_tokenizer(name, model["tokenizer_kwargs"]),
         peft_config=read_lora(lora),
@@ -109,6 +110,51 @@ def _refuse_incomplete(model: Mapping[str, Any], lora: Mapping[str, Any], data: 
     problems += [Problem(name, f"= {lora[name]!r} has no effect: it needs lora_rank.") for name in idle]
     if problems:
         raise ConfigError("the composed settings cannot be run:", tuple(problems))
+
+
+def _refuse_unfit(lora: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Values that a file or a command line can hold, and the model or the data cannot use."""
+    problems = []
+    for name in ("max_train_examples", "max_val_examples"):
+        value = data[name]
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(Problem(name, f"must be a whole number of at least 1, got {value!r}."))
+    for name in ("dataset_config", "train_split", "val_split", "prompt_column", "answer_column", "system_prompt"):
+        if data[name] is not None and not isinstance(data[name], str):
+            problems.append(Problem(name, f"must be a text, got {data[name]!r}."))
+    if data["keep_columns"] is not None and not _are_names(data["keep_columns"]):
+        problems.append(Problem("keep_columns", f"must be a list of names, got {data['keep_columns']!r}."))
+    if lora["lora_target_modules"] != "all-linear" and not _are_names(lora["lora_target_modules"]):
+        text = f"must be all-linear or a list of names, got {lora['lora_target_modules']!r}."
+        problems.append(Problem("lora_target_modules", text))
+    for name, usual in (("lora_alpha", 1), ("lora_dropout", 0.0)):
+        value = usual if lora[name] is None else lora[name]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            problems.append(Problem(name, f"must be a number, got {value!r}."))
+    problems += _splits_of_a_file(data)
+    if problems:
+        raise ConfigError("the composed settings cannot be run:", tuple(problems))
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+def _splits_of_a_file(data: Mapping[str, Any]) -> list[Problem]:
+    """A file, or a dataset saved without splits, is all there is: a split of it would be the whole again."""
+    path = Path(str(data["dataset_id_or_path"])).expanduser()
+    idle = ["train_split", "val_split", "dataset_config"]
+    if path.is_file() and path.suffix in FILES:
+        what = "a file, which has no splits or configurations"
+    elif (path / "dataset_dict.json").exists():
+        what, idle = "a saved dataset, which has no configurations", ["dataset_config"]
+    elif (path / "dataset_info.json").exists():
+        what = "a saved dataset without splits or configurations"
+    else:
+        return []
+    # "train" is what the whole of a file is called.
+    given = [name for name in idle if data[name] is not None and (name, data[name]) != ("train_split", "train")]
+    return [Problem(name, f"= {data[name]!r} has no effect: {path} is {what}.", f"Try: {name}=null") for name in given]
 
 
 def read_lora(lora: Mapping[str, Any]) -> LoraConfig | None:
@@ -197,7 +243,8 @@ def _row(row: Mapping[str, Any], data: Mapping[str, Any], number: int) -> dict[s
         if lacking:
             raise ConfigError(f"keep_columns names {lacking[0]!r}; row {number} has {', '.join(row)}.")
         rest = {key: rest[key] for key in data["keep_columns"] if key in rest}
-    return {"prompt": messages, **({"answer": row[answer]} if answer else {}), **rest}
+    # The columns that were named win over others of the file that are called so.
+    return {**rest, "prompt": messages, **({"answer": row[answer]} if answer else {})}
 
 
 def _pick(row: Mapping[str, Any], named: str | None, usual: tuple[str, ...], number: int, needed: bool = True) -> str:

@@ -18,7 +18,7 @@ from retrain.backends.local import build_alone
 from retrain.builtin import resolve_model
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
-from retrain.distributed.place import find_place, refuse_alone
+from retrain.distributed.place import Place, find_place, refuse_alone
 from retrain.distributed.run import train_on_ranks
 from retrain.errors import CheckpointError, ConfigError
 from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
@@ -26,11 +26,11 @@ from retrain.grpo.combinations import global_batch
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
 from retrain.grpo.models import ModelKeeper, read_model
-from retrain.grpo.problems import ScriptData, ScriptProblems, read_dataset
+from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, read_dataset
 from retrain.grpo.rewards import read_terms
 from retrain.tokens import load_tokenizer
 from retrain.tracking.console import Console
-from retrain.trainer import resume, train
+from retrain.trainer import TrainResult, resume, train
 from retrain.types import Example
 
 
@@ -78,6 +78,7 @@ class GRPOTrainer:
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.examples = read_dataset(train_dataset, "train_dataset", self.terms, keep)
+        self.prompts = PromptsKeeper(self.examples)
         self.held_out: list[Example] = []
         if eval_dataset is not None:
             self.held_out = read_dataset(eval_dataset, "eval_dataset", self.terms, keep)
@@ -122,15 +123,38 @@ class GRPOTrainer:
         self.state.log_history.clear()
         if place is None or place.leads:
             self.keeper.start(config)
+            self._find_step(config.resume.from_)
         started = time.perf_counter()
-        console = StoppableConsole(self.callbacks)
-        with contextlib.suppress(StopRequested):
-            if place is None:
-                refuse_alone(config)
-                train(config, console=console, supplied=self._supplied())
-            else:
-                train_on_ranks(config, place, console=console, supplied=self._supplied())
+        try:
+            with contextlib.suppress(StopRequested):
+                self.callbacks.evaluate_last(self._run(config, place).last_evaluation)
+            self.callbacks.raise_failure()
+        finally:
+            self.callbacks.end()
+        self._train_in_place()
         return self._output(time.perf_counter() - started)
+
+    def _find_step(self, folder: str) -> None:
+        """What callbacks and rewards see of the run before its first step."""
+        step = 0
+        if folder:
+            self.prompts.check(Path(folder).expanduser())
+            step = Checkpoints(Path(folder).expanduser(), 1, lambda line: None).newest().step
+        self.state.global_step = step
+        self.state.epoch = step / self.callbacks.epoch_steps
+
+    def _run(self, config: TrainConfig, place: Place | None) -> TrainResult:
+        console = StoppableConsole(self.callbacks)
+        if place is None:
+            refuse_alone(config)
+            return train(config, console=console, supplied=self._supplied())
+        return train_on_ranks(config, place, console=console, supplied=self._supplied())
+
+    def _train_in_place(self) -> None:
+        """A whole model that was given loaded is the trained one from here on, as a script for TRL expects."""
+        if self.given.loaded is not None and not self.given.lora["model.lora_rank"]:
+            self.given.loaded.load_state_dict(self._load_trained().state_dict())
+            self._trained = self.given.loaded
 
     def evaluate(self) -> dict[str, float]:
         """Sample and score the evaluation prompts with the newest weights."""
@@ -157,7 +181,9 @@ class GRPOTrainer:
     @property
     def model(self) -> Any:
         """The trained model, loaded when it is first asked for; before training, the one that was given."""
-        if not (Path(str(self.args.output_dir)) / MODEL_FOLDER).is_dir():
+        # Weights of an earlier run may lie there, which this one will move away.
+        begun = self.callbacks.config is not None
+        if not begun or not (Path(str(self.args.output_dir)) / MODEL_FOLDER).is_dir():
             return self.given.loaded if self.given.loaded is not None else self.given.name
         if self._trained is None:
             self._trained = self._load_trained()
@@ -167,7 +193,8 @@ class GRPOTrainer:
         weights = self._weights()
         if not self.given.lora["model.lora_rank"]:
             return AutoModelForCausalLM.from_pretrained(weights)
-        base = AutoModelForCausalLM.from_pretrained(resolve_model(self.config().model.model))
+        name, kwargs = self.config().model.model, self.args.model_init_kwargs or {}
+        base = AutoModelForCausalLM.from_pretrained(resolve_model(name), **kwargs)
         return PeftModel.from_pretrained(base, weights)
 
     def _weights(self) -> Path:
@@ -182,7 +209,7 @@ class GRPOTrainer:
         def problems(config: TrainConfig, console: Console) -> ScriptProblems:
             return ScriptProblems(data, config, console)
 
-        trackers = (self.keeper, self.callbacks) if told else ()
+        trackers = (self.keeper, self.prompts, self.callbacks) if told else ()
         return Supplied(problems=problems, tokenizer=self.processing_class, trackers=trackers)
 
     def _find_resume(self, wanted: bool | str | None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from retrain.errors import ConfigError, PluginError
 from retrain.grpo.rewards import ScriptReward, describe_terms, read_terms
@@ -83,6 +85,34 @@ def test_an_async_function_is_waited_for() -> None:
     assert [found.value for found in score(later, items())] == [1.0, 2.0, 3.0]
 
 
+def test_an_async_function_is_waited_for_under_a_loop_that_runs() -> None:
+    async def later(completions: Any, **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return lengths(completions)
+
+    async def notebook() -> Any:
+        return score(later, items())
+
+    assert [found.value for found in asyncio.run(notebook())] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", [tuple, np.asarray, torch.tensor])
+def test_arrays_are_lists_of_numbers(kind: Any) -> None:
+    assert [found.value for found in score(lambda completions, **columns: kind([1.0, 2.0, 3.0]), items())] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
+
+
+def test_a_function_may_apply_to_none_where_another_applies() -> None:
+    def nothing(completions: Any, **columns: Any) -> list[None]:
+        return [None] * len(completions)
+
+    scores = score([nothing, lengths], items())
+    assert [(found.counts, found.value) for found in scores] == [(True, 1.0), (True, 2.0), (True, 3.0)]
+
+
 def test_a_completion_that_no_reward_applies_to_is_left_out() -> None:
     scores = score(odd_only, items())
     assert [found.counts for found in scores] == [True, False, True]
@@ -117,6 +147,10 @@ def _raises(completions: Any, **columns: Any) -> list[float]:
         (_raises, "the reward function '_raises' raised KeyError.'answer'. on a batch of 3 completions"),
         (lambda completions, **columns: [1.0], "returned 1 rewards for 3 completions"),
         (lambda completions, **columns: 1.0, "returned float; it must return a list"),
+        (lambda completions, **columns: {1: 1.0, 2: 1.0, 3: 1.0}, "returned dict; it must return a list"),
+        (lambda completions, **columns: {1.0, 2.0, 3.0}, "returned set; it must return a list"),
+        (lambda completions, **columns: np.float32(1.0), "returned float32; it must return a list"),
+        (lambda completions, **columns: torch.tensor(1.0), "returned Tensor; it must return a list"),
         (lambda completions, **columns: ["good"] * 3, "returned 'good' at completion 0"),
         (lambda completions, **columns: [float("nan")] * 3, "must be finite"),
         (lambda completions, **columns: [1e9] * 3, "must lie between"),

@@ -155,10 +155,11 @@ def test_callbacks_are_told_in_order(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", callbacks=[watch], eval_dataset=ROWS[:2], **arguments)
     trainer.train()
     assert watch.events == [
-        "init", "begin of 3", "step 1", "evaluated", "step 2", "log 2", "saved step_000002", "step 3", "evaluated",
-        "saved step_000003", "end",
+        "init", "begin of 3", "step 1", "log 1", "evaluated", "step 2", "log 2", "saved step_000002", "step 3", "log 3",
+        "evaluated", "saved step_000003", "log 3", "evaluated", "end",
     ]  # fmt: skip
-    assert [row["step"] for row in trainer.state.log_history] == [2]
+    assert [row["step"] for row in trainer.state.log_history] == [1, 2, 3, 3]
+    assert ["eval_pass_at_1" in row for row in trainer.state.log_history] == [True, False, True, True]
 
 
 def test_a_callback_can_end_the_run(tmp_path: Path) -> None:

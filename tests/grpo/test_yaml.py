@@ -94,6 +94,13 @@ def test_packages_become_one_table() -> None:
         (["keep_columns=[level]"], "keep_columns names 'level'"),
         (["answer_column=level"], "row 0 has none of level"),
         (["fp16=true"], "fp16 = True cannot be used"),
+        (["max_train_examples=-1"], "max_train_examples must be a whole number of at least 1, got -1"),
+        (["max_val_examples=abc"], "max_val_examples must be a whole number"),
+        (["lora_dropout=x"], "lora_dropout must be a number, got 'x'"),
+        (["lora_target_modules=[1,2]"], "lora_target_modules must be all-linear or a list of names"),
+        (["prompt_column=3"], "prompt_column must be a text, got 3"),
+        (["train_split=3"], "train_split must be a text"),
+        (["keep_columns=level"], "keep_columns must be a list of names, got 'level'"),
     ],
 )
 def test_a_wrong_setting_is_refused(
@@ -137,3 +144,46 @@ def test_functions_are_found_in_the_working_directory(tmp_path: Path, monkeypatc
     (tmp_path / "grpo_test_rewards.py").write_text("def one(completions, **columns):\n    return [1.0]\n")
     name, function = load_rewards(["math", "grpo_test_rewards:one"])
     assert name == "math" and function(["x"]) == [1.0]
+
+
+def test_the_named_columns_win_over_others_of_the_usual_names(tmp_path: Path) -> None:
+    row = {"ask": "2 + 2", "is": 4, "prompt": "another", "answer": 5}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data: dict[str, Any] = {
+        "dataset_id_or_path": str(tmp_path / "rows.jsonl"),
+        "dataset_config": None,
+        "prompt_column": "ask",
+        "answer_column": "is",
+        "keep_columns": None,
+        "system_prompt": "",
+    }
+    assert load_rows(data, "train", None) == [{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}]
+
+
+@pytest.mark.parametrize("word", ["val_split=test", "train_split=test", "dataset_config=main"])
+def test_a_file_has_no_splits(word: str, configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "2 + 2", "answer": "4"}) + "\n")
+    words = ["dataset_id_or_path=rows.jsonl", "val_split=null", "max_val_examples=null", word]
+    assert run(["grpo", "configs/run/tiny.yaml", *words]) == 2
+    name, _, value = word.partition("=")
+    shown = capsys.readouterr().err
+    assert f"{name} = {value!r} has no effect: rows.jsonl is a file" in shown and f"Try: {name}=null" in shown
+
+
+def test_a_table_on_the_command_line_adds_to_that_of_a_file(configs: Path) -> None:
+    (configs / "model" / "tiny.yaml").write_text("model_init_kwargs:\n  revision: main\n  dtype: float32\n")
+    composed = compose_settings(configs / "run" / "tiny.yaml", ["model_init_kwargs.dtype=bfloat16"])
+    assert composed["model_init_kwargs"] == {"revision": "main", "dtype": "bfloat16"}
+
+
+def test_only_yaml_is_read(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (configs / "run" / "tiny.yml").write_text("max_steps: 3\n")
+    assert run(["grpo", "configs/run/tiny.yml"]) == 2
+    assert "does not end in .yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"a: [1,", b"a:\n\tb: 1", b"a: 1\na: 2", b"a: !own 1", b"a: \xff"])
+def test_a_file_that_is_no_yaml_is_refused(text: bytes, configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (configs / "run" / "odd.yaml").write_bytes(text)
+    assert run(["grpo", "configs/run/odd.yaml"]) == 2
+    assert "odd.yaml cannot be composed: " in capsys.readouterr().err

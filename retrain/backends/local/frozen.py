@@ -84,7 +84,9 @@ class OffloadedEngine:
 
 def _load(name: str, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> Policy:
     say(f"Loading student: {name} on {policy.device}...")
-    own = config.model.model_copy(update={"model": name, "lora_rank": 0, "init_kwargs": {}})
+    # Arguments of the policy's loading are for that model alone.
+    kwargs = config.model.init_kwargs if name == config.model.model else {}
+    own = config.model.model_copy(update={"model": name, "lora_rank": 0, "init_kwargs": kwargs})
     try:
         student = load_policy(own, config.lora, config.training.seed, policy.device, lambda line: None)
     except ConfigError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -217,7 +218,7 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> A
         return _from_pretrained(model, dtype, None).to(device)
     except torch.OutOfMemoryError as error:
         raise BackendError(f"{model.model} does not fit into the memory of {device}: {error}") from error
-    except TypeError as error:
+    except (TypeError, StrictDataclassError) as error:
         if not model.init_kwargs:
             raise
         raise ConfigError(f"[model] init_kwargs = {model.init_kwargs} does not suit {model.model}: {error}") from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from retrain.campaign.child import PARENT
 from retrain.campaign.plan import Run
 from retrain.checkpoint import Checkpoints
 from retrain.config import dump_config
@@ -104,6 +105,7 @@ class RunProcess:
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],
+            env=os.environ | {PARENT: str(os.getpid())},
             start_new_session=True,
         )
 

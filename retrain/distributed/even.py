@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from retrain.backends.local.learner import Size, Totals
+from retrain.backends.local.model import Policy
 from retrain.backends.local.packing import length_of
+from retrain.config import TrainConfig
 from retrain.distributed.learner import RankedLearner
 from retrain.errors import BackendError
 from retrain.types import Datum
@@ -27,9 +30,26 @@ FILLER = Datum(
 
 
 class EvenLearner(RankedLearner):
-    """A Learner whose passes are collectives."""
+    """A Learner whose passes are collectives. `mirror` is a whole policy to sample from and save, where needed here."""
 
     is_whole = False
+
+    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None], mirror: Policy | None) -> None:
+        super().__init__(policy, config, say)
+        self.mirror = mirror
+
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter that learns, by name and as a whole; every rank must go through all of them."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def whole_policy(self) -> Policy | None:
+        """Gather the weights that learn into the mirror; every rank must call this."""
+        own = dict(self.mirror.adapted.named_parameters()) if self.mirror is not None else {}
+        for name, whole in self.wholes():
+            if own:
+                own[name].copy_(whole)
+        return self.mirror
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
         """As many micro-batches as the rank with most of them has."""

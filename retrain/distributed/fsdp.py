@@ -6,7 +6,7 @@ often as a rank has tokens for, and a collective must be called equally often by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,6 @@ from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
-from retrain.config import TrainConfig
 from retrain.distributed.even import EvenLearner
 
 
@@ -134,27 +133,18 @@ class ShardedReference(Reference):
 
 
 class ShardedLearner(EvenLearner):
-    """A Learner over sharded layers. `mirror` is a whole policy for sampling and saving, where this rank has one."""
+    """A Learner over sharded layers."""
 
     make_trained = Shards
     make_optimizer = ShardedOptimizer
     make_reference = ShardedReference
-
-    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None], mirror: Policy | None) -> None:
-        super().__init__(policy, config, say)
-        self.mirror = mirror
 
     def common(self) -> list[nn.Parameter]:
         """Masters that every rank holds alike."""
         assert isinstance(self.optimizer, ShardedOptimizer)
         return self.optimizer.common
 
-    @torch.no_grad()
-    def whole_policy(self) -> Policy | None:
-        """Gather the weights that learn into the mirror; every rank must call this."""
-        own = dict(self.mirror.adapted.named_parameters()) if self.mirror is not None else {}
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter that learns, gathered one by one."""
         for name, part in self.trained.parts.items():
-            whole = self.trained.whole(name, part.detach())
-            if own:
-                own[name].copy_(whole)
-        return self.mirror
+            yield name, self.trained.whole(name, part.detach())

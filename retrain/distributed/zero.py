@@ -88,8 +88,8 @@ class Pass(nn.Module):
 class ZeroOptimizer(MasterOptimizer):
     """DeepSpeed's engine in an optimiser's place."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained | None = None) -> None:
-        self.trained = trained or Trained(policy)
+    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained) -> None:
+        self.trained = trained
         self.names = list(self.trained.parts)
         self.learning = list(self.trained.parts.values())
         self.masters: list[nn.Parameter] = []
@@ -211,7 +211,7 @@ class ZeroTrained(Trained):
 class ZeroReference(Reference):
     """The base model under stage 3: the adapter is scaled to nothing, so that no sharded tensor is touched."""
 
-    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained | None = None) -> None:
+    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained) -> None:
         self.kl, self.names, self.learning, self.tensors = kl, [], [], []
         self.layers = [module for module in policy.adapted.modules() if isinstance(module, LoraLayer)]
 
@@ -230,7 +230,7 @@ class ZeroReference(Reference):
 
 
 class ZeroLearner(EvenLearner):
-    """A Learner whose passes and steps are DeepSpeed's. `mirror` is a whole policy, where this rank needs one."""
+    """A Learner whose passes and steps are DeepSpeed's."""
 
     make_trained = ZeroTrained
     make_optimizer = ZeroOptimizer
@@ -239,8 +239,7 @@ class ZeroLearner(EvenLearner):
     def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None], mirror: Policy | None) -> None:
         if config.distributed.zero_stage == 3:
             self.make_reference = ZeroReference
-        super().__init__(policy, config, say)
-        self.mirror = mirror
+        super().__init__(policy, config, say, mirror)
         self.left = 0
         """Micro-batches of the step that are still to come."""
 
@@ -265,14 +264,12 @@ class ZeroLearner(EvenLearner):
         self.optimizer.engine.backward(loss * dist.get_world_size())
         self.left -= 1
 
-    @torch.no_grad()
     def whole_policy(self) -> Policy | None:
-        """Gather the weights that learn into the mirror; every rank must call this. Stage 1 has them whole."""
-        if self.optimizer.stage != 3:
-            return self.policy
-        own = dict(self.mirror.adapted.named_parameters()) if self.mirror is not None else {}
+        """The mirror, or under stage 1, which has the weights whole, the policy itself."""
+        return super().whole_policy() if self.optimizer.stage == 3 else self.policy
+
+    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter that learns, gathered while it is looked at."""
         for name, parameter in self.trained.parameters.items():
             with self.optimizer.gathered([parameter]):
-                if own:
-                    own[name].copy_(parameter.data)
-        return self.mirror
+                yield name, parameter.data

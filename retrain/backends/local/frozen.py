@@ -40,8 +40,8 @@ def lend_frozen(
 
 def without_adapter(policy: Policy) -> Policy:
     """The model under the adapter, over the policy's own tensors."""
-    base = policy.twin().adapted.unload()
-    return Policy(base, policy.device, policy.context_length, policy.stop_ids, policy.own_attention)
+    twin = policy.twin()
+    return replace(twin, adapted=twin.adapted.unload())
 
 
 class FrozenEngine(PyTorchEngine):

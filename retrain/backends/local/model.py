@@ -98,7 +98,8 @@ class Policy:
         adapter = {id(parameter) for parameter in self.adapted.parameters() if parameter.requires_grad}
         tensors = [*self.adapted.parameters(), *self.adapted.buffers()]
         shared = {id(tensor): tensor for tensor in tensors if id(tensor) not in adapter}
-        return Policy(copy.deepcopy(self.adapted, shared), self.device, self.context_length, self.stop_ids)
+        twin = copy.deepcopy(self.adapted, shared)
+        return Policy(twin, self.device, self.context_length, self.stop_ids, self.own_attention)
 
     def save_adapter(self, path: Path) -> None:
         """Write the adapter in PEFT layout, or the whole model in that of Hugging Face."""

@@ -19,8 +19,8 @@ from retrain.config import TrainConfig
 class MasterOptimizer:
     """Gathers gradients over micro-batches, then moves the weights that learn."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained | None = None) -> None:
-        self.trained = trained or Trained(policy)
+    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained) -> None:
+        self.trained = trained
         self.names = list(self.trained.parts)
         self.learning: list[nn.Parameter] = list(self.trained.parts.values())
         self.own_masters = self.learning[0].dtype != torch.float32

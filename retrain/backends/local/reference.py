@@ -21,8 +21,8 @@ from retrain.errors import BackendError
 class Reference:
     """The policy as it was at the start, or as it follows the one that learns."""
 
-    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained | None = None) -> None:
-        self.trained = trained or Trained(policy)
+    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained) -> None:
+        self.trained = trained
         self.kl = kl
         self.names = list(self.trained.parts)
         self.learning = list(self.trained.parts.values())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from types import TracebackType
 
 import click
 from click.shell_completion import CompletionItem
 
 from retrain.errors import RetrainError
+from retrain.redaction import redact
 
 __all__ = ["main", "run", "suggest_command"]
 
@@ -123,7 +126,13 @@ def suggest_command(word: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted."""
+    sys.excepthook = _show_bug
     sys.exit(run(arguments))
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """A traceback without the secrets that an exception of foreign code may hold."""
+    click.echo(redact("".join(traceback.format_exception(kind, error, frames))), err=True, nl=False)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -140,7 +149,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except RetrainError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(redact(f"error: {error}"), err=True)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone; that is no failure.

@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from retrain.config.conditions import conditions_override_real_options
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
+from retrain.config.urls import judge_address_holds_no_password, urls_are_urls
 from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
 from retrain.schedule import schedule_is_sound
@@ -23,8 +23,6 @@ _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 TABLE = re.compile(r"\[[a-z]+\]")
 _LAUNCH_DEVICE = re.compile(r"auto|cpu|cuda:(0|[1-9][0-9]{0,2})")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
-_URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
 
 def find_conflicts(config: TrainConfig, judged: Iterable[Problem] = ()) -> list[Problem]:
@@ -365,27 +363,6 @@ def backpressure_bounds_are_ordered(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def urls_are_urls(config: TrainConfig) -> Iterator[Problem]:
-    """Server addresses begin with http:// or https://."""
-    for where, text in (("[inference] url", config.inference.url), ("[model] base_url", config.model.base_url)):
-        for url in filter(None, (part.strip() for part in text.split(","))):
-            if not _URL.fullmatch(url):
-                bare = url if _HOST.fullmatch(url) else "localhost:8000"
-                yield Problem(where, f"has {url!r}, which is not a URL.", f"Try: http://{bare}")
-            elif not _has_real_port(url):
-                yield Problem(where, f"has {url!r}, and there is no such port.", "Try: a port from 1 to 65535")
-            elif "@" in urlsplit(url).netloc:
-                key = "INFERENCE_API_KEY" if where == "[inference] url" else "TINKER_API_KEY"
-                yield Problem(where, "holds a password.", f"Try: put the key into {key}, in .env")
-
-
-def _has_real_port(url: str) -> bool:
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
-
-
 def engine_options_have_an_engine(config: TrainConfig) -> Iterator[Problem]:
     """A URL means a server, which the in-process engine is not."""
     if config.inference.url and config.inference.engine == "pytorch":
@@ -492,15 +469,6 @@ def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
             f"has {{{name}}}, which it does not know.",
             "It knows {question}, {reference} and {response}.",
         )
-
-
-def judge_address_holds_no_password(config: TrainConfig) -> Iterator[Problem]:
-    """A run writes its configuration down; keys come from the environment."""
-    url = config.reward.judge_base_url
-    if url and not _URL.fullmatch(url):
-        yield Problem("[reward] judge_base_url", f"is {url!r}, not a URL.", "Try: http://localhost:8000/v1")
-    elif "@" in url.split("//")[-1].split("/")[0]:
-        yield Problem("[reward] judge_base_url", "holds a password.", "Try: put the key into OPENAI_API_KEY, in .env")
 
 
 def values_can_be_written(config: TrainConfig) -> Iterator[Problem]:

@@ -389,6 +389,10 @@ class Reward(Section):
         5.0, "Seconds that scoring one completion may take.", gt=0, le=3600, flag="--reward-timeout-s"
     )
     workers: Count = option(0, "Scoring processes; 0 takes one for each core.", ge=0, le=1024, flag="--reward-workers")
+    memory_mb: Count = option(0, "Maximum address space per scoring process, in MiB; 0 sets no limit.", ge=0)
+    pass_env: tuple[str, ...] = option(
+        (), "Environment variables that rewards may see, for example OPENAI_API_KEY or MY_*.", strict=False
+    )
     terms: tuple[RewardTerm, ...] = option(
         (),
         "Weighted terms; when present their sum is the reward and type is unused.",

@@ -7,6 +7,7 @@ language model elsewhere, which needs no process); several can be weighed agains
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def build_reward(
     spec = read_spec(section, search_paths)
     judged = tuple(term for term in spec.terms if term.type == JUDGE)
     if not judged:
-        return RewardPool(spec, timeout_s=section.timeout_s, workers=section.workers)
+        return _start_pool(spec, section, say)
     from retrain.rewards.judge import JudgeReward  # noqa: PLC0415  (loads an HTTP client, which no worker needs)
     from retrain.rewards.panel import Panel  # noqa: PLC0415
 
@@ -77,11 +78,18 @@ def build_reward(
         return judge
     try:
         others = replace(spec, terms=tuple(term for term in spec.terms if term.type != JUDGE))
-        pool = RewardPool(others, timeout_s=section.timeout_s, workers=section.workers) if others.terms else None
+        pool = _start_pool(others, section, say) if others.terms else None
     except BaseException:
         judge.close()
         raise
     return Panel(judge, judged, pool)
+
+
+def _start_pool(spec: RewardSpec, section: schema.Reward, say: Callable[[str], None]) -> RewardPool:
+    for name in section.pass_env:
+        if "*" not in name and name not in os.environ:
+            say(f"Warning: [reward] pass_env names {name}, which is not set")
+    return RewardPool(spec, section.timeout_s, section.workers, section.memory_mb, section.pass_env)
 
 
 def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:

@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from retrain.redaction import HIDDEN, redact
+
 Messages = Sequence[Mapping[str, str]]
 
 ATTEMPTS = 6
@@ -41,8 +43,8 @@ class Server:
 
     @property
     def shown_url(self) -> str:
-        """The address without any password in it."""
-        return str(httpx.URL(self.url).copy_with(userinfo=b""))
+        """The address without any password or query in it."""
+        return str(httpx.URL(self.url).copy_with(userinfo=b"", query=None, fragment=None))
 
 
 class ChatError(Exception):
@@ -119,7 +121,7 @@ class ChatClient:
                 text = f"no answer from {self.server.shown_url} within {self.server.timeout_s:g} s"
                 raise ChatTimeout(text, passing=True) from error
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                text = f"{self.server.shown_url} cannot be reached: {error or type(error).__name__}"
+                text = f"{self.server.shown_url} cannot be reached: {redact(str(error)) or type(error).__name__}"
                 raise ChatError(text, passing=True) from error
             answer = self._read(reply)
             self.usage.answered += 1
@@ -164,7 +166,7 @@ class ChatClient:
 
     def _shorten(self, text: str) -> str:
         # Some servers repeat the key that they refuse.
-        text = " ".join(text.replace(self.server.key, "***").split() if self.server.key else text.split())
+        text = " ".join(redact(text.replace(self.server.key, HIDDEN) if self.server.key else text).split())
         return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 

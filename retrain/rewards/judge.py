@@ -209,6 +209,9 @@ def find_server(section: schema.Reward) -> Server:
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not re.match(r"https?://[^\s/]", url):
         raise ConfigError("OPENAI_BASE_URL is not a URL.  Try: OPENAI_BASE_URL=https://api.openai.com/v1")
+    if "?" in url or "#" in url:
+        # A key there would be sent, and shown, with every request; and paths cannot be added behind it.
+        raise ConfigError("OPENAI_BASE_URL holds a query.  Try: the address alone, and the key in OPENAI_API_KEY")
     if not key and url == DEFAULT_URL:
         raise ConfigError(
             f"the judge at {DEFAULT_URL} needs a key, and OPENAI_API_KEY is not set.  "

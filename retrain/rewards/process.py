@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from retrain.errors import PluginError
+from retrain.redaction import public_environment
 from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
 
 # The parent's import path is taken over whole; `-P` keeps the working directory from shadowing json before that.
@@ -49,7 +50,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**public_environment(start.pass_env), **_ENVIRONMENT},
             bufsize=0,
             start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
         )

@@ -7,15 +7,19 @@ depend on the number of workers.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import selectors
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from retrain.errors import PluginError
+from retrain.redaction import public_environment, redact
 from retrain.rewards.batch import RIGHT_FROM, BatchReward
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
@@ -25,6 +29,7 @@ from retrain.types import Outcome, Score, StepMetrics
 # Importing a user's module may load a model of its own; that is allowed, hanging there is not.
 START_LIMIT_S = 300.0
 _LONGEST_WAIT_S = 1.0
+_MISSED_KEY = re.compile(r"^KeyError: '(\w+)'$", re.MULTILINE)
 
 
 def count_cores() -> int:
@@ -35,14 +40,22 @@ def count_cores() -> int:
 class RewardPool(BatchReward):
     """Scores completions in worker processes; usable from any thread, one call at a time.
 
-    `workers = 0` takes one for each core. `memory_mb` caps the address space of a worker; 0 leaves it alone.
+    `workers = 0` takes one for each core. `memory_mb` caps the address space of a worker; 0 leaves it alone. `pass_env`
+    names the variables of the environment that a worker sees beside the public ones.
     """
 
-    def __init__(self, spec: RewardSpec, timeout_s: float = 5.0, workers: int = 0, memory_mb: int = 0) -> None:
+    def __init__(
+        self,
+        spec: RewardSpec,
+        timeout_s: float = 5.0,
+        workers: int = 0,
+        memory_mb: int = 0,
+        pass_env: tuple[str, ...] = (),
+    ) -> None:
         self.first_error = ""
         """Message and traceback of the first item that ended in an error; "" while there is none."""
         self._timeout_s = timeout_s
-        self._start = Start(spec, timeout_s, memory_mb)
+        self._start = Start(spec, timeout_s, memory_mb, pass_env)
         self._size = workers or count_cores()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -163,7 +176,8 @@ class RewardPool(BatchReward):
             worker.begin(reply.extras)
             return
         self._discard(worker)
-        raise PluginError(f"the reward could not be loaded: {reply.detail}")
+        detail = redact(reply.detail)
+        raise PluginError(f"the reward could not be loaded: {detail}{self._hint_at_variable(detail)}")
 
     def _bury(self, worker: WorkerProcess, batch: _Batch) -> None:
         """A worker's pipe has closed: blame the item it was on, hand the rest to others."""
@@ -195,9 +209,20 @@ class RewardPool(BatchReward):
         batch.waiting.extendleft(reversed(rest))
 
     def _record(self, batch: _Batch, index: int, score: Score) -> None:
+        if score.detail:
+            detail = redact(score.detail)
+            score = replace(score, detail=detail + self._hint_at_variable(detail))
         batch.results[index] = score
         if score.outcome == "error" and not self.first_error:
             self.first_error = score.detail
+
+    def _hint_at_variable(self, detail: str) -> str:
+        """A line for a reward that missed a variable which this process has and its workers are not given."""
+        missed = [name for name in _MISSED_KEY.findall(detail) if name in os.environ]
+        if not missed or missed[0] in public_environment(self._start.pass_env):
+            return ""
+        names = json.dumps([*self._start.pass_env, missed[0]])
+        return f"\nRewards do not see {missed[0]}.  Try: [reward] pass_env = {names}"
 
 
 class _Batch:

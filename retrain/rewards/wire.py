@@ -65,6 +65,8 @@ class Start:
     spec: RewardSpec
     timeout_s: float
     memory_mb: int = 0
+    pass_env: tuple[str, ...] = ()
+    """Variables of the environment that the worker is given beside the public ones."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from retrain.config import TrainConfig
+from retrain.redaction import redact
 from retrain.types import Example, Group, StepMetrics
 
 __all__ = ["EveryFew", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text"]
@@ -89,7 +90,7 @@ def completions_table(step: int, groups: Sequence[Group]) -> dict[str, Any]:
         earned = [None] * len(group.completions_G) if group.advantages_G is None else group.advantages_G.tolist()
         for completion, score, advantage in zip(group.completions_G, group.scores_G, earned, strict=True):
             reward = score.value if score.counts else None
-            rows.append([step, prompt_text(group.example), completion.text, reward, advantage])
+            rows.append([step, redact(prompt_text(group.example)), redact(completion.text), reward, advantage])
     return {"columns": TABLE_COLUMNS, "data": rows}
 
 

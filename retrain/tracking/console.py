@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from retrain.config import TrainConfig
+from retrain.redaction import redact
 from retrain.types import Group, StepMetrics
 
 # Groups shown a step: enough to see what the model is asked, not so many that the step lines drown.
@@ -75,7 +76,8 @@ class Console:
         if self.stream is None:
             return
         try:
-            self.stream.write(text)
+            # Much of it was written by rewards, environments and servers.
+            self.stream.write(redact(text))
             self.stream.flush()
         except (OSError, ValueError):
             self.stream = None

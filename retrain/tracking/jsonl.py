@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig
+from retrain.redaction import redact_all
 from retrain.seeding import derive_seed
 from retrain.tracking import prompt_text
 from retrain.tracking.debug import debug_row
@@ -57,9 +58,9 @@ class JsonlTracker:
         }
         self.write(STEPS, [summary])
         if self.keeps_completions(step):
-            self.write(GENERATIONS, [row for group in groups for row in generation_rows(step, group)])
+            self.write(GENERATIONS, [redact_all(row) for group in groups for row in generation_rows(step, group)])
         if DEBUG in self.files:
-            self.write(DEBUG, [debug_row(step, metrics, groups)])
+            self.write(DEBUG, [redact_all(debug_row(step, metrics, groups))])
 
     def keeps_completions(self, step: int) -> bool:
         """Whether this step's completions are written: decided by seed and step, so that a resume decides alike."""

@@ -180,6 +180,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "[reward] judge_base_url holds a password",
     ),
     ("judge_address_holds_no_password", {"reward": {"type": "judge", "judge_base_url": "a:1"}}, "'a:1', not a URL"),
+    (
+        "judge_address_holds_no_password",
+        {"reward": {"type": "judge", "judge_base_url": "http://a/v1?api_key=word"}},
+        "[reward] judge_base_url holds a query (?...), which an address of a server cannot have.  Try: put the key into",
+    ),
+    (
+        "judge_address_holds_no_password",
+        {"reward": {"type": "judge", "judge_base_url": "a/v1?api_key=word"}},
+        "is 'a/v1', not a URL",
+    ),
     ("judge_prompt_names_its_variables", {"reward": {"type": "judge", "judge_prompt": "ok?"}}, "lacks {response}"),
     (
         "judge_prompt_names_its_variables",

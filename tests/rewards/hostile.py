@@ -148,3 +148,10 @@ def slow_square(response, reference):
 
 def modules(response, reference):
     return float(not {"torch", "transformers", "datasets", "sympy"} & set(sys.modules))
+
+
+def leak(response, reference):
+    if response == "print":
+        print(dict(os.environ))
+        raise RuntimeError("could not reach https://user:hunter2@host.example/v1")
+    return float(len(os.environ[response]))

@@ -298,6 +298,13 @@ def test_a_password_in_the_address_is_not_shown(server: JudgeServer, monkeypatch
     assert "hunter2" not in repr(find_server(Reward(type="judge"))) and KEY not in repr(find_server(Reward()))
 
 
+def test_a_key_in_the_query_of_the_address_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "https://host.example/v1?api_key=hunter2")
+    with pytest.raises(ConfigError, match="OPENAI_BASE_URL holds a query") as caught:
+        build_reward(Reward(type="judge", judge_cache=""))
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("key", ["clé", "schlüssel"])
 def test_a_key_that_cannot_be_sent_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)

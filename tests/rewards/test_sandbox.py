@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from retrain.config.schema import Reward
 from retrain.errors import PluginError
-from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec
+from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec, build_reward
 
 HERE = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parents[2])
@@ -357,3 +358,31 @@ def test_cheap_rewards_are_not_held_up_by_the_trip():
         rate = len(items) / (time.monotonic() - began)
     assert sum(score.outcome == "right" for score in scores) == len([n for n in range(4000) if n % 7 == 3])
     assert rate > 200  # about 6,000 on an idle core; a busy test machine gets slack
+
+
+def test_a_reward_sees_no_key_of_the_environment_unless_it_is_passed_on(monkeypatch):
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    with custom("leak") as pool:
+        printed, missed = pool.score([("print", ""), ("ACME_API_KEY", "")])
+    assert printed.outcome == "error" and "'PATH'" in printed.detail
+    assert "ACME_API_KEY" not in printed.detail and "opensesame99" not in printed.detail
+    assert "https://***@host.example/v1" in printed.detail and "hunter2" not in printed.detail
+    assert missed.detail.splitlines()[-1] == (
+        'Rewards do not see ACME_API_KEY.  Try: [reward] pass_env = ["ACME_API_KEY"]'
+    )
+    with custom("leak", pass_env=("ACME_*",)) as pool:
+        printed, found = pool.score([("print", ""), ("ACME_API_KEY", "")])
+    assert found.value == 12.0
+    assert "'ACME_API_KEY': '***'" in printed.detail and "opensesame99" not in printed.detail
+
+
+def test_the_options_of_the_file_reach_the_processes(monkeypatch):
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    said = []
+    section = Reward(type="hostile.leak", workers=1, memory_mb=3000, pass_env=("ACME_API_KEY", "ABSENT"))
+    with build_reward(section, [HERE], said.append) as pool:
+        assert pool.score([("ACME_API_KEY", "")])[0].value == 12.0
+    assert said == ["Warning: [reward] pass_env names ABSENT, which is not set"]
+    limited = Reward(type="hostile.score", workers=1, memory_mb=2048)
+    with build_reward(limited, [HERE]) as pool:
+        assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")

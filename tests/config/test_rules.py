@@ -183,7 +183,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "judge_address_holds_no_password",
         {"reward": {"type": "judge", "judge_base_url": "http://a/v1?api_key=word"}},
-        "[reward] judge_base_url holds a query (?...), which an address of a server cannot have.  Try: put the key into",
+        "[reward] judge_base_url holds a query (?...), which an address of a server cannot have.  Try: put",
     ),
     (
         "judge_address_holds_no_password",

@@ -14,6 +14,7 @@ from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
+from retrain.config.schema import AS_IN_TRAINING
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
@@ -180,9 +181,13 @@ def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfi
     training = config.training
     if not training.epochs:
         return config
-    if isinstance(examples, Endless):
-        raise ConfigError(f"[training] epochs = {training.epochs} counts passes, and these examples have no end.")
-    steps = max(1, math.ceil(training.epochs * len(examples) / training.batch_size))
+    if isinstance(examples, Endless) and not training.max_examples:
+        raise ConfigError(
+            f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
+            "Try: max_examples = 1000"
+        )
+    count = min(len(examples), training.max_examples or len(examples))
+    steps = max(1, math.ceil(training.epochs * count / training.batch_size))
     return config.model_copy(update={"training": training.model_copy(update={"max_steps": steps})})
 
 
@@ -302,7 +307,7 @@ def _build_evaluator(
     own = replace(
         sampling,
         n=config.eval.samples,
-        temperature=config.eval.temperature or sampling.temperature,
+        temperature=sampling.temperature if config.eval.temperature == AS_IN_TRAINING else config.eval.temperature,
         seed=derive_seed(config.training.seed, "eval"),
     )
     return Evaluator(scorer, held_out, own, config.eval.every, config.eval.k or config.eval.samples)

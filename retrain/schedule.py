@@ -96,8 +96,9 @@ def schedule_is_sound(config: TrainConfig) -> Iterator[Problem]:
             f"must be a whole number of steps, or a share below 1, got {optimizer.warmup_steps}.",
             f"Try: warmup_steps = {int(optimizer.warmup_steps)}.0",
         )
-    yield from _wrong_args(optimizer.schedule, optimizer.schedule_args)
-    if optimizer.schedule_args.get("lr_end", 0) and optimizer.schedule_args["lr_end"] >= config.training.lr:
+    wrong = list(_wrong_args(optimizer.schedule, optimizer.schedule_args))
+    yield from wrong
+    if not wrong and optimizer.schedule_args.get("lr_end", 0) >= config.training.lr:
         yield Problem("[optimizer] schedule_args", "has an lr_end that is not below [training] lr.")
 
 

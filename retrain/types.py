@@ -37,7 +37,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one batch of completions is drawn: `n` for each prompt. `seed` makes it repeatable."""
+    """How one batch is drawn: `n` for each prompt. `seed` makes it repeatable; temperature 0 is greedy."""
 
     max_tokens: int
     n: int = 1
@@ -49,6 +49,11 @@ class Sampling:
     seed: int = 0
     first: int = 0
     """Number of the first completion among those that share the seed, where these are only some of them."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken, whatever the seed and the other options say."""
+        return self.temperature == 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from e2e.runs import fake_config, rows, rows_without_times, run_command, train_q
 from e2e.tiny import write_tokenizer
 
 from retrain.advantages import AlgorithmContext
+from retrain.assemble import assemble
 from retrain.data import ExampleOrder
 from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.interrupts import Interrupts
 from retrain.recording import read_recordings
 from retrain.testing import FakeBackend
+from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray
 
 DOCUMENTED_KEYS = [
@@ -224,6 +227,20 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
     play.before_generate = staticmethod(lambda call: None)
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
+
+
+def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(
+    model: Path, tmp_path: Path, play: type[Play], capsys: pytest.CaptureFixture[str]
+) -> None:
+    play.script = by_index("right", "wrong")
+    config = fake_config(model, tmp_path, reward__custom_function="score_sign")
+    assert run_command(config) == 2
+    told = capsys.readouterr().err
+    assert 'advantage_mode = "maxrl" divides by the mean reward' in told
+    assert 'Try: advantage_mode = "grpo", or add 1 to every reward' in told
+    assert play.trained == []
+    assert run_command(config, "--advantage-mode", "grpo") == 0
+    assert len(play.trained) == 4
 
 
 def test_a_reward_that_hangs_is_timed_out_and_masked(model: Path, tmp_path: Path, play: type[Play]) -> None:
@@ -610,6 +627,38 @@ def test_more_steps_can_be_asked_for_after_the_end(model: Path, uncut: Rows, tmp
     train_quietly(fake_config(model, tmp_path, training__max_steps=3))
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
     assert rows_without_times(tmp_path / "logs") == uncut
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [
+        {},
+        {"data__source": "arithmetic", "data__path": ""},
+        {"environment__provider": "builtin", "environment__id": "arithmetic"},
+    ],
+    ids=["rows", "an endless source", "an environment"],
+)
+def test_epochs_count_passes_over_max_examples(model: Path, tmp_path: Path, examples: dict[str, Any]) -> None:
+    # Two passes over 4 examples, 2 of them in a step.
+    config = fake_config(model, tmp_path, training__epochs=2.0, training__max_examples=4, **examples)
+    with assemble(config, console=Console(StringIO())) as parts:
+        assert parts.config.training.max_steps == 4
+    if examples:
+        endless = fake_config(model, tmp_path, training__epochs=2.0, **examples)
+        with (
+            pytest.raises(ConfigError, match=r"have no end\.  Try: max_examples"),
+            assemble(endless, console=Console(StringIO())),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(("wanted", "used"), [(-1.0, 0.7), (0.0, 0.0), (0.2, 0.2)])
+def test_the_temperature_of_an_evaluation_is_its_own_or_that_of_training(
+    model: Path, tmp_path: Path, wanted: float, used: float
+) -> None:
+    held_out = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
+    with assemble(fake_config(model, tmp_path, eval__temperature=wanted, **held_out)) as parts:
+        assert parts.evaluator.sampling.temperature == used
 
 
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from retrain.errors import ConfigError
 from retrain.types import FloatArray
 
 AdvantageFn = Callable[[FloatArray], FloatArray]
@@ -35,8 +36,15 @@ def grpo_scaled(rewards_G: FloatArray) -> FloatArray:
 def maxrl(rewards_G: FloatArray) -> FloatArray:
     """`(r - mean(r)) / (mean(r) + 1e-6)`: the rarer a right answer, the more it weighs; zero when nobody was right.
 
-    MaxRL, arXiv 2602.02710.
+    MaxRL, arXiv 2602.02710. Rewards from 0 up, less the same 1e-6 for rounding, keep the advantages of G completions
+    between -1 and G - 1. A negative one lets the mean vanish or change its sign, so it is an error.
     """
+    lowest = float(rewards_G.min(initial=0.0))
+    if lowest < -SMALLEST_MEAN:
+        raise ConfigError(
+            f'[algorithm] advantage_mode = "maxrl" divides by the mean reward, so rewards must be at least 0, and one '
+            f'is {lowest:g}.  Try: advantage_mode = "grpo", or add {-lowest:g} to every reward'
+        )
     mean = float(rewards_G.mean())
     if mean <= SMALLEST_MEAN:
         return np.zeros(len(rewards_G))

@@ -19,6 +19,10 @@ UNBUILT = (
 def find_absent_parts(config: TrainConfig) -> list[Problem]:
     """What this configuration asks for that cannot be had."""
     values = values_of(config)
+    if config.kind != "squeeze" and config.backend.backend == "tinker":
+        from retrain.backends.tinker.limits import find_unsupported  # noqa: PLC0415  (only a run on Tinker needs it)
+
+        return list(find_unsupported(config))
     if config.kind == "squeeze" or values["inference.engine"] != "pytorch":
         return []
     return [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from retrain.config.conditions import conditions_override_real_options
+from retrain.config.evaluation import evaluation_samples_differ, evaluation_temperature_is_one
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
@@ -263,6 +264,23 @@ def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[Proble
         )
 
 
+def maxrl_has_no_penalties(config: TrainConfig) -> Iterator[Problem]:
+    """A term with a negative weight takes the reward below 0 where the others give nothing. A campaign's runs are asked
+    one by one."""
+    mode = config.algorithm
+    is_maxrl = mode.advantage_mode == "maxrl" and not mode.algorithm_mode
+    if not is_maxrl or config.campaign is not None or config.environment.provider:
+        return
+    for index, term in enumerate(config.reward.terms):
+        if term.weight < 0:
+            yield Problem(
+                f"[reward] terms[{index}].weight",
+                f'= {show_value(term.weight)} makes rewards negative, and [algorithm] advantage_mode = "maxrl" divides '
+                "by their mean.",
+                'Try: advantage_mode = "grpo"',
+            )
+
+
 def students_have_whole_weights(config: TrainConfig) -> Iterator[Problem]:
     """The base is sampled over the policy's own tensors, which some ways of distributing keep in pieces."""
     own, spread = (
@@ -504,6 +522,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     devices_follow_the_grammar,
     launch_device_follows_the_grammar,
     groups_can_differ,
+    evaluation_temperature_is_one,
     init_kwargs_leave_ours_alone,
     schedule_is_sound,
     ratio_cap_lets_ratios_of_one_pass,
@@ -526,9 +545,11 @@ RELATION_RULES: tuple[Rule, ...] = (
     environment_is_complete,
     teaching_is_of_one_answer,
     teaching_has_an_advantage_for_losses,
+    maxrl_has_no_penalties,
     students_have_whole_weights,
     data_source_is_complete,
     evaluation_has_enough_samples,
+    evaluation_samples_differ,
     evaluation_has_held_out_problems,
     evaluation_is_not_on_training_problems,
     backpressure_bounds_are_ordered,

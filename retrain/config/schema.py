@@ -282,6 +282,10 @@ class Data(Section):
     remove_unused_columns: bool = option(False, "Keep only prompt and answer of a row; rewards see no other column.")
 
 
+AS_IN_TRAINING = -1.0
+"""The `[eval] temperature` that stands for that of `[training]`."""
+
+
 class Eval(Section):
     """Held-out evaluation, before training and along the way."""
 
@@ -295,7 +299,11 @@ class Eval(Section):
     samples: Count = option(1, "Completions a problem, for pass@1 and unbiased pass@k.", ge=1, flag="--eval-samples")
     k: Count = option(0, "The k of pass@k; 0 means as many as samples.", ge=0, flag="--eval-k")
     temperature: float = option(
-        0.0, "Sampling temperature; 0 uses the training one.", ge=0, le=100, flag="--eval-temperature"
+        AS_IN_TRAINING,
+        "Sampling temperature; 0 is greedy, -1 takes the training one.",
+        ge=AS_IN_TRAINING,
+        le=100,
+        flag="--eval-temperature",
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from retrain.advantages import UncertaintyContext, grpo, maxrl, predictive_variance, shannon_entropy, surprisal
 from retrain.advantages.ragged import Ragged
 from retrain.advantages.token import gtpo_weights, hicra_amplify, sepa_pool
+from retrain.errors import ConfigError
 
 
 def test_grpo_is_the_reward_less_the_mean_of_the_group() -> None:
@@ -21,9 +22,25 @@ def test_maxrl_divides_by_the_mean_so_that_rare_success_weighs_more() -> None:
     assert maxrl(np.array([1.0, 0.0, 0.0, 0.0])) == pytest.approx([0.75 / 0.250001] + [-0.25 / 0.250001] * 3)
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 0.0], [1e-6, 1e-6], [-1.0, 0.5]])
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [1e-6, 1e-6], [-1e-7, 1e-7]])
 def test_maxrl_is_zero_when_the_mean_is_not_above_a_millionth(rewards: list[float]) -> None:
     assert maxrl(np.array(rewards)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[-1.0, -1.0, -1.0, 1.0], [-0.5, 0.500007], [-2.0, -1.0]])
+def test_maxrl_refuses_negative_rewards_and_says_what_to_do(rewards: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r'at least 0, and one is -.*Try: advantage_mode = "grpo", or add') as caught:
+        maxrl(np.array(rewards))
+    assert f"add {-min(rewards):g} to every reward" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 16, 1024])
+@pytest.mark.parametrize("others", [0.0, -1e-6, 1e-9])
+def test_maxrl_of_one_success_among_many_stays_below_the_size_of_the_group(size: int, others: float) -> None:
+    earned = maxrl(np.array([1.0] + [others] * (size - 1)))
+    assert earned[0] <= (size - 1) * (1 + 1e-12)
+    assert earned[0] == pytest.approx(size - 1, rel=2e-3)
+    assert earned.min() >= -1.0 - 1e-12
 
 
 def test_surprisal_is_the_negative_logprob_between_0_and_50() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from e2e.tiny import PlainTokenizer, config_for, random_datums, random_prompts
+from e2e.tiny import PlainTokenizer, config_for, policy_for, random_datums, random_prompts
 
 from retrain.backends.local import LocalBackend, build, resolve_devices
 from retrain.backends.local.model import load_policy
@@ -49,6 +49,12 @@ def test_devices_are_read_and_missing_ones_become_the_cpu(
     assert [str(device) for device in resolve_devices(text, said.append)] == expected
     assert len(said) == warnings
     assert all(line.startswith("Warning: there is no gpu:") and "; using " in line for line in said)
+
+
+def test_a_cloned_policy_keeps_the_reason_why_it_attends_by_itself(tiny: Path) -> None:
+    policy = policy_for(config_for(tiny), trained=False)
+    policy.own_attention = "this model attends by itself"
+    assert policy.twin().own_attention == "this model attends by itself"
 
 
 def test_one_device_samples_and_trains_in_turn(tiny: Path, tmp_path: Path) -> None:

@@ -26,9 +26,11 @@ from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
 
 from retrain.backends.tinker import build
 from retrain.backends.tinker.backend import TinkerBackend
+from retrain.backends.tinker.service_loss import service_loss
 from retrain.cli import run
 from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
+from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RolloutError
 from retrain.inference_engine import ServesTurns, Turn
 from retrain.inference_engine.pytorch import PyTorchEngine
@@ -227,6 +229,15 @@ def test_sampling_follows_its_options_and_its_seed(server: TinkerServer, tmp_pat
     assert all(c.entropies_T is None and len(c.logprobs_T) == len(c.token_ids_T) for c in (*first, *second))
 
 
+def test_temperature_zero_is_asked_for_as_such_and_is_greedy(server: TinkerServer, tmp_path: Path) -> None:
+    engine = backend_for(config_for(server, tmp_path)).sampler(0)
+    prompts = random_prompts([4, 7])
+    first, second = (engine.generate(prompts, Sampling(max_tokens=6, temperature=0.0, seed=seed)) for seed in (1, 2))
+    assert [g[0].token_ids_T.tolist() for g in first] == [g[0].token_ids_T.tolist() for g in second]
+    asked = next(body for path, body in server.seen if path == "asample")["sampling_params"]
+    assert asked["temperature"] == 0.0
+
+
 class Conversations:
     """A queue of turns whose next one is asked when the one before is answered."""
 
@@ -400,6 +411,8 @@ def test_what_the_service_decides_by_itself_is_named_in_one_line(server: TinkerS
         ({"training__repetition_penalty": 1.1}, "[training] repetition_penalty"),
         ({"kl__beta": 0.1}, "[kl] beta"),
         ({"loss__type": "ppo", "loss__ratio_cap": 3.0}, "[loss] ratio_cap"),
+        ({"loss__type": "gspo", "loss__ratio_cap": 1.5}, "[loss] ratio_cap"),
+        ({"loss__type": "grpo"}, "[loss] type"),
     ],
 )
 def test_what_the_service_cannot_do_is_refused(
@@ -409,6 +422,39 @@ def test_what_the_service_cannot_do_is_refused(
         backend_for(config_for(server, tmp_path, **overrides))
     assert named in str(refused.value)
     assert not server.seen
+
+
+def test_a_loss_that_the_service_lacks_is_refused_with_those_that_it_has(
+    server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_file(config_for(server, tmp_path, loss__type="grpo"), tmp_path) == 2
+    printed = capsys.readouterr()
+    assert '[loss] type = "grpo" is not possible with Tinker' in printed.err
+    assert "Try: importance_sampling, ppo, cispo, gspo, dr_grpo" in printed.err
+    assert "Loading" not in printed.out, "before anything is loaded"
+    other = Loss.model_construct(**(Loss().model_dump() | {"type": "mine.loss"}))
+    with pytest.raises(ConfigError, match=r"'mine\.loss' is not possible on Tinker"):
+        service_loss(other)
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [
+        ({"loss__type": "ppo"}, True),
+        ({"loss__type": "gspo"}, True),
+        ({"loss__type": "dr_grpo"}, True),
+        ({"loss__type": "ppo", "loss__ratio_cap": 0.0}, False),
+        ({"loss__type": "importance_sampling"}, False),
+        ({"loss__type": "cispo"}, False),
+    ],
+)
+def test_a_cap_that_the_service_does_not_apply_is_said(
+    server: TinkerServer, tmp_path: Path, loss: dict[str, Any], ignored: bool
+) -> None:
+    said: list[str] = []
+    backend_for(config_for(server, tmp_path, **loss), said)
+    told = [line for line in said if line.startswith("Ignored with Tinker: [loss] ratio_cap = 2; its ")]
+    assert len(told) == int(ignored)
 
 
 def test_an_uncertainty_that_needs_entropies_is_refused_by_the_name_of_the_backend(

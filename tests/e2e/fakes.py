@@ -71,6 +71,11 @@ def score(response: str, reference: str) -> float:
     return float("right" in response)
 
 
+def score_sign(response: str, reference: str) -> float:
+    """1 for a right answer and -1 for a wrong one."""
+    return 1.0 if "right" in response else -1.0
+
+
 def score_length(response: str, reference: str) -> float:
     """For models that write gibberish: something that differs from one answer to the next."""
     return float(sum(map(ord, response)) % 2)

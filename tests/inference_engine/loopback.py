@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -206,7 +206,11 @@ class Loopback:
             self.engine.sync(self.policy)
             drawn = self.engine.generate([prompt], sampling)[0]
             rows = [Row(prompt, c.token_ids_T, c.logprobs_T) for c in drawn]
-            told = self.scorer.logprobs(rows, MEANINGS[self.meaning](sampling))
+            # Greedy decoding is at no temperature, so what is reported of it is of none.
+            meaning = "raw" if sampling.is_greedy else self.meaning
+            told = self.scorer.logprobs(
+                rows, MEANINGS[meaning](replace(sampling, temperature=sampling.temperature or 1.0))
+            )
         choices = []
         for index, (completion, logprobs) in enumerate(zip(drawn, told, strict=True)):
             choice: dict[str, Any] = {"index": index, "text": completion.text, "finish_reason": "stop"}

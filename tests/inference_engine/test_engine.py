@@ -81,10 +81,13 @@ def test_on_fresh_weights_the_importance_ratio_is_one(rig: Rig, options: dict[st
     assert (ratios - 1).abs().max() < 1e-4
 
 
-def test_nearly_greedy_tokens_are_those_of_generate(rig: Rig) -> None:
+@pytest.mark.parametrize("options", [{"temperature": 1e-4}, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}])
+def test_greedy_tokens_are_those_of_generate(rig: Rig, options: dict[str, float]) -> None:
     prompts = random_prompts(LENGTHS)
-    groups = rig.engine.generate(prompts, Sampling(max_tokens=14, temperature=1e-4, seed=1))
+    groups = rig.engine.generate(prompts, Sampling(max_tokens=14, seed=1, **options))
     for prompt, (completion,) in zip(prompts, groups, strict=True):
+        if not options["temperature"]:
+            assert completion.logprobs_T.tolist() == [0.0] * len(completion.token_ids_T), "no other could be drawn"
         ids = torch.as_tensor(prompt)[None]
         generated = rig.plain.generate(  # type: ignore[operator]
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=14, pad_token_id=0

@@ -21,6 +21,7 @@ from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Turn
 from retrain.inference_engine.http import HttpEngine, openai, vllm
 from retrain.inference_engine.http.proof import PolicyScorer, Row
+from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.types import Completion, IntArray, Sampling
 
 from .loopback import Loopback
@@ -84,6 +85,24 @@ def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion
     rows = [Row(p, c.token_ids_T, c.logprobs_T) for p, group in zip(prompts, groups, strict=True) for c in group]
     own = np.concatenate(PolicyScorer(policy).logprobs(rows, sampling))
     return np.exp(own - np.concatenate([row.logprobs_T for row in rows]))
+
+
+@pytest.mark.parametrize("build", [vllm, openai])
+@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
+    server: Loopback, rig: Make, build: Any, meaning: str
+) -> None:
+    server.meaning = meaning
+    one = rig(server, build=build)
+    one.check(replace(SAMPLING, top_p=1.0))
+    one.train()
+    one.engine.sync(one.policy)
+    greedy = Sampling(max_tokens=12, temperature=0.0, seed=1)
+    first, second = (one.engine.generate(PROMPTS, replace(greedy, seed=seed)) for seed in (1, 2))
+    here = PyTorchEngine(one.policy, Inference(), one.engine.tokenizer, lambda *_: None).generate(PROMPTS, greedy)
+    for groups in (second, here):
+        assert [g[0].token_ids_T.tolist() for g in groups] == [g[0].token_ids_T.tolist() for g in first]
+    assert all(completion.logprobs_T.tolist() == [0.0] * len(completion.token_ids_T) for (completion,) in first)
 
 
 @pytest.mark.parametrize("meaning", ["sampled", "tempered", "untempered", "raw"])

@@ -74,12 +74,23 @@ def test_only_an_engine_with_a_running_batch_serves_turns(llama: Rig, running: M
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bf16", "fp8", "int8"])
-def test_greedy_tokens_are_those_of_the_eager_decoder(llama: Rig, running: Make, cache_dtype: str) -> None:
-    greedy, prompts = Sampling(max_tokens=10, temperature=1e-4), random_prompts((4, 11, 1))
+@pytest.mark.parametrize("temperature", [0.0, 1e-4])
+def test_greedy_tokens_are_those_of_the_eager_decoder(
+    llama: Rig, running: Make, cache_dtype: str, temperature: float
+) -> None:
+    greedy, prompts = Sampling(max_tokens=10, temperature=temperature), random_prompts((4, 11, 1))
     options = Inference(kv_cache_dtype=cache_dtype, attention_kernel="flash")
     eager = PyTorchEngine(llama.policy, options, PlainTokenizer(), lambda *_: None)
     ours, theirs = (e.generate(prompts, greedy) for e in (running(kv_cache_dtype=cache_dtype), eager))
     assert flat(ours) == flat(theirs)
+
+
+def test_a_greedy_batch_between_others_changes_nothing_of_them(running: Make) -> None:
+    engine, prompts = running(), random_prompts((4, 11))
+    before = engine.generate(prompts, SAMPLING)
+    greedy = engine.generate(prompts, replace(SAMPLING, temperature=0.0))
+    assert all(one.token_ids_T.tolist() == group[0].token_ids_T.tolist() for group in greedy for one in group)
+    assert flat(engine.generate(prompts, SAMPLING)) == flat(before)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from transformers import AutoConfig, GenerationConfig
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
 from retrain.backends.tinker.limits import describe_ignored, refuse_unsupported
-from retrain.backends.tinker.losses import denominator, service_loss, step_metrics, to_service
+from retrain.backends.tinker.losses import denominator, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
+from retrain.backends.tinker.service_loss import service_loss
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
 from retrain.checkpoint import NOTES
@@ -36,9 +37,8 @@ _UNKNOWN_CONTEXT = 1 << 30
 def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
     """Connect, check that the service has the model, and make the training client, unless a resume will."""
     refuse_unsupported(config)
-    ignored = describe_ignored(config)
-    if ignored:
-        say(ignored)
+    for line in describe_ignored(config):
+        say(line)
     throttle = Throttle(config.backend.throttle_dir, config.backend.max_concurrent, say)
     say("Connecting to Tinker...")
     service = Service(config.model.base_url, say)

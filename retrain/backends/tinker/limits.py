@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from retrain.backends.tinker.service_loss import SERVICE_LOSSES, service_loss
 from retrain.config import TrainConfig
 from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
@@ -25,42 +26,55 @@ _REFUSED = {
     "kl.sync_ref_model": "The service has no reference policy.",
     "distributed.zero_stage": "The service distributes by itself.",
 }
-# The service clips these losses by itself and has no further cap. Its cispo with bounds 0 and ratio_cap is capped
-# importance sampling; see losses.py.
-_UNCAPPED = ("ppo", "gspo", "dr_grpo")
 
 
 def refuse_unsupported(config: TrainConfig) -> None:
     """Raise one error for every option that Tinker cannot honour."""
-    problems = tuple(_find_problems(config))
+    problems = tuple(find_unsupported(config))
     if problems:
         raise ConfigError('this configuration cannot be run with [backend] backend = "tinker":', problems)
 
 
-def _find_problems(config: TrainConfig) -> Iterator[Problem]:
+def find_unsupported(config: TrainConfig) -> Iterator[Problem]:
+    """A problem for each of them."""
     values, options = values_of(config), options_by_path()
     for path, reason in _REFUSED.items():
         option = options[path]
         if values[path] != option.default:
             hint = f"Leave it at {format_value(option.default)}."
-            yield Problem(option.where, f"= {format_value(values[path])} is not possible: {reason}", hint)
-    cap, kind = config.loss.ratio_cap, config.loss.type
-    if kind == "grpo":
-        yield Problem("[loss] type", '= "grpo" is not possible: The service sums over tokens.', 'Try: type = "dr_grpo"')
-    if kind in _UNCAPPED and cap not in (0.0, options["loss.ratio_cap"].default):
+            yield Problem(option.where, f"= {format_value(values[path])} is not possible with Tinker: {reason}", hint)
+    kind = config.loss.type
+    if kind not in SERVICE_LOSSES:
+        known = ", ".join(SERVICE_LOSSES)
+        yield Problem(
+            "[loss] type", f'= "{kind}" is not possible with Tinker: The service has no such loss.', f"Try: {known}"
+        )
+    elif _is_uncapped(config) and config.loss.ratio_cap != options["loss.ratio_cap"].default:
         yield Problem(
             "[loss] ratio_cap",
-            f'= {format_value(cap)} is not possible with type = "{kind}": The service clips by clip_low and clip_high.',
+            f'= {format_value(config.loss.ratio_cap)} is not possible with Tinker and type = "{kind}": The service '
+            "clips by clip_low and clip_high.",
             "Try: ratio_cap = 0.0",
         )
 
 
-def describe_ignored(config: TrainConfig) -> str:
-    """One line that names what was set and does nothing here, or ""."""
+def _is_uncapped(config: TrainConfig) -> bool:
+    """Whether there is a cap on ratios that the service will not apply."""
+    return config.loss.ratio_cap > 0 and not service_loss(config.loss).caps_ratios
+
+
+def describe_ignored(config: TrainConfig) -> Iterator[str]:
+    """A line that names what was set and does nothing here, and one of a default that does nothing."""
     values, options = values_of(config), options_by_path()
     names = [
         options[path].where
         for path in options
         if path.startswith(_IGNORED) and path in values and values[path] != options[path].default
     ]
-    return f"Ignored with Tinker, which samples and trains by itself: {', '.join(names)}." if names else ""
+    if names:
+        yield f"Ignored with Tinker, which samples and trains by itself: {', '.join(names)}."
+    if _is_uncapped(config):
+        yield (
+            f"Ignored with Tinker: [loss] ratio_cap = {config.loss.ratio_cap:g}; its {config.loss.type} clips by "
+            "clip_low and clip_high alone."
+        )

@@ -1,50 +1,24 @@
 """Our losses in the service's terms.
 
 The service sums over tokens where we average, so advantages are divided by our denominator before they are sent: loss,
-gradient and update are then those of the local backend on the same data. Log-probs are raw on both sides, whatever
-the temperature: the ratio compares one distribution with itself.
+gradient and update are then those of the local backend on the same data, but for a `ratio_cap` that the service lacks.
+Log-probs are raw on both sides, whatever the temperature: the ratio compares one distribution with itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import tinker
 from tinker import types
 
+from retrain.backends.tinker.service_loss import ServiceLoss, service_loss
 from retrain.config.schema import Loss
 from retrain.errors import BackendError
 from retrain.types import Datum, FloatArray, StepMetrics
 
 MAX_LOG_RATIO = 20.0
-
-
-@dataclass(frozen=True)
-class ServiceLoss:
-    """A loss of the service, and whether the value it reports is that of the loss we asked for."""
-
-    name: types.LossFnType
-    settings: Mapping[str, float] | None
-    reports_ours: bool = True
-    needs_mask: bool = False
-
-
-def service_loss(loss: Loss) -> ServiceLoss:
-    """The service's loss whose gradient is that of `[loss] type`."""
-    clip = {"clip_low_threshold": 1 - loss.clip_low, "clip_high_threshold": 1 + loss.clip_high}
-    if loss.type == "importance_sampling" and not loss.ratio_cap:
-        return ServiceLoss("importance_sampling", None)
-    if loss.type == "importance_sampling":
-        # sg(min(ratio, cap)) · A · ∇logp is the gradient of both; only the value reported differs.
-        capped = {"clip_low_threshold": 0.0, "clip_high_threshold": loss.ratio_cap}
-        return ServiceLoss("cispo", capped, reports_ours=False)
-    if loss.type == "cispo":
-        return ServiceLoss("cispo", clip)
-    if loss.type == "gspo":
-        return ServiceLoss("gspo", clip, needs_mask=True)
-    return ServiceLoss("ppo", clip)
 
 
 def denominator(loss: Loss, datums: Sequence[Datum], max_tokens: int) -> float:

@@ -189,13 +189,20 @@ class HttpEngine:
 
     def _with_sampled_logprobs(self, rows: list[Row], sampling: Sampling) -> list[Row]:
         """Rows whose log-probs are of the distribution that was sampled from."""
+        if sampling.is_greedy:
+            return [replace(row, logprobs_T=np.zeros_like(row.logprobs_T)) for row in rows]
         if self.survey.reported(sampling) == replace(sampling, n=1, seed=0):
             return rows
         scored = self.scorer.logprobs(rows, sampling)
         return [replace(row, logprobs_T=own) for row, own in zip(rows, scored, strict=True)]
 
     def _prove(self, drawn: Sequence[Drawn], sampling: Sampling) -> None:
-        """Rescore a few completions of each server under the newest, the previous and the base weights."""
+        """Rescore a few completions of each server under the newest, the previous and the base weights.
+
+        Servers differ in which log-probs they report of greedy decoding, so there is nothing to compare.
+        """
+        if sampling.is_greedy:
+            return
         reported = self.survey.reported(sampling)
         for server in self.fleet.servers:
             own = [row for one, row in drawn if one is server]

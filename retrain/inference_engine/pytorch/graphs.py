@@ -109,16 +109,18 @@ class GraphDecoder:
 
     def start(self, sampling: Sampling) -> None:
         """Begin an empty batch that draws this way."""
-        # The temperature is read at each step; everything else that shapes logits is part of the graphs.
-        self.filters = replace(sampling, max_tokens=0, n=1, temperature=1.0, seed=0, first=0)
-        self.temperature = sampling.temperature
+        # The temperature is read at each step; everything else that shapes logits is part of the graphs, and so is
+        # greedy decoding: a filter that leaves one token.
+        kept = 0.0 if sampling.is_greedy else 1.0
+        self.filters = replace(sampling, max_tokens=0, n=1, temperature=kept, seed=0, first=0)
+        self.temperature = sampling.temperature or 1.0
         self.waiting.clear()
         self.left.clear()
         self.seated = [None] * len(self.seated)
         self.size = 0
         if self.slots is not None:
             self.slots.vacate(self.slots.everyone)
-            self.slots.temperature.fill_(sampling.temperature)
+            self.slots.temperature.fill_(self.temperature)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Let rows wait for a place."""

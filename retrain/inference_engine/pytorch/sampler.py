@@ -33,6 +33,9 @@ def shape_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None,
         assert seen is not None
         penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    if sampling.is_greedy:
+        likeliest = logits.argmax(1, keepdim=True)
+        return torch.full_like(logits, float("-inf")).scatter(1, likeliest, 0.0)
     logits = logits / sampling.temperature
     dropped = _outside_support(logits.detach(), sampling)
     if dropped is None:

@@ -397,7 +397,9 @@ class Reward(Section):
         5.0, "Seconds that scoring one completion may take.", gt=0, le=3600, flag="--reward-timeout-s"
     )
     workers: Count = option(0, "Scoring processes; 0 takes one for each core.", ge=0, le=1024, flag="--reward-workers")
-    memory_mb: Count = option(0, "Maximum address space per scoring process, in MiB; 0 sets no limit.", ge=0)
+    memory_mb: Count = option(
+        0, "Maximum address space per scoring process, in MiB; 0 sets no limit.", ge=0, flag="--reward-memory-mb"
+    )
     pass_env: tuple[str, ...] = option(
         (), "Environment variables that rewards may see, for example OPENAI_API_KEY or MY_*.", strict=False
     )

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pickle
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from retrain.errors import PluginError
+from retrain.guard import GuardedProcess
 from retrain.redaction import public_environment
 from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
-
-# The parent's import path is taken over whole; `-P` keeps the working directory from shadowing json before that.
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from retrain.rewards.worker import main; main()"
 
 # A worker has one core; the same hash seed everywhere, so that set order cannot make a score depend on the worker.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -32,7 +27,6 @@ _QUICK_CHUNK_S = 0.02
 _LARGEST_CHUNK = 64
 
 _READ_BYTES = 1 << 16
-_ABORT_GRACE_S = 0.5
 _SHOWN_LINES = 20
 _LARGEST_OUTPUT = 1 << 24
 
@@ -45,18 +39,10 @@ class WorkerProcess:
         os.unlink(path)  # the open descriptor keeps it, and nothing is left behind if the parent is killed
         # Parent and worker empty this file while the other may write to it; appending keeps that free of holes.
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND | os.O_RDWR)
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            env={**public_environment(start.pass_env), **_ENVIRONMENT},
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C does not reach it, and its own children can be killed with it
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self.requests_fd = self._process.stdin.fileno()
-        self.replies_fd = self._process.stdout.fileno()
+        environment = {**public_environment(start.pass_env), **_ENVIRONMENT}
+        self._process = GuardedProcess("retrain.rewards.worker", self._output, environment)
+        self.requests_fd = self._process.requests.fileno()
+        self.replies_fd = self._process.replies.fileno()
         os.set_blocking(self.requests_fd, False)
         os.set_blocking(self.replies_fd, False)
         self._outbox = memoryview(b"")
@@ -71,7 +57,7 @@ class WorkerProcess:
         """Indices of the items it has and has not answered; it works on the first."""
         self.since = time.monotonic()
         """When it began what it does now: starting, or the first assigned item."""
-        self._printed = ""
+        self._printed, self._code = "", 0
         self._post(pack_request(start))
         self.flush()
 
@@ -138,25 +124,17 @@ class WorkerProcess:
 
     def abort(self) -> None:
         """Ask the worker to write down where it is, and die."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.kill(self._process.pid, signal.SIGABRT)
-            self._process.wait(_ABORT_GRACE_S)
+        self._process.abort()
 
     def kill(self) -> None:
         """End the worker and whatever it started, and give back the pipes. What it printed stays readable."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._code = self._process.end()
         self._printed = read_tail(self._output)
         os.close(self._output)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
 
     def describe_end(self) -> str:
         """Say how a dead worker ended, with the last lines it printed."""
-        code = self._process.returncode
-        assert code is not None
+        code = self._code
         if code < 0:
             hint = ", perhaps for its memory" if -code == signal.SIGKILL else ""
             how = f"the reward process died: {signal.strsignal(-code)}{hint}"

@@ -181,11 +181,6 @@ class RewardPool(BatchReward):
 
     def _bury(self, worker: WorkerProcess, batch: _Batch) -> None:
         """A worker's pipe has closed: blame the item it was on, hand the rest to others."""
-        overdue = time.monotonic() - worker.since >= self._timeout_s
-        if worker.assigned and overdue:
-            # Its own watchdog was faster than a parent that was stopped for a while.
-            self._end_overdue(worker, batch)
-            return
         self._discard(worker)
         if not worker.ready:
             raise PluginError(f"the reward process ended while it was starting ({worker.describe_end()})")

@@ -1,4 +1,4 @@
-"""The process that scores: reads items, writes one reply for each, and dies when its parent does.
+"""The process that scores: reads items, writes one reply for each, and dies when its parent does. It has a guard.
 
 The user's code owns file descriptors 0, 1 and 2 here, which lead nowhere, and to a file that the parent keeps; the
 conversation with the parent runs over private copies. Nothing heavy is imported unless the reward itself needs it.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import resource
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,23 +42,20 @@ def main() -> None:
     _limit_process(start.memory_mb)
     evaluate, ready = _prepare(start.spec)
     replies.send(ready)
-    watchdog = _Watchdog(start.timeout_s)
     while True:
         work = requests.get()
         assert isinstance(work, Work) and evaluate is not None
         for number, (response, reference, extras) in enumerate(work.items, start=work.first):
-            watchdog.feed()
             streams.refresh()
             replies.send(replace(evaluate(response, reference, extras), number=number))
-        watchdog.rest()
 
 
 def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
-    """Hand on what the parent asks for; when the parent goes, so does this process, at once and with its children."""
+    """Hand on what the parent asks for; when the parent goes, so does this process. Its guard ends the rest."""
     with os.fdopen(fd, "rb") as stream:
         while (request := unpack_request(stream)) is not None:
             requests.put(request)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(0)
 
 
 class _Replies:
@@ -106,34 +101,10 @@ class _Streams:
 
 
 def _limit_process(memory_mb: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     # The parent ends a worker that takes too long with SIGABRT, so that this shows where it hung.
     faulthandler.enable(file=2, all_threads=False)
-
-
-class _Watchdog:
-    """Ends the process if an item hangs in a native call that keeps the GIL after the parent has gone.
-
-    It is a C thread and needs no GIL, unlike the one that listens to the parent. Arming starts that thread, so it is
-    done at most once a second, with as much slack.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._limit_s = timeout_s + 3.0
-        self._armed_at: float | None = None
-
-    def feed(self) -> None:
-        now = time.monotonic()
-        if self._armed_at is None or now - self._armed_at > 1.0:
-            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=2)
-            self._armed_at = now
-
-    def rest(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self._armed_at = None
 
 
 def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:

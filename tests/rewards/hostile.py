@@ -81,6 +81,13 @@ def _misbehave_more(response, reference):
         return 1.0
     if response == "child":
         subprocess.run(["sleep", reference])
+    if response.startswith("daemon"):
+        # A session of its own, and an orphan: no process group reaches it.
+        subprocess.run(["sh", "-c", f"setsid sleep {reference} >/dev/null 2>&1 &"])
+    if response == "daemon and hang":
+        ctypes.PyDLL(None).sleep(60)
+    if response == "daemon and die":
+        os._exit(3)
     return 0.25
 
 

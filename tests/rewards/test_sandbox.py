@@ -278,7 +278,7 @@ def test_an_idle_worker_that_was_killed_is_replaced_without_blame():
     with custom() as pool:
         before = pool._workers[0]
         assert pool.score([("true", "")])[0].outcome == "right"
-        os.kill(before._process.pid, signal.SIGKILL)
+        os.kill(before._process.process.pid, signal.SIGKILL)
         time.sleep(0.1)
         assert pool.score([("true", "")])[0].outcome == "right"
         assert pool._workers[0] is not before
@@ -304,7 +304,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("response", ["", "hang", "hang in C", "child"])
+@pytest.mark.parametrize("response", ["", "hang", "hang in C", "child", "daemon and hang"])
 def test_workers_do_not_outlive_a_parent_that_was_killed(response):
     script = f"""
 import sys, threading, time
@@ -313,7 +313,7 @@ term = TermSpec("custom", custom_module="hostile", custom_function="score")
 pool = RewardPool(RewardSpec((term,), search_paths=({HERE!r},)), timeout_s=1.0, workers=2)
 threading.Thread(target=pool.score, args=([({response!r}, "602")] * 2,), daemon=True).start()
 time.sleep(0.5)
-print(*(worker._process.pid for worker in pool._workers), flush=True)
+print(*(worker._process.process.pid for worker in pool._workers), flush=True)
 time.sleep(600)
 """
     environment = {**os.environ, "PYTHONPATH": ROOT}
@@ -326,6 +326,8 @@ time.sleep(600)
     while any(is_running(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(is_running(pid) for pid in pids)
+    while has_process("sleep 602") and time.monotonic() < until:
+        time.sleep(0.05)
     assert not has_process("sleep 602")
 
 
@@ -337,6 +339,33 @@ def test_what_an_item_started_dies_with_its_worker():
     with custom() as pool:
         assert pool.score([("child", "603")])[0].outcome == "timeout"
     assert not has_process("sleep 603")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a guard adopt orphans")
+@pytest.mark.parametrize(
+    ("response", "outcome"), [("daemon", "wrong"), ("daemon and hang", "timeout"), ("daemon and die", "error")]
+)
+def test_a_process_in_a_session_of_its_own_dies_with_its_worker(response, outcome):
+    with custom() as pool:
+        assert pool.score([(response, "604")])[0].outcome == outcome
+    assert not has_process("sleep 604")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_whose_guard_was_killed_dies_too():
+    with custom() as pool:
+        guard = pool._workers[0]._process.process.pid
+        (worker,) = children_of(guard)
+        os.kill(guard, signal.SIGKILL)
+        until = time.monotonic() + 5.0
+        while is_running(worker) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not is_running(worker)
+        assert pool.score([("true", "")])[0].outcome == "right"
 
 
 def test_no_worker_loads_heavy_libraries_and_neither_does_the_import():

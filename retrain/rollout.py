@@ -38,8 +38,8 @@ class Rollouts:
 
     @property
     def errors(self) -> int:
-        """Scores that do not count."""
-        return sum(not score.counts for group in self.groups for score in group.scores_G)
+        """Scores that failed."""
+        return sum(score.failed for group in self.groups for score in group.scores_G)
 
     @property
     def correct_rate(self) -> float:
@@ -163,17 +163,18 @@ class InParts:
 
 
 class Failures:
-    """Shows the first failure in full, and stops a run when failures outnumber scores."""
+    """Shows the first failure in full, and stops a run when failures outnumber scores or nothing is ever scored."""
 
     def __init__(self, what: str, things: str, say: Callable[[str], None]) -> None:
         self.what = what
         self.things = things
         self.say = say
         self.shown = False
+        self.has_scored = False
 
     def mind(self, scores: Sequence[Score]) -> None:
         """Look at the scores of one batch."""
-        failed = [score for score in scores if not score.counts]
+        failed = [score for score in scores if score.failed]
         if failed and not self.shown:
             self.shown = True
             of = f"{len(failed)} of {len(scores)} {self.things}"
@@ -184,6 +185,12 @@ class Failures:
             what = self.what[0].lower() + self.what[1:]
             raise RolloutError(
                 f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {last})."
+            )
+        self.has_scored = self.has_scored or any(score.counts for score in scores)
+        if scores and not self.has_scored and not failed:
+            raise RolloutError(
+                f"the reward returned None for all {len(scores)} {self.things}, so there is nothing to learn from.  "
+                "Try: return a number for those that it applies to"
             )
 
 

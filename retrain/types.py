@@ -20,7 +20,8 @@ BoolArray = NDArray[np.bool_]
 Metric = float | int | str | bool | None
 StepMetrics = dict[str, Metric]
 
-Outcome = Literal["right", "wrong", "error", "timeout"]
+Outcome = Literal["right", "wrong", "error", "timeout", "none"]
+"""`none` is a reward that did not apply."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward said of one completion. An error or a time-out has no value and is kept out of the loss."""
+    """What a reward said of one completion. Neither right nor wrong, it has no value and is kept out of the loss."""
 
     value: float
     outcome: Outcome
@@ -99,6 +100,11 @@ class Score:
     def counts(self) -> bool:
         """Whether this score may take part in credit assignment."""
         return self.outcome in ("right", "wrong")
+
+    @property
+    def failed(self) -> bool:
+        """Whether there should have been a value and is none."""
+        return self.outcome in ("error", "timeout")
 
 
 @dataclass(frozen=True)

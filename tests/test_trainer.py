@@ -229,6 +229,34 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
 
 
+def test_a_constant_half_is_no_right_answer(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = always("half")
+    config = fake_config(model, tmp_path, training__max_steps=1)
+    _, printed = train_quietly(config)
+    (row,) = rows(tmp_path / "logs")
+    assert (row["mean_reward"], row["correct_rate"], row["groups_all_wrong"]) == (0.5, 0.0, 2)
+    assert "group: 0/4 correct" in printed
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1, reward__correct_from=0.5))
+    assert "group: 4/4 correct" in printed
+
+
+def test_a_reward_that_does_not_apply_to_most_leaves_them_out(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    play.script = by_index("right", "skip", "wrong", "skip", "skip", "skip")
+    config = {"reward__custom_function": "score_some", "training__group_size": 6}
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=2, **config))
+    for row in rows(tmp_path / "logs"):
+        assert (row["reward_errors"], row["num_datums"], row["correct_rate"]) == (0, 4, 0.5)
+    assert "failed" not in printed
+    assert [row["outcome"] for row in rows(tmp_path / "logs", "emergence/generations.jsonl")][:3] == [
+        "right",
+        "none",
+        "wrong",
+    ]
+    play.script = always("skip")
+    with pytest.raises(RolloutError, match="the reward returned None for all 12 completions"):
+        train_quietly(fake_config(model, tmp_path, **config))
+
+
 def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(
     model: Path, tmp_path: Path, play: type[Play], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,7 @@ import re
 
 
 def score(response: str, reference: str) -> float:
-    """1.0 when the last number of the response is the reference. May be `async def`; 0.5 and above counts as right.
+    """1.0 when the last number of the response is the reference. May be `async def`; 1.0 and above counts as right.
 
     Name a third parameter `prompt` or `meta` to be given what the example carries.
     """

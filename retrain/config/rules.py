@@ -220,6 +220,19 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def correct_can_be_reached(config: TrainConfig) -> Iterator[Problem]:
+    """Built-in rewards give at most 1 each; weighted, they may all together stay below what counts as correct."""
+    reward = config.reward
+    known = all(term.type in REGISTRIES["reward"].builtins and term.type != "custom" for term in reward.terms)
+    most = sum(max(term.weight, 0.0) for term in reward.terms)
+    if reward.terms and known and not config.environment.provider and most < reward.correct_from - 1e-9:
+        yield Problem(
+            "[reward] correct_from",
+            f"= {reward.correct_from:g} is more than the terms can add up to ({most:g}).",
+            f"Try: correct_from = {most:g}",
+        )
+
+
 def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
     """A provider needs an id, and the other options need a provider."""
     environment = config.environment
@@ -542,6 +555,7 @@ RELATION_RULES: tuple[Rule, ...] = (
     runs_are_measured_one_way,
     samplers_are_where_they_can_be,
     rewards_are_complete,
+    correct_can_be_reached,
     environment_is_complete,
     teaching_is_of_one_answer,
     teaching_has_an_advantage_for_losses,

@@ -393,6 +393,14 @@ class Reward(Section):
     judge_completion_price: float = option(0.0, "Price of a million tokens from the judge; 0 is unknown.", ge=0)
     custom_module: str = option("", "Module path of a custom reward.", flag="--reward-custom-module")
     custom_function: str = option("score", "Function in that module.", min_length=1, flag="--reward-custom-function")
+    correct_from: float = option(
+        1.0,
+        "Reward from which a completion counts as correct, in correct_rate, pass@k and the SEPA gate; an environment's "
+        "too.",
+        ge=-1e6,
+        le=1e6,
+        flag="--reward-correct-from",
+    )
     timeout_s: float = option(
         5.0, "Seconds that scoring one completion may take.", gt=0, le=3600, flag="--reward-timeout-s"
     )

@@ -16,7 +16,8 @@ from retrain.environments.template import ChatTemplate
 from retrain.environments.turns import EventLoop, TurnQueue, play
 from retrain.errors import RetrainError, RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.rewards import RIGHT_FROM
+from retrain.rewards import outcome_of
+from retrain.rewards.batch import CORRECT_FROM
 from retrain.rewards.custom import LARGEST_REWARD
 from retrain.rollout import Failures, Rollouts
 from retrain.seeding import derive_seed
@@ -47,6 +48,8 @@ class Rules:
     limits: Limits
     timeout_s: float
     """For the environment's own work; time spent sampling is not counted."""
+    correct_from: float = CORRECT_FROM
+    """Reward from which a rollout is right."""
 
 
 class Player:
@@ -148,9 +151,9 @@ class Player:
     async def _play(self, example: Example, chat: PolicyChat) -> Score:
         """One rollout to its score, whatever the environment raises."""
         try:
-            return _score(await self.environment.rollout(example, chat), chat)
+            return _score(await self.environment.rollout(example, chat), chat, self.rules.correct_from)
         except ChatOver:
-            return _score(Outcome(0.0), chat)
+            return _score(Outcome(0.0), chat, self.rules.correct_from)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # The last two would end the event loop, and with it every other rollout.
             return _failed(error)
@@ -192,7 +195,7 @@ class _Clock:
                 self.since = time.monotonic()
 
 
-def _score(outcome: object, chat: PolicyChat) -> Score:
+def _score(outcome: object, chat: PolicyChat, correct_from: float) -> Score:
     if not isinstance(outcome, Outcome):
         return Score(0.0, "error", f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
     if not abs(outcome.reward) <= LARGEST_REWARD:
@@ -202,7 +205,7 @@ def _score(outcome: object, chat: PolicyChat) -> Score:
         return Score(0.0, "error", "the environment asked the model nothing.")
     return RolloutScore(
         float(outcome.reward),
-        "right" if outcome.reward >= RIGHT_FROM else "wrong",
+        outcome_of(outcome.reward, correct_from),
         metrics={name: float(value) for name, value in outcome.metrics.items()},
         turns=chat.turns,
         forks=max(0, len(chat.branches) - 1),

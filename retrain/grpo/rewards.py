@@ -20,7 +20,7 @@ import torch
 from retrain.config.schema import Reward as RewardSection
 from retrain.errors import ConfigError, PluginError
 from retrain.plugins import REGISTRIES
-from retrain.rewards import RIGHT_FROM, BatchReward, Item, WeightedScore, build_reward
+from retrain.rewards import BatchReward, Item, WeightedScore, build_reward, outcome_of
 from retrain.rewards.custom import check_bounds
 from retrain.rewards.weighted import distinct_names
 from retrain.types import Score, StepMetrics
@@ -119,16 +119,16 @@ class ScriptReward(BatchReward):
         return [self._add_up(row) for row in rows]
 
     def _add_up(self, row: Mapping[str, Score | None]) -> Score:
-        applying = {name: score for name, score in row.items() if score is not None}
+        applying = {name: score for name, score in row.items() if score is not None and score.outcome != "none"}
         failed = next((score for score in applying.values() if not score.counts), None)
         if failed is not None:
             return failed
         if not applying:
-            return Score(0.0, "error", "no reward applies to this completion: all of them returned None")
+            return Score(0.0, "none", "no reward applies to this completion: all of them returned None")
         total = sum(term.weight * applying[term.name].value for term in self.terms if term.name in applying)
         total = check_bounds(total, "the weighted rewards add up to")
         values = {name: score.value for name, score in applying.items()}
-        return WeightedScore(total, "right" if total >= RIGHT_FROM else "wrong", terms=values)
+        return WeightedScore(total, outcome_of(total), terms=values)
 
     def _call(self, term: Term, items: Sequence[Item]) -> list[Score | None]:
         assert term.function is not None
@@ -203,7 +203,7 @@ def _to_score(who: str, at: int, value: Any) -> Score | None:
         number = check_bounds(float(value), f"{who} returned, at completion {at},")
     except (TypeError, ValueError) as error:
         raise PluginError(f"{who} returned {value!r} at completion {at}: {error}.") from error
-    return Score(number, "right" if number >= RIGHT_FROM else "wrong")
+    return Score(number, outcome_of(number))
 
 
 def describe_terms(terms: Sequence[Term], scores: Sequence[Score]) -> StepMetrics:

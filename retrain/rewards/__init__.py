@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
-from retrain.rewards.batch import RIGHT_FROM, BatchReward
+from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.sandbox import RewardPool
 from retrain.rewards.weighted import WeightedScore
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from retrain.config import schema
 
 __all__ = [
-    "RIGHT_FROM",
     "BatchReward",
     "Item",
     "Reward",
@@ -35,6 +34,7 @@ __all__ = [
     "WeightedScore",
     "build_reward",
     "load_reward",
+    "outcome_of",
     "read_spec",
 ]
 
@@ -48,7 +48,7 @@ class Reward(Protocol):
     """Says how good a response is. `score` may be `async def`."""
 
     def score(self, response: str, reference: str) -> float | Awaitable[float]:
-        """Return a number, at most a million either way; 0.5 and above counts as a right answer."""
+        """Return a number, at most a million either way; from `[reward] correct_from` up it is a right answer's."""
         ...
 
 
@@ -57,9 +57,9 @@ def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> Rewar
     folders = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
     if section.terms:
         terms = (TermSpec(term.type, term.weight, term.custom_module, term.custom_function) for term in section.terms)
-        return RewardSpec(tuple(terms), weighted=True, search_paths=folders)
+        return RewardSpec(tuple(terms), weighted=True, search_paths=folders, correct_from=section.correct_from)
     only = TermSpec(section.type, custom_module=section.custom_module, custom_function=section.custom_function)
-    return RewardSpec((only,), search_paths=folders)
+    return RewardSpec((only,), search_paths=folders, correct_from=section.correct_from)
 
 
 def build_reward(
@@ -82,7 +82,7 @@ def build_reward(
     except BaseException:
         judge.close()
         raise
-    return Panel(judge, judged, pool)
+    return Panel(judge, judged, pool, section.correct_from)
 
 
 def _start_pool(spec: RewardSpec, section: schema.Reward, say: Callable[[str], None]) -> RewardPool:

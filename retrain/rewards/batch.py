@@ -8,10 +8,17 @@ from types import TracebackType
 from typing import Self
 
 from retrain.rewards.wire import Item
-from retrain.types import Score, StepMetrics
+from retrain.types import Outcome, Score, StepMetrics
 
-RIGHT_FROM = 0.5
-"""A reward of this much or more counts as a right answer."""
+CORRECT_FROM = 1.0
+"""A reward of this much or more counts as a right answer, unless `[reward] correct_from` says otherwise."""
+# Terms whose weights add up to 1 may fall short of it by a rounding error.
+ROUNDING = 1e-9
+
+
+def outcome_of(value: float, correct_from: float = CORRECT_FROM) -> Outcome:
+    """Whether a reward is that of a right answer."""
+    return "right" if value >= correct_from - ROUNDING else "wrong"
 
 
 class BatchReward(ABC):

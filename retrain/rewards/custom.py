@@ -101,7 +101,11 @@ def extras_of(reward: Reward) -> tuple[str, ...]:
     return reward.extras if isinstance(reward, CustomReward) else named_extras(reward.score)
 
 
-def call_reward(reward: Reward, response: str, reference: str, extras: Mapping[str, object]) -> float:
-    """Score one response with one reward: a number within bounds, or whatever the reward raised."""
+def call_reward(reward: Reward, response: str, reference: str, extras: Mapping[str, object]) -> float | None:
+    """Score one response with one reward: a number within bounds, or whatever the reward raised.
+
+    None is a reward that does not apply to this response.
+    """
     score: Callable[..., object] = reward.score
-    return to_value(resolve(score(response, reference, **extras)))
+    result = resolve(score(response, reference, **extras))
+    return None if result is None else to_value(result)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from retrain.rewards.batch import RIGHT_FROM, BatchReward
+from retrain.rewards.batch import CORRECT_FROM, BatchReward, outcome_of
 from retrain.rewards.custom import check_bounds
 from retrain.rewards.judge import JudgeReward
 from retrain.rewards.weighted import WeightedScore, distinct_names
@@ -20,8 +20,15 @@ class Panel(BatchReward):
     What fails for one of them fails for the item: a part of a sum would mislead.
     """
 
-    def __init__(self, judge: JudgeReward, terms: Sequence[TermSpec], pool: BatchReward | None) -> None:
+    def __init__(
+        self,
+        judge: JudgeReward,
+        terms: Sequence[TermSpec],
+        pool: BatchReward | None,
+        correct_from: float = CORRECT_FROM,
+    ) -> None:
         self._judge = judge
+        self._correct_from = correct_from
         self._pool = pool
         self._weights = dict(zip(distinct_names([term.name for term in terms]), (t.weight for t in terms), strict=True))
 
@@ -47,6 +54,8 @@ class Panel(BatchReward):
                 stack.callback(self._pool.close)
 
     def _add(self, computed: Score, judged: Score) -> Score:
+        if computed.outcome == "none":
+            computed = WeightedScore(0.0, "wrong")
         if not computed.counts:
             return computed
         if not judged.counts:
@@ -59,4 +68,4 @@ class Panel(BatchReward):
             )
         except ValueError as error:
             return Score(0.0, "error", f"ValueError: {error}")
-        return WeightedScore(value, "right" if value >= RIGHT_FROM else "wrong", terms=terms)
+        return WeightedScore(value, outcome_of(value, self._correct_from), terms=terms)

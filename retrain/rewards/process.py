@@ -105,7 +105,7 @@ class WorkerProcess:
 
     def expects(self, reply: Reply) -> bool:
         """Whether a reply is about the item that is due. A process that the reward forked may send others."""
-        return len(self.assigned) > 0 and reply.kind in ("value", "error") and reply.number == self._answered
+        return len(self.assigned) > 0 and reply.kind in ("value", "none", "error") and reply.number == self._answered
 
     def finish_item(self) -> int:
         """Note that the first assigned item is answered, and return its index."""

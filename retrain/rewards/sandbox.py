@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from retrain.errors import PluginError
 from retrain.redaction import public_environment, redact
-from retrain.rewards.batch import RIGHT_FROM, BatchReward
+from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
-from retrain.types import Outcome, Score, StepMetrics
+from retrain.types import Score, StepMetrics
 
 # Importing a user's module may load a model of its own; that is allowed, hanging there is not.
 START_LIMIT_S = 300.0
@@ -164,7 +164,7 @@ class RewardPool(BatchReward):
             if not worker.ready:
                 self._begin(worker, reply)
             elif worker.expects(reply):
-                self._record(batch, worker.finish_item(), _to_score(reply))
+                self._record(batch, worker.finish_item(), _to_score(reply, self._start.spec.correct_from))
             else:
                 # From here on nobody knows which item a reply of this worker is about.
                 self._discard(worker)
@@ -236,8 +236,10 @@ class _Batch:
         return [self.results[index] for index in range(len(self.items))]
 
 
-def _to_score(reply: Reply) -> Score:
+def _to_score(reply: Reply, correct_from: float) -> Score:
     if reply.kind == "error":
         return Score(0.0, "error", reply.detail)
-    outcome: Outcome = "right" if reply.value >= RIGHT_FROM else "wrong"
+    if reply.kind == "none":
+        return Score(0.0, "none", "the reward returned None")
+    outcome = outcome_of(reply.value, correct_from)
     return WeightedScore(reply.value, outcome, terms=reply.terms) if reply.terms else Score(reply.value, outcome)

@@ -30,7 +30,7 @@ class Term:
 
 
 class WeightedReward:
-    """`Σ weight · term`. A term that raises makes the whole score an error: a part of a sum would mislead."""
+    """`Σ weight · term` over the terms that apply. One that raises makes the score an error: a part would mislead."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self._terms = list(zip(distinct_names([term.name for term in terms]), terms, strict=True))
@@ -42,21 +42,24 @@ class WeightedReward:
         return tuple(sorted({extra for extras in self._extras.values() for extra in extras}))
 
     def score_terms(self, response: str, reference: str, extras: Mapping[str, object]) -> dict[str, float]:
-        """Return what each term gives, unweighted, by name."""
-        values = {}
+        """Return what each term that applies gives, unweighted, by name."""
+        values: dict[str, float] = {}
         for name, term in self._terms:
             wanted = {extra: extras[extra] for extra in self._extras[name]}
             try:
-                values[name] = call_reward(term.reward, response, reference, wanted)
+                value = call_reward(term.reward, response, reference, wanted)
             except BaseException as error:
                 error.add_note(f"in the reward term {name!r}")
                 raise
+            if value is not None:
+                values[name] = value
         return values
 
     def total(self, values: Mapping[str, float]) -> float:
         """Weigh and add what the terms gave; the sum has the same bounds as a reward."""
         return check_bounds(
-            sum(term.weight * values[name] for name, term in self._terms), "the weighted terms add up to"
+            sum(term.weight * values[name] for name, term in self._terms if name in values),
+            "the weighted terms add up to",
         )
 
     def score(self, response: str, reference: str) -> float:

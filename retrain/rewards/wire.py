@@ -45,6 +45,8 @@ class RewardSpec:
     terms: tuple[TermSpec, ...] = (TermSpec(),)
     weighted: bool = False
     search_paths: tuple[str, ...] = ()
+    correct_from: float = 1.0
+    """Reward from which an answer is right."""
 
 
 class Item(NamedTuple):
@@ -79,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Reply:
-    """A worker's answer: `ready` or `failed` once, then `value` or `error` for each item in the order given.
+    """A worker's answer: `ready` or `failed` once, then `value`, `none` or `error` for each item in the order given.
 
     `broken` stands for bytes that are no reply; `number` says which item a reply is about.
     """

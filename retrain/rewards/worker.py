@@ -130,14 +130,15 @@ def _build_evaluate(spec: RewardSpec) -> tuple[Evaluate, tuple[str, ...]]:
 
         def value_terms(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
             values = weighted.score_terms(response, reference, extras)
-            return Reply("value", value=weighted.total(values), terms=values)
+            return Reply("value", value=weighted.total(values), terms=values) if values else Reply("none")
 
         return _guard(value_terms), weighted.extras
     (term,) = spec.terms
     reward = load_reward(term, spec.search_paths)
 
     def value_one(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
-        return Reply("value", value=call_reward(reward, response, reference, extras))
+        value = call_reward(reward, response, reference, extras)
+        return Reply("none") if value is None else Reply("value", value=value)
 
     return _guard(value_one), extras_of(reward)
 

@@ -30,6 +30,9 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("reference_has_a_use", {"kl": {"beta": 0.1, "sync_ref_model": True}}),
     ("schedule_is_sound", {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}),
     ("schedule_is_sound", {"optimizer": {"warmup_steps": 0.25}}),
+    ("correct_can_be_reached", {"reward": {"terms": [{"weight": 0.7}, {"weight": 0.3}]}}),
+    ("correct_can_be_reached", {"reward": {"terms": [{"weight": 0.7}], "correct_from": 0.7}}),
+    ("correct_can_be_reached", {"reward": {"terms": [{"type": "mine.score", "weight": 0.1}]}}),
     ("evaluation_temperature_is_one", {"eval": {"temperature": 0.0}}),
     ("evaluation_temperature_is_one", {"eval": {"temperature": -1.0}}),
     ("evaluation_samples_differ", {"eval": {"every": 5, "temperature": 0.0}}),
@@ -398,6 +401,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "teaching_has_an_advantage_for_losses",
         {"teaching": {"enabled": True}},
         '[algorithm] advantage_mode = "maxrl" divides by the mean reward',
+    ),
+    (
+        "correct_can_be_reached",
+        {"reward": {"terms": [{"weight": 0.5}, {"type": "math", "weight": 0.3}]}},
+        "[reward] correct_from = 1 is more than the terms can add up to (0.8).  Try: correct_from = 0.8",
     ),
     ("evaluation_temperature_is_one", {"eval": {"temperature": -0.5}}, "[eval] temperature must be -1 or at least 0"),
     (

@@ -68,7 +68,14 @@ def score(response: str, reference: str) -> float:
         time.sleep(60)
     if "nan" in response:
         return float("nan")
+    if "half" in response:
+        return 0.5
     return float("right" in response)
+
+
+def score_some(response: str, reference: str) -> float | None:
+    """Nothing of what it was not written for."""
+    return None if "skip" in response else float("right" in response)
 
 
 def score_sign(response: str, reference: str) -> float:

@@ -117,6 +117,7 @@ def test_a_completion_that_no_reward_applies_to_is_left_out() -> None:
     scores = score(odd_only, items())
     assert [found.counts for found in scores] == [True, False, True]
     assert "returned None" in scores[1].detail
+    assert [found.failed for found in scores] == [False] * 3
 
 
 def test_functions_can_log_numbers_of_their_own() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.config.schema import Reward
+from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import PluginError
 from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec, build_reward
 
@@ -34,7 +34,6 @@ def pool():
         ("print then raise", "RuntimeError: printed"),
         ("nan", "ValueError: the reward returned nan; it must be finite"),
         ("inf", "ValueError: the reward returned inf; it must be finite"),
-        ("none", "TypeError: the reward returned None (NoneType); it must return a number or a bool"),
         ("text", "TypeError: the reward returned '1.0' (str); it must return a number or a bool"),
         ("lambda", "TypeError: the reward returned <function"),
         ("huge", "OverflowError: int too large to convert to float"),
@@ -170,10 +169,34 @@ def test_results_come_in_order_and_do_not_depend_on_the_number_of_workers():
     assert [score.value for score in results[0]] == [float(number**2) for number in range(40)]
 
 
-def test_half_a_point_is_right_and_less_is_wrong():
+def test_none_is_a_reward_that_does_not_apply(pool):
+    first, none, last = pool.score([("fine", ""), ("none", ""), ("fine", "")])
+    assert first.outcome == last.outcome == "wrong"
+    assert (none.value, none.outcome, none.counts, none.failed) == (0.0, "none", False, False)
+    assert none.detail == "the reward returned None"
+
+
+def test_a_whole_point_is_right_and_less_is_wrong():
     with custom("Length") as pool:
-        scores = pool.score([("12345", ""), ("1234", ""), ("", "")])
-    assert [(score.value, score.outcome) for score in scores] == [(0.5, "right"), (0.4, "wrong"), (0.0, "wrong")]
+        scores = pool.score([("1234567890", ""), ("12345", ""), ("", "")])
+    assert [(score.value, score.outcome) for score in scores] == [(1.0, "right"), (0.5, "wrong"), (0.0, "wrong")]
+
+
+def test_what_counts_as_right_can_be_said():
+    section = Reward(
+        type="custom", custom_module="hostile", custom_function="Length", workers=1, timeout_s=1.0, correct_from=0.4
+    )
+    with build_reward(section, [HERE]) as pool:
+        scores = pool.score([("12345", ""), ("1234", ""), ("123", "")])
+    assert [score.outcome for score in scores] == ["right", "right", "wrong"]
+
+
+def test_weights_that_add_up_to_one_make_a_right_answer_in_spite_of_rounding():
+    assert 0.6 + 0.3 + 0.1 < 1.0
+    section = Reward(workers=1, terms=tuple(RewardTerm(weight=weight) for weight in (0.6, 0.3, 0.1)))
+    with build_reward(section) as pool:
+        (score,) = pool.score([(r"\boxed{1}", "1")])
+    assert score.outcome == "right"
 
 
 def test_async_functions_are_awaited_and_bounded():

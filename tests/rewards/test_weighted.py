@@ -27,7 +27,17 @@ def test_terms_are_weighed_and_each_value_is_kept():
     assert right.terms == {"match": 1.0, "hostile.LENGTH": 1.0, "match#2": 1.0}
     assert (right.value, right.outcome) == (2.0 + 0.5 - 1.0, "right")
     assert wrong.terms == {"match": 0.0, "hostile.LENGTH": 1.0, "match#2": 0.0}
-    assert (wrong.value, wrong.outcome) == (0.5, "right")
+    assert (wrong.value, wrong.outcome) == (0.5, "wrong")
+
+
+def test_a_term_that_returns_none_is_left_out_of_the_sum():
+    odd = RewardTerm(type="custom", weight=0.5, custom_module="hostile")
+    with build_reward(Reward(workers=1, terms=(RewardTerm(type="match", weight=2.0), odd)), [HERE]) as pool:
+        (score,) = pool.score([("none", "12")])
+    assert score == WeightedScore(0.0, "wrong", terms={"match": 0.0})
+    with build_reward(Reward(workers=1, terms=(odd,)), [HERE]) as pool:
+        (score,) = pool.score([("none", "12")])
+    assert score.outcome == "none"
 
 
 def test_a_single_term_still_has_its_weight():

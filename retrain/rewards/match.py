@@ -8,34 +8,35 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+([0-9A-Za-z])|\\.|[{}]", re.DOTALL)
+from retrain.rewards.answers.notation import tidy
+from retrain.rewards.answers.units import DEGREE, PERCENT, Unit, is_unit, read_unit
 
-_SPACING = re.compile(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~|\\displaystyle(?![A-Za-z])|\s+")
-_DELIMITER_SIZE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])")
-_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_BARE_FRACTION = re.compile(r"\\frac(?:\{([^{}]*)\}|([0-9A-Za-z]))(?:\{([^{}]*)\}|([0-9A-Za-z]))")
+_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+([0-9A-Za-z])|\\.|[{}]", re.DOTALL)
+_GSM8K = re.compile(r"####[ \t]*([^\n]*\S)[ \t]*$")
+_THOUGHT_END = "</think>"
+_THOUGHT_START = "<think>"
+
+_ATOM = r"(?:\{([^{}]*)\}|([0-9A-Za-z]|\\[A-Za-z]+))"
+_BARE_FRACTION = re.compile(rf"\\frac{_ATOM}{_ATOM}")
 _SLASH_FRACTION = re.compile(r"(-?)(\d+)/(\d+)")
 _BARE_ROOT = re.compile(r"\\sqrt([0-9A-Za-z])")
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathbf|operatorname)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mbox|hbox|mathrm|operatorname|emph)\s*\{([^{}]*)\}")
 # A unit is text that follows a value to the end of the answer, perhaps raised to a power: `5\text{ cm}^2`.
-_TRAILING_UNIT = re.compile(
-    r"(?<=[0-9})a-z])\\(?:text(?:rm|normal)?|mbox|mathrm)\s*\{\s*(?![ap]\.?m\b)[A-Za-z][^{}]*\}(?:\^\{?\d\}?)?$"
+_TEXT_UNIT = re.compile(
+    r"(?<=[0-9})a-z ])\\(?:text(?:rm|normal|it)?|mbox|mathrm)\s*\{\s*(?![apAP]\.?\s?[mM]\b)([A-Za-z][^{}]*)\}"
+    r"\s*(?:\^\s*\{?(\d)\}?)?$"
 )
-_DEGREE = re.compile(r"\^?\{?\\circ\}?|\\degree(?![A-Za-z])|°")
-_CURRENCY_OR_PERCENT = re.compile(r"\\?[$%]")
-_ASSIGNMENT = re.compile(r"^[A-Za-z](?:=|\\in(?![A-Za-z]))(?=[^=]+$)")
-_GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_BARE_UNIT = re.compile(r"(?<=[0-9}])\s+((?![ap]\.?m\b)[A-Za-z][A-Za-z ./]*)(?:\^\{?(\d)\}?)?$", re.IGNORECASE)
+_DEGREE = re.compile(r"\^\\circ(?![A-Za-z]) ?")
+_PERCENT = re.compile(r"\\?%")
+_CURRENCY = re.compile(r"\\\$")
+_ASSIGNMENT = re.compile(r"^([A-Za-z])\s*(?:=|\\in(?![A-Za-z]))(?=[^=]+$)")
 _DECIMAL = re.compile(r"([+-]?)(\d*)\.(\d*)")
 _BRACED_SCRIPT = re.compile(r"([_^])\{([0-9A-Za-z])\}")
-_SYNONYMS = (
-    (re.compile(r"\\le(?![A-Za-z])"), r"\\leq"),
-    (re.compile(r"\\ge(?![A-Za-z])"), r"\\geq"),
-    (re.compile(r"\\ne(?![A-Za-z])"), r"\\neq"),
-    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
-    (re.compile(r"\u2212"), "-"),
-    (re.compile(r"\{,\}"), ","),
-)
+_CLOCK = re.compile(r"0?(\d{1,2}(?::\d\d)+)(?:([ap])\.?m\.?)?", re.IGNORECASE)
+_IN_BRACKETS = re.compile(r"\((-?[\d.]+|[A-Za-z])\)")
+_BASE_WORDS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASE = re.compile(r"_\{?(" + "|".join(_BASE_WORDS) + r")\}?$")
 
 
 def last_boxed(text: str) -> str:
@@ -66,48 +67,86 @@ def last_boxed(text: str) -> str:
     return last_content.strip()
 
 
+def final_answer(response: str, think_boxes: bool = True) -> str:
+    r"""Return the last box of a response; without `think_boxes`, of what follows `</think>` only."""
+    if not think_boxes:
+        _, ended, after = response.rpartition(_THOUGHT_END)
+        response = after if ended or _THOUGHT_START not in response else ""
+    return last_boxed(response)
+
+
 def answer_of(reference: str) -> str:
-    r"""Return the answer a reference stands for: its last box when it is a whole solution, else all of it."""
-    return last_boxed(reference) or reference.strip()
+    r"""Return the answer a reference stands for: its last box, what follows GSM8K's `####`, or all of it."""
+    boxed = last_boxed(reference)
+    if boxed or "####" not in reference:
+        return boxed or reference.strip()
+    found = _GSM8K.search(reference.rstrip())
+    return found[1].strip() if found else reference.strip()
 
 
-@lru_cache(maxsize=4096)  # a group shares its reference, and mostly its answers
+@lru_cache(maxsize=8192)  # a group shares its reference, and mostly its answers
 def normalise(answer: str) -> str:
     """Rewrite an answer so that two spellings of one notation become the same text."""
-    text = _DELIMITER_SIZE.sub("", answer.strip().rstrip(".").strip("$"))
-    for pattern, replacement in _SYNONYMS:
-        text = pattern.sub(replacement, text)
-    # Units go before whitespace does: the blank in `5\ \text{cm}` is what the unit hangs on.
-    text = _SPACING.sub(" ", text)
-    text = _TRAILING_UNIT.sub("", re.sub(r"\s+(?=\\(?:text|mbox|mathrm))", "", text).strip().rstrip(" .,"))
+    return split_answer(answer)[0]
+
+
+@lru_cache(maxsize=8192)
+def split_answer(answer: str) -> tuple[str, Unit | None, str]:
+    """An answer's normal text, its unit, and the variable that it is said to be the value of."""
+    text, unit = _cut_unit(tidy(answer))
     text = _TEXT.sub(r"\1", text)
-    text = _CURRENCY_OR_PERCENT.sub("", _DEGREE.sub("", text))
-    text = "".join(text.split()).rstrip(".,")
-    text = _BRACED_SCRIPT.sub(r"\1\2", _ASSIGNMENT.sub("", text))
+    for pattern, meaning in ((_DEGREE, DEGREE), (_PERCENT, PERCENT), (_CURRENCY, read_unit("dollar"))):
+        shorter = pattern.sub("", text)
+        unit = unit or (meaning if shorter != text else None)
+        text = shorter
+    # A blank between digits parts two numbers: `1 1/2` is not eleven halves.
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\s+", " ", text)).rstrip(".,")
+    assigned = _ASSIGNMENT.match(text)
+    text = _BRACED_SCRIPT.sub(r"\1\2", text[assigned.end() :] if assigned else text)
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and text.count("{") == 1:
         text = text[1:-1]
-    return _normalise_word(_normalise_number(_normalise_fractions(text)))
+    text = _normalise_word(_normalise_number(_normalise_fractions(text)))
+    return text, unit, assigned[1] if assigned else ""
+
+
+def _cut_unit(text: str) -> tuple[str, Unit | None]:
+    found = _TEXT_UNIT.search(text)
+    if found is None:
+        found = _BARE_UNIT.search(text)
+        if found is not None and not all(is_unit(word) or len(word) > 2 for word in re.split(r"[ ./]+", found[1])):
+            found = None
+    unit = read_unit(found[1] + (f"^{found[2]}" if found[2] else "")) if found else None
+    if found is None or unit is None:
+        return text, None
+    return text[: found.start()].strip(), unit if unit.powers else None
 
 
 def _normalise_fractions(text: str) -> str:
-    text = _BARE_ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(r"\\frac", text))
+    text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
     text = _BARE_FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", text)
     whole = _SLASH_FRACTION.fullmatch(text)
     if whole:
         return f"{whole[1]}\\frac{{{whole[2]}}}{{{whole[3]}}}"
-    return re.sub(r"^\\frac\{-", r"-\\frac{", text)
+    # The minus may stand before the fraction or on top of it, where the fraction is all there is.
+    return re.sub(r"^\\frac\{-([^{}+-]*)\}(\{[^{}]*\})$", r"-\\frac{\1}\2", text)
 
 
 def _normalise_number(text: str) -> str:
-    if _GROUPED_NUMBER.fullmatch(text):
-        text = text.replace(",", "")
+    bracketed = _IN_BRACKETS.fullmatch(text)
+    text = bracketed[1] if bracketed else text
     decimal = _DECIMAL.fullmatch(text)
     if decimal and (decimal[2] or decimal[3]):
         fraction = decimal[3].rstrip("0")
         text = f"{decimal[1]}{decimal[2] or '0'}" + (f".{fraction}" if fraction else "")
     if re.fullmatch(r"\+[\d.]+", text):
         text = text[1:]
-    return text
+    if re.fullmatch(r"-?0\d+(?:\.\d+)?", text):
+        text = re.sub(r"^(-?)0+(?=\d)", r"\1", text)
+    clock = _CLOCK.fullmatch(text)
+    if clock:
+        text = clock[1] + (f"{clock[2].lower()}m" if clock[2] else "")
+    text = re.sub(r"^\(([0-9A-Za-z]+)\)_", r"\1_", text)
+    return _BASE.sub(lambda found: f"_{_BASE_WORDS[found[1]]}", text)
 
 
 def _normalise_word(text: str) -> str:
@@ -116,14 +155,23 @@ def _normalise_word(text: str) -> str:
 
 
 def equal_as_text(answer: str, gold: str) -> bool:
-    """Whether two bare answers are one and the same after normalisation; an empty answer equals nothing."""
-    normal = normalise(answer)
-    return normal != "" and normal == normalise(gold)
+    """Whether two bare answers are one and the same after normalisation; an empty answer equals nothing.
+
+    A unit, or a variable with `=`, may be missing on one side; where both have one they must agree.
+    """
+    (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
+    if text == "" or text != gold_text:
+        return False
+    same_unit = unit is None or gold_unit is None or unit == gold_unit
+    return same_unit and (not variable or not gold_variable or variable == gold_variable)
 
 
 class MatchReward:
     r"""1.0 when the last box of the response reads like the reference, else 0.0."""
 
+    def __init__(self, think_boxes: bool = True) -> None:
+        self._think_boxes = think_boxes
+
     def score(self, response: str, reference: str) -> float:
         """Compare the response's last box with the reference's answer."""
-        return float(equal_as_text(last_boxed(response), answer_of(reference)))
+        return float(equal_as_text(final_answer(response, self._think_boxes), answer_of(reference)))

@@ -1,7 +1,9 @@
-r"""The `math` reward: the last `\boxed{…}` of the response against the reference, by symbolic comparison.
+r"""The `math` reward: the last `\boxed{…}` of the response against the reference, as mathematics.
 
-The comparison is math-verify's. Its own time limits rely on a signal that only reaches a main thread, so they are
-off here: the scoring process is killed from outside when it takes too long.
+Both answers are read by `retrain.rewards.answers`, which knows what final answers are written in, and compared there:
+as text, as exact numbers, and at several points to 120 digits, all at a bounded cost. What it cannot read goes to
+math-verify, whose own time limits rely on a signal that only reaches a main thread; they are off here, and the scoring
+process is killed from outside when it takes too long.
 """
 
 from __future__ import annotations
@@ -12,55 +14,65 @@ from functools import lru_cache
 
 from math_verify import parse, verify
 
-from retrain.rewards.match import answer_of, equal_as_text, last_boxed, normalise
+from retrain.rewards.answers.compare import equal_answers
+from retrain.rewards.answers.notation import tidy
+from retrain.rewards.answers.parse import read
+from retrain.rewards.match import answer_of, equal_as_text, final_answer
 
 # The longest answer of the MATH training set has 135 characters; symbolic work on far longer ones is never worthwhile.
 LONGEST_ANSWER = 1000
-_KEPT_REFERENCES = 16_384
+_LONGEST_SYMBOLIC = 200
+_KEPT = 16_384
 
-# `2516_8`: math-verify would drop the base and accept 2516.
-_BASE_SUBSCRIPT = re.compile(r"-?[0-9A-Za-z.]+_\{?\d+\}?")
-
-
-@lru_cache(maxsize=_KEPT_REFERENCES)
-def _parse_reference(gold: str) -> list[object]:
-    return _parse_box(gold)
-
-
-def _parse_box(answer: str) -> list[object]:
-    parsed: list[object] = parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
-    return parsed
+# What math-verify is asked about: mathematics in notation that is not read here, with nothing in it that it would drop.
+_CALCULUS = re.compile(
+    r"\\(?:int|sum|prod|lim|det|cap|setminus|cot|operatorname|begin\{cases\}|max|min|gcd|lcm)(?![A-Za-z])"
+)
+_DROPPED = re.compile(r"\\approx|\\text|\\mbox|\\equiv|\\pmod|\\sim|(?<![A-Za-z\\])[A-Za-z]{4,}|=.*=|[0-9)]_\{?\d")
+# Numbers that grow beyond all bounds when they are worked out.
+_EXPLOSIVE = re.compile(r"!|\^\s*\{?\s*(?:\d{4,}|[^{}]*\^)|\d{12,}|\\binom")
 
 
 class MathReward:
-    """1.0 when math-verify finds the response's answer equal to the reference, else 0.0."""
+    """1.0 when the response's answer is equal to the reference, else 0.0."""
 
-    def __init__(self) -> None:
+    def __init__(self, think_boxes: bool = True) -> None:
+        self._think_boxes = think_boxes
         # It warns, at every start, that its own time limits are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         # The first parse builds the grammar; that belongs to the start, not to the first item's time limit.
         _parse_box("1")
 
     def score(self, response: str, reference: str) -> float:
-        """Compare as text first, then as mathematics; answers with a base subscript only as text."""
-        answer, gold = last_boxed(response), answer_of(reference)
-        if not answer or len(answer) > LONGEST_ANSWER:
-            return 0.0
-        if equal_as_text(answer, gold):
-            return 1.0
-        if _has_base_subscript(gold) or _has_base_subscript(answer) or _differ_in_kind(answer, gold):
-            return 0.0
-        gold_forms = _parse_reference(gold)
-        if not gold_forms:
-            return 0.0
-        return float(verify(gold_forms, _parse_box(answer), timeout_seconds=0))
+        """Compare the response's last box with the reference's answer."""
+        return float(equal_mathematics(final_answer(response, self._think_boxes), answer_of(reference)))
 
 
-def _has_base_subscript(answer: str) -> bool:
-    return _BASE_SUBSCRIPT.fullmatch(normalise(answer)) is not None
+@lru_cache(maxsize=_KEPT)
+def equal_mathematics(answer: str, gold: str) -> bool:
+    """Whether two bare answers are equal; an empty or a very long one equals nothing."""
+    if not answer or len(answer) > LONGEST_ANSWER or len(gold) > LONGEST_ANSWER:
+        return answer != "" and answer == gold
+    if equal_as_text(answer, gold):
+        return True
+    found, wanted = read(answer), read(gold)
+    if found is not None and wanted is not None:
+        return equal_answers(found, wanted)
+    return _may_ask(tidy(answer), tidy(gold)) and bool(verify(_parse_box(gold), _parse_box(answer), timeout_seconds=0))
 
 
-def _differ_in_kind(answer: str, gold: str) -> bool:
-    """Whether one is a set and the other a point or an interval, which math-verify takes for equal."""
-    opening = {normalise(text).lstrip("\\")[:1] for text in (answer, gold)}
-    return "{" in opening and bool(opening & {"(", "["})
+def _may_ask(*answers: str) -> bool:
+    """Whether math-verify's word on these answers is worth having, and has a bounded price."""
+    return any(map(_CALCULUS.search, answers)) and all(
+        len(text) <= _LONGEST_SYMBOLIC
+        and text.count("{") == text.count("}")
+        and not _DROPPED.search(text)
+        and not _EXPLOSIVE.search(text)
+        for text in answers
+    )
+
+
+@lru_cache(maxsize=1024)
+def _parse_box(answer: str) -> list[object]:
+    parsed: list[object] = parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
+    return parsed

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from retrain.rewards.match import MatchReward, answer_of, equal_as_text, last_boxed, normalise
 
-MATH_ROWS = Path(__file__).parents[3] / "shared" / "data" / "math_train.jsonl"
-needs_math_rows = pytest.mark.skipif(not MATH_ROWS.exists(), reason="the MATH rows are not on this machine")
+MATH_ROWS = Path(__file__).parents[1] / "rows" / "math.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +92,16 @@ def test_no_text_breaks_the_extraction(text):
         (r"\sqrt3", r"\sqrt{3}"),
         ("{7}", "7"),
         ("x^{2}", "x^2"),
+        (r"12,\!345", "12345"),
+        (r"12,\! 345", "12345"),
+        ("025", "25"),
+        (r"\frac \pi4", r"\frac{\pi}{4}"),
+        ("½", r"\frac12"),
+        ("18 dollars", "18"),
+        ("3:00 PM", r"3:00\text{ PM}"),
+        ("3:00 p.m.", r"3:00\text{ PM}"),
+        ("(C)", r"\text{C}"),
+        ("(2516)_8", "2516_{8}"),
     ],
 )
 def test_spellings_of_one_answer_are_equal(one, other):
@@ -114,6 +123,14 @@ def test_spellings_of_one_answer_are_equal(one, other):
         ("10", "1"),
         (r"\leftarrow", "arrow"),
         ("x=1, y=2", "1, y=2"),
+        (r"45^\circ, 135^\circ", "45135"),
+        ("1, 234", "1234"),
+        ("5 cm", "5 m"),
+        (r"5\text{ cm}", r"5\text{ cm}^2"),
+        (r"5\%", r"\$5"),
+        ("x=5", "y=5"),
+        ("1 1/2", "11/2"),
+        ("2 3", "23"),
     ],
 )
 def test_different_answers_stay_different(one, other):
@@ -136,10 +153,35 @@ def test_a_reference_may_be_a_whole_solution():
     assert MatchReward().score(r"I say \boxed{7}", r"Because of symmetry, \boxed{7}.") == 1.0
 
 
-@needs_math_rows
 def test_every_solution_of_the_math_set_yields_its_answer_and_matches_itself():
     rows = [json.loads(line) for line in MATH_ROWS.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == 7500
     assert [last_boxed(row["solution"]) for row in rows] == [row["answer"].strip() for row in rows]
     scores = [MatchReward().score(row["solution"], row["answer"]) for row in rows]
     assert [row["id"] for row, score in zip(rows, scores, strict=True) if score == 0.0 and row["answer"].strip()] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"), [("25", "025"), (r"\textbf{(113)}", "113"), ("72", "2*36=72\n#### 72")]
+)
+def test_padded_and_dressed_up_numbers_match_and_so_does_a_raw_gsm8k_reference(answer, reference):
+    assert MatchReward().score(f"\\boxed{{{answer}}}", reference) == 1.0
+
+
+def test_a_row_end_with_a_blank_after_it_is_not_spacing():
+    column = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
+    assert equal_as_text(column, r"\begin{pmatrix}1\\2\end{pmatrix}")
+    assert not equal_as_text(column, r"\begin{pmatrix} 1 2 \end{pmatrix}")
+
+
+def test_a_box_in_the_thoughts_counts_unless_the_option_says_otherwise():
+    thought = r"<think>It must be \boxed{5}.</think>"
+    for response, strict in [
+        (f"{thought} The answer is five.", 0.0),
+        (rf"{thought} The answer is \boxed{{5}}.", 1.0),
+        (thought.removeprefix("<think>"), 0.0),  # templates may open the thoughts in the prompt
+        (r"<think>It must be \boxed{5}", 0.0),  # cut off
+        (r"\boxed{5}", 1.0),
+    ]:
+        assert MatchReward().score(response, "5") == 1.0
+        assert MatchReward(think_boxes=False).score(response, "5") == strict
+    assert MatchReward().score(rf"{thought} No, \boxed{{6}}.", "5") == 0.0

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from retrain.config.schema import Section, TrainConfig
+from retrain.config.declare import Section
+from retrain.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -4,59 +4,11 @@ The TOML key, the flag, the check, the message, the docs table, the manual, the 
 schema all follow from these declarations. To add an option, add one line here and use it.
 """
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic.config import JsonDict
+from pydantic import BeforeValidator, Field, WrapValidator
 
-from retrain.config.toml import MAX_DEPTH, is_too_deep
-
-Table = dict[str, Any]
-
-# A 64-bit signed integer is the widest that TOML guarantees; numpy and torch seeds fit well inside it.
-Count = Annotated[int, Field(le=2**53)]
-
-
-class Section(BaseModel):
-    """One TOML table: frozen, strict, and closed to keys it does not know."""
-
-    # defer_build: the first use of TrainConfig builds all tables at once, which halves the time to import this page.
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True
-    )
-
-
-def option(default: Any, description: str, *, flag: str = "", kind: str = "", **bounds: Any) -> Any:
-    """Declare an option. `kind` names the registry its value is looked up in; `flag` overrides the derived spelling."""
-    extra: JsonDict = {key: value for key, value in (("flag", flag), ("kind", kind)) if value}
-    if isinstance(default, dict | list):
-        return Field(default_factory=lambda: default.copy(), description=description, json_schema_extra=extra, **bounds)
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
-
-
-def _table_or_json(value: object) -> object:
-    """Seed files may give a table as a JSON string; anything else is left for the type check to judge."""
-    if not isinstance(value, str):
-        return value
-    try:
-        table = json.loads(value) if value.strip() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos})") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
-    except ValueError as error:
-        raise ValueError("holds a number that is too large") from error
-    if is_too_deep(table):
-        raise ValueError(f"is nested more than {MAX_DEPTH} levels deep")
-    return table
-
-
-def _whole_number(value: object, choose: ValidatorFunctionWrapHandler) -> object:
-    """A choice among integers compares with ==, to which true and 1.0 are 1."""
-    if type(value) is not int:
-        raise ValueError("must be a whole number")
-    return choose(value)
+from retrain.config.declare import Count, Section, Table, option, table_or_json, whole_number
 
 
 class Backend(Section):
@@ -316,7 +268,7 @@ class Environment(Section):
         kind="environment",
     )
     id: str = option("", "Environment id, for example primeintellect/gsm8k.", flag="--environment-id")
-    args: Annotated[Table, BeforeValidator(_table_or_json)] = option(
+    args: Annotated[Table, BeforeValidator(table_or_json)] = option(
         {}, "Arguments of the environment, as a table or a JSON string."
     )
     max_turns: Count = option(-1, "Most turns of a multi-turn rollout; -1 leaves it to the environment.", ge=-1)
@@ -459,7 +411,7 @@ class Teaching(Section):
 class Distributed(Section):
     """More than one process."""
 
-    zero_stage: Annotated[Literal[0, 1, 3], WrapValidator(_whole_number)] = option(
+    zero_stage: Annotated[Literal[0, 1, 3], WrapValidator(whole_number)] = option(
         0, "DeepSpeed ZeRO stage of a run of several processes; 0 is plain data parallelism."
     )
     fsdp: bool = option(False, "Shard the weights over the processes with FSDP2; not with a zero_stage.")

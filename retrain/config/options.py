@@ -54,7 +54,7 @@ class Option:
         """Its type in the words of a TOML user."""
         annotation = self.field.annotation
         if self.choices:
-            return type(self.choices[0]).__name__
+            return " or ".join(dict.fromkeys(type(choice).__name__ for choice in self.choices))
         if get_origin(annotation) is tuple:
             element = get_args(annotation)[0]
             element = element.__origin__ if get_origin(element) is Annotated else element

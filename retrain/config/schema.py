@@ -65,6 +65,9 @@ class Algorithm(Section):
     transform_params: Table = option({}, "Keyword arguments for a custom transform or algorithm.")
 
 
+Deterministic = Literal["auto", True, False]
+
+
 class Training(Section):
     """How long, how much, and how completions are drawn."""
 
@@ -94,6 +97,11 @@ class Training(Section):
     top_k: Count = option(0, "Keep only the k likeliest tokens; 0 keeps all.", ge=0)
     min_p: float = option(0.0, "Drop tokens less likely than this share of the likeliest one.", ge=0, le=1)
     repetition_penalty: float = option(1.0, "Divide the logits of tokens already seen; 1 is off.", gt=0, le=100)
+    deterministic: Deterministic = option(
+        "auto",
+        "Repeat runs to the bit. auto: on a CPU, and on a GPU wherever it costs less than 5 %; true: everywhere; "
+        "false: on a CPU only.",
+    )
     max_prompt_tokens: Count = option(
         0, "Cut prompts from the left to this many tokens; 0 refuses prompts that do not fit.", ge=0
     )

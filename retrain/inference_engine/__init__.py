@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from retrain.types import Completion, IntArray, Sampling, StepMetrics
 
-__all__ = ["Described", "InferenceEngine", "Progress", "Remote", "ServesTurns", "Turn", "Turns"]
+__all__ = ["Described", "InferenceEngine", "KeepsSizes", "Progress", "Remote", "ServesTurns", "Turn", "Turns"]
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much of it is done, and how much there is; cheap enough to call often."""
@@ -71,6 +71,19 @@ class ServesTurns(Protocol):
 
     def serve(self, turns: Turns) -> None:
         """Sample turns as they come, each answered as soon as it is done, until no more will come."""
+        ...
+
+
+@runtime_checkable
+class KeepsSizes(Protocol):
+    """An engine whose batches follow free memory. Rounding depends on their sizes, so a resume takes them over."""
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes to continue with."""
+        ...
+
+    def restore_sizes(self, sizes: dict[str, int]) -> bool:
+        """Continue with these sizes; False where memory does not allow it."""
         ...
 
 

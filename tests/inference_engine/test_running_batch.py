@@ -247,6 +247,7 @@ def test_what_fits_is_reckoned_from_free_memory(llama: Rig, monkeypatch: pytest.
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     monkeypatch.setattr(torch, "cuda", Gpu(free=100_000))
     # Three quarters of 100 000 free, 2 000 reserved but unused and 10 000 held, over 100 tokens × 384 bytes.
-    assert cache.rows_that_fit(llama.policy, 100, torch.float32, 10_000) == 2
+    assert cache.free_memory(llama.policy.device) == 102_000
+    assert cache.rows_that_fit(llama.policy, 100, torch.float32, 102_000 + 10_000) == 2
     with pytest.raises(RolloutError, match=r"1000 tokens × 0 KiB a token = 0.0 GiB, and of 0.0 GiB that are free"):
-        cache.rows_that_fit(llama.policy, 1000, torch.float32, 0)
+        cache.rows_that_fit(llama.policy, 1000, torch.float32, 102_000)

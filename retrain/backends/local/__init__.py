@@ -13,6 +13,7 @@ from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
+from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
 from retrain.distributed.place import find_place
@@ -101,12 +102,14 @@ class LocalBackend:
         return self.learner.step(datums, step) | {"staleness": 0} | watched(self.engine)
 
     def save(self, path: Path) -> None:
-        """Write adapter and optimiser."""
+        """Write adapter, optimizer and the sizes of batches."""
         self.learner.save(path)
+        save_sizes(path, self.learner, self.engine)
 
     def load(self, path: Path) -> None:
-        """Restore adapter and optimiser."""
+        """Restore all of it."""
         self.learner.load(path)
+        load_sizes(path, self.learner, self.engine)
 
     def frozen(
         self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from retrain.backends.local.compiling import compile_layers
+from retrain.backends.local.determinism import Determinism
 from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.model import Policy
@@ -54,10 +55,12 @@ class Learner:
     def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
         self.policy = policy
         self.config = config
+        self.say = say
         self.loss = config.loss
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
         self.memory = StepMemory(policy, config.memory, say)
+        self.determinism = Determinism(config.training.deterministic, policy.device, say)
         if policy.device.type == "cuda":
             # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
             policy.causal_lm.enable_input_require_grads()
@@ -101,13 +104,16 @@ class Learner:
     def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
         """Accumulate gradients; when memory runs out, start over with less of it at once."""
         longest = max((length_of(datum) for datum in datums), default=0)
-        self.memory.prepare(longest)
+        self.memory.prepare(longest, self.optimizer.pending_bytes)
         while True:
             try:
-                return self._backward(self.split(datums), size)
+                with self.determinism.kernels():
+                    return self._backward(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
+            except RuntimeError as error:
+                self.determinism.give_up(error)
             # Outside the handler, whose traceback would keep the failed pass's tensors alive.
             self.optimizer.clear()
             if self.policy.device.type == "cuda":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from retrain.backends.local.determinism import gather_rows, sum_by_row
 from retrain.config.schema import Loss
 
 
@@ -58,8 +59,8 @@ def cispo(batch: TokenBatch, loss: Loss) -> Tensor:
 def gspo(batch: TokenBatch, loss: Loss) -> Tensor:
     """One ratio a sequence, the geometric mean of its tokens', clipped as a whole (arXiv 2507.18071)."""
     difference = (batch.logprobs - batch.sampled_logprobs) * batch.mask
-    sums = difference.new_zeros(batch.rows).index_add(0, batch.row, difference)
-    ratio = _capped((sums / _counts(batch)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss)[batch.row]
+    means = _sums(batch, difference) / _counts(batch)
+    ratio = _of_each_token(batch, _capped(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), loss))
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     return torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
 
@@ -93,12 +94,22 @@ def summed_loss(batch: TokenBatch, loss: Loss, beta: float = 0.0) -> Tensor:
 
 def _weights(batch: TokenBatch, loss: Loss) -> Tensor:
     """What each token counts for in the sum: 1 where it takes part, or its share of its row."""
-    return batch.mask / _counts(batch)[batch.row] if loss.type == "grpo" else batch.mask
+    return batch.mask / _of_each_token(batch, _counts(batch)) if loss.type == "grpo" else batch.mask
 
 
 def _counts(batch: TokenBatch) -> Tensor:
     """Tokens of each row that take part, or 1 where none does."""
-    return batch.mask.new_zeros(batch.rows).index_add(0, batch.row, batch.mask).clamp(min=1)
+    return _sums(batch, batch.mask).clamp(min=1)
+
+
+def _sums(batch: TokenBatch, of_tokens: Tensor) -> Tensor:
+    """Add up a value per token into one per row."""
+    return sum_by_row(of_tokens[:, None], batch.row, batch.rows)[:, 0]
+
+
+def _of_each_token(batch: TokenBatch, of_rows: Tensor) -> Tensor:
+    """Hand a value per row to the row's tokens."""
+    return gather_rows(of_rows[:, None], batch.row)[:, 0]
 
 
 def divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -29,15 +30,22 @@ class StepMemory:
         self.recomputed_layers = self.layers if options.gradient_checkpointing else 0
         self.planned_for = 0
         """The longest sequence that the plan was made for."""
+        self.planned_room = 0.0
+        """Bytes that were free for a micro-batch at the first plan, which later ones stay with."""
         shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
         self.cost = TrainingCost(shape, policy.rank, policy.dtype.itemsize) if shape is not None else None
         self.measured = False
 
-    def prepare(self, longest: int) -> None:
-        """Plan for sequences of up to `longest` tokens, by the memory that is free now."""
+    def prepare(self, longest: int, pending: int = 0) -> None:
+        """Plan for sequences of up to `longest` tokens; the optimizer has yet to allocate `pending` bytes.
+
+        Free memory is measured once. Plans that followed it from step to step would make a run depend on what else
+        happens on the device.
+        """
         if self.cost is None or longest <= self.planned_for:
             return
         first, self.planned_for = not self.planned_for, longest
+        self.planned_room = self.planned_room or self.room() - pending
         plan = self._plan(self.cost)
         if first or (plan.micro_batch_tokens, plan.recomputed_layers) != (
             self.micro_batch_tokens,
@@ -47,14 +55,14 @@ class StepMemory:
 
     def _plan(self, cost: TrainingCost) -> TrainingPlan:
         o = self.options
-        return plan_training(cost, self.room(), self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
+        return plan_training(cost, self.planned_room, self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
 
     def _adopt(self, plan: TrainingPlan, cost: TrainingCost) -> None:
         self.micro_batch_tokens, self.recomputed_layers = plan.micro_batch_tokens, plan.recomputed_layers
         self.say(
             f"Memory plan: micro-batches of {plan.micro_batch_tokens} tokens, {plan.recomputed_layers or 'none'} of "
             f"{self.layers} layers recomputed: about {plan.bytes / GIB:.1f} GiB of activations "
-            f"({cost.layer * self.layers / 2**20:.2f} MiB a token), {self.room() / GIB:.1f} GiB free."
+            f"({cost.layer * self.layers / 2**20:.2f} MiB per token), {self.planned_room / GIB:.1f} GiB free."
         )
 
     def room(self) -> float:
@@ -99,6 +107,31 @@ class StepMemory:
         else:
             return False
         return True
+
+    def state(self) -> dict[str, Any]:
+        """The sizes that a step is computed with: other micro-batches add up in another order."""
+        return {
+            "options": self._fixed_by_user(),
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "recomputed_layers": self.recomputed_layers,
+            "planned_for": self.planned_for,
+            "planned_room": self.planned_room,
+            "correction": self.cost.correction if self.cost is not None else 1.0,
+            "measured": self.measured,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue with the sizes of an earlier process, unless the user has asked for others since."""
+        if state["options"] != self._fixed_by_user():
+            return
+        self.micro_batch_tokens, self.recomputed_layers = state["micro_batch_tokens"], state["recomputed_layers"]
+        self.planned_for, self.planned_room = state["planned_for"], state["planned_room"]
+        self.measured = state["measured"]
+        if self.cost is not None:
+            self.cost = replace(self.cost, correction=state["correction"])
+
+    def _fixed_by_user(self) -> list[int]:
+        return [self.options.micro_batch_tokens, int(self.options.gradient_checkpointing)]
 
     def explain(self, longest: int) -> str:
         """Why a sequence does not fit, in numbers."""

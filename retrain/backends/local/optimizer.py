@@ -38,6 +38,11 @@ class MasterOptimizer:
             fused=self.fused,
         )
 
+    @property
+    def pending_bytes(self) -> int:
+        """What the first step will allocate for moments."""
+        return 0 if self.adam.state else 2 * sum(master.nbytes for master in self.masters)
+
     def norm(self) -> Tensor:
         """That of all gradients together."""
         return torch.nn.utils.get_total_norm([master.grad for master in self.masters if master.grad is not None])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from retrain.backends.local.attention import Attention, PackedAttention
+from retrain.backends.local.determinism import gather_rows
 from retrain.backends.local.logprobs import History, token_logprobs
 from retrain.backends.local.model import Policy
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
@@ -231,4 +232,6 @@ def _sequence(datum: Datum) -> IntArray:
 def packed_logprobs(policy: Policy, packed: MicroBatch, sampling: Sampling) -> Tensor:
     """Log-probs of a micro-batch's completion tokens under a policy as it is now."""
     hidden = policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
-    return token_logprobs(policy, hidden[packed.predicting], packed.targets, sampling, packed.history)
+    # The first tokens of a group's completions are all predicted by one state, the last of their shared prompt.
+    predicting = gather_rows(hidden, packed.predicting)
+    return token_logprobs(policy, predicting, packed.targets, sampling, packed.history)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from retrain.backends.local.attention import Scoring, causal_attention
+from retrain.backends.local.determinism import sum_by_row
 from retrain.backends.local.model import Policy
 
 # The largest head that flash attention's kernels take, in steps of eight.
@@ -195,6 +196,7 @@ class _Spreading(torch.autograd.Function):
         """A token's own gradient, and those of its copies."""
         spread: _Spread = ctx.spread
         own = gradient.index_select(0, spread.own)
-        copies = gradient.index_select(0, spread.copies).float()
-        own[: spread.until] = own[: spread.until].float().index_add_(0, spread.copied, copies).to(own.dtype)
+        copies = gradient.index_select(0, spread.copies).float().flatten(1)
+        sums = sum_by_row(copies, spread.copied, spread.until).view(-1, *own.shape[1:])
+        own[: spread.until] = sums.add_(own[: spread.until]).to(own.dtype)
         return own, None

@@ -19,6 +19,7 @@ from retrain.backends import Capabilities, FrozenModel
 from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy
+from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Progress, Remote
 from retrain.types import Datum, StepMetrics
@@ -60,6 +61,7 @@ class SplitBackend:
         """Finish the step under way, then write it and the sampler's older weights."""
         self._wait()
         self.learner.save(path)
+        save_sizes(path, self.learner, self.engine)
         told = {"updates": str(self.mirrored), "reported": json.dumps(self.reported)}
         state = {name: tensor.cpu().contiguous() for name, tensor in self.mirror.adapter_state().items()}
         save_file(state, str(path / "sampler.safetensors"), metadata=told)
@@ -68,6 +70,7 @@ class SplitBackend:
         """Restore both sets of weights."""
         self._wait()
         self.learner.load(path)
+        load_sizes(path, self.learner, self.engine)
         with safe_open(str(path / "sampler.safetensors"), framework="pt") as held:
             self.mirror.load_adapter_state({name: held.get_tensor(name) for name in held.keys()})  # noqa: SIM118
             told = held.metadata()

@@ -172,15 +172,20 @@ def bytes_per_token(policy: Policy, dtype: torch.dtype) -> int:
     return numbers + 2 * policy.layers * int(heads) * torch.float32.itemsize
 
 
-def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, held: int) -> int:
-    """How many rows of `tokens` fit into what is free on the GPU now, the `held` bytes of an old cache included."""
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated now."""
+    if device.type != "cuda":
+        return 1 << 60
+    # Free on the card, not total less ours: another process may share it.
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) -> int:
+    """How many rows of `tokens` fit into `room` bytes of free memory."""
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)
-    # Free on the card, not total less ours: another process may share it.
-    free, _ = torch.cuda.mem_get_info(policy.device)
-    unused = torch.cuda.memory_reserved(policy.device) - torch.cuda.memory_allocated(policy.device)
-    room = free + unused + held
     # Moving rows copies one layer, and logits need room as well: three quarters is what may be cache.
     fitting = int(0.75 * room) // (tokens * each)
     if fitting < 1:

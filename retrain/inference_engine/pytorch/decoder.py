@@ -63,6 +63,14 @@ class Decoder(Protocol):
         """Give memory back."""
         ...
 
+    def sizes(self) -> dict[str, int]:
+        """How much memory batches may take, and what is allocated for them."""
+        ...
+
+    def restore_sizes(self, sizes: dict[str, int]) -> bool:
+        """Take over what `sizes` gave in an earlier process; False where memory does not allow it."""
+        ...
+
 
 @runtime_checkable
 class RunningBatch(Decoder, Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retrain.backends.local.model import Policy
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import Decode, KVCache, rows_that_fit
+from retrain.inference_engine.pytorch.cache import Decode, KVCache, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
 from retrain.inference_engine.pytorch.sampler import draw, shape_logits
 from retrain.inference_engine.pytorch.weights import SamplingModel
@@ -81,10 +81,14 @@ class EagerDecoder:
         self, policy: Policy, forward: Callable[[], Forward], cache_dtype: torch.dtype, description: str
     ) -> None:
         self.policy, self.forward, self.cache_dtype, self.description = policy, forward, cache_dtype, description
+        self.room = 0
+        """Bytes that were free for a cache when the first batch was drawn."""
 
     def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
         """All rows at once, or as many after one another as fit into memory."""
-        most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, 0)
+        free = free_memory(self.policy.device)
+        self.room = self.room or free
+        most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, min(self.room, free))
         drawn: list[Drawn] = []
         while len(drawn) < len(rows):
             batch = _Batch(self.policy, self.forward(), rows[len(drawn) : len(drawn) + most], sampling)
@@ -96,6 +100,15 @@ class EagerDecoder:
 
     def release(self) -> None:
         """Nothing to give back."""
+
+    def sizes(self) -> dict[str, int]:
+        """The memory that batches are planned for; 0 on a CPU, where it does not limit them."""
+        return {"room": self.room if self.policy.device.type == "cuda" else 0}
+
+    def restore_sizes(self, sizes: dict[str, int]) -> bool:
+        """Plan for the same memory."""
+        self.room = sizes["room"]
+        return self.room <= free_memory(self.policy.device)
 
 
 class _Batch:

@@ -60,6 +60,14 @@ class PyTorchEngine:
         if self.model is not None:
             self.model.refresh()
 
+    def sizes(self) -> dict[str, int]:
+        """What the decoder's batches are limited to."""
+        return self.decoder.sizes()
+
+    def restore_sizes(self, sizes: dict[str, int]) -> bool:
+        """Take over the limits of an earlier process."""
+        return self.decoder.restore_sizes(sizes)
+
     def shutdown(self) -> None:
         """Free cache and graphs."""
         self.decoder.release()

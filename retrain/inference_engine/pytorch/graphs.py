@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retrain.backends.local.attention import Scoring
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import KVCache, Store, rows_that_fit
+from retrain.inference_engine.pytorch.cache import KVCache, Store, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
 from retrain.inference_engine.pytorch.sampler import shape_logits
 from retrain.inference_engine.pytorch.slots import Slots
@@ -95,6 +95,8 @@ class GraphDecoder:
         self.left: dict[Row, int] = {}
         """Steps after which a row is done at the latest."""
         self.size = 0
+        self.room = 0
+        """Bytes that were free for a cache when the first batch was drawn."""
         self.release()
 
     def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
@@ -149,6 +151,24 @@ class GraphDecoder:
         self.slots: Slots | None = None
         self.cache: KVCache | None = None
         self._forget_graphs()
+
+    def sizes(self) -> dict[str, int]:
+        """The memory that batches are planned for, and what is allocated."""
+        return {"room": self.room} | ({k: int(v) for k, v in asdict(self.shape).items()} if self.shape else {})
+
+    def restore_sizes(self, sizes: dict[str, int]) -> bool:
+        """Allocate what an earlier process had: waves and the largest graph follow from it."""
+        self.room = sizes["room"]
+        if "rows" not in sizes:
+            return True
+        shape = Shape(sizes["rows"], sizes["capacity"], sizes["width"], bool(sizes["is_penalised"]))
+        # Runs may share an engine; what another one has allocated stays.
+        shape = self.shape.joined(shape) if self.shape is not None else shape
+        if self._rows_that_fit(shape.capacity) < shape.rows:
+            return False
+        self.release()
+        self._allocate(shape)
+        return True
 
     def _forget_graphs(self) -> None:
         self.graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
@@ -209,6 +229,10 @@ class GraphDecoder:
             return
         if not self.left:
             self.release()
+        self._allocate(wanted)
+
+    def _allocate(self, wanted: Shape) -> None:
+        """Buffers of this shape; rows that run move into them."""
         policy = self.model.policy
         old = self.slots
         self._forget_graphs()
@@ -237,8 +261,10 @@ class GraphDecoder:
         return Shape(min(max(count, SMALLEST), most), capacity, width, self.filters.repetition_penalty != 1.0)
 
     def _rows_that_fit(self, capacity: int) -> int:
-        held = self.cache.bytes if self.cache is not None else 0
-        return rows_that_fit(self.model.policy, capacity, self.cache_dtype, held)
+        free = free_memory(self.model.policy.device) + (self.cache.bytes if self.cache is not None else 0)
+        self.room = self.room or free
+        # What is free goes up and down with everything else; a run that planned for less stays with it.
+        return rows_that_fit(self.model.policy, capacity, self.cache_dtype, min(self.room, free))
 
     def _close_ranks(self) -> None:
         """Choose the smallest graph that holds the rows, and seat those beyond it in front."""

@@ -1,0 +1,43 @@
+"""The sizes that rounding depends on, kept in a checkpoint: a resume with other free memory then computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from retrain.backends.local.learner import Learner
+from retrain.inference_engine import InferenceEngine, KeepsSizes
+
+SIZES_FILE = "sizes.json"
+
+
+def save_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
+    """Write the micro-batches' sizes, the sampler's, and the number of threads."""
+    sizes = {
+        "threads": torch.get_num_threads(),
+        "training": learner.memory.state(),
+        "sampling": engine.sizes() if isinstance(engine, KeepsSizes) else None,
+    }
+    (path / SIZES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+
+
+def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
+    """Continue with them; what cannot be had is said, since the run then differs in its last digits."""
+    file = path / SIZES_FILE
+    if not file.exists():
+        # A checkpoint of an earlier version.
+        return
+    sizes = json.loads(file.read_text(encoding="utf-8"))
+    learner.memory.load(sizes["training"])
+    on_cpu = learner.policy.device.type == "cpu"
+    if on_cpu and sizes["threads"] != torch.get_num_threads():
+        learner.say(
+            f"Warning: this run used {sizes['threads']} threads and now has {torch.get_num_threads()}; sums are split "
+            f"over threads, so results may differ in their last digits.  Try: OMP_NUM_THREADS={sizes['threads']}"
+        )
+    if sizes["sampling"] is not None and isinstance(engine, KeepsSizes) and not engine.restore_sizes(sizes["sampling"]):
+        learner.say(
+            "Warning: less memory is free than before, so completions are sampled in smaller batches and may differ."
+        )

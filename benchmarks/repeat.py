@@ -88,7 +88,7 @@ class Harness:
     def run_cut(self, name: str) -> None:
         """SIGKILL after a random step, then resume."""
         process = self.start(self.arguments(name), name)
-        steps = random.randint(2, self.options.steps - 1)
+        steps = random.randint(3, self.options.steps - 1)
         metrics = self.logs(name) / "metrics.jsonl"
         while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < steps):
             time.sleep(0.02)
@@ -130,7 +130,7 @@ def main() -> None:
         model = str(write_random_model(folder / "model")) if own.model == "random" else own.model
         (folder / "run.toml").touch()
         flags = ["run.toml", "--model", model, "--devices", own.devices, "--data-source", "arithmetic", "--max-tokens"]
-        flags += ["64", "--max-steps", str(own.steps), "--save-every", "3", "--seed", "1", "--lr", "1e-3"]
+        flags += ["64", "--max-steps", str(own.steps), "--save-every", "2", "--seed", "1", "--lr", "1e-3"]
         flags += [
             "--eval-every",
             "4",

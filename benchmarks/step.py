@@ -49,7 +49,7 @@ def tell(numbers: dict[str, Any]) -> None:
     print("told", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
 
 
-def run_ours(workload: Workload, steps: int, device: str) -> None:
+def run_ours(workload: Workload, steps: int, device: str, deterministic: str) -> None:
     from retrain.backends.local import LocalBackend
     from retrain.backends.local.attention import ATTENTION_NAME, register
     from retrain.backends.local.learner import Learner
@@ -67,6 +67,7 @@ def run_ours(workload: Workload, steps: int, device: str) -> None:
         "training.group_size": max(2, workload.group),
         "training.batch_size": workload.prompts,
         "memory.gradient_checkpointing": alone,
+        "training.deterministic": {"true": True, "false": False}.get(deterministic, deterministic),
     }
     config = load_config(None, options)
     model = random_model(workload.model, ATTENTION_NAME, device)
@@ -228,6 +229,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=1, help="how often both take their turn")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each side; 0 leaves them be")
+    parser.add_argument("--deterministic", choices=["auto", "true", "false"], default="auto", help="ours only")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
@@ -239,7 +241,7 @@ def main() -> int:
         print(f"{args.workload} needs a GPU, and there is none here.  Try: --workload w4", file=sys.stderr)
         return 2
     if args.side == "retrain":
-        run_ours(workload, args.steps, device)
+        run_ours(workload, args.steps, device, args.deterministic)
         return 0
     if args.side == "trl":
         run_trl(workload, args.steps, device, args.tokenizer)
@@ -251,7 +253,8 @@ def main() -> int:
     for _ in range(args.rounds):
         for side, (python, steps, timeout) in sides.items():
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
-            told[side].append(measure(side, [*command, "--tokenizer", args.tokenizer], timeout, args.threads))
+            command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic]
+            told[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in told.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     title = f"{args.workload} on {card}, torch {torch.__version__}"

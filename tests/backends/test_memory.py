@@ -174,3 +174,25 @@ def test_recomputing_some_layers_runs_those_twice_and_changes_no_gradient(family
     assert calls == [2, 2, 1]
     for name, gradient in gradients(learner.policy).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_resume_with_other_free_memory_plans_the_same(tiny: Path, gpu: Gpu) -> None:
+    gpu.free = 12 << 30
+    before = memory_of(tiny, [])
+    before.prepare(600)
+    after = memory_of(tiny, [])
+    after.load(before.state())
+    gpu.free = 40 << 30
+    for longest in (700, 4000, 9000):
+        before.prepare(longest)
+        after.prepare(longest)
+        assert after.state() == before.state()
+    fresh = memory_of(tiny, [])
+    fresh.prepare(9000)
+    assert fresh.state() != before.state()
+
+
+def test_moments_that_the_optimizer_has_yet_to_allocate_are_not_free(tiny: Path, gpu: Gpu) -> None:
+    memory = memory_of(tiny, [])
+    memory.prepare(600, pending=7)
+    assert memory.planned_room == memory.room() - 7

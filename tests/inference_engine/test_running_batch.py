@@ -251,3 +251,31 @@ def test_what_fits_is_reckoned_from_free_memory(llama: Rig, monkeypatch: pytest.
     assert cache.rows_that_fit(llama.policy, 100, torch.float32, 102_000 + 10_000) == 2
     with pytest.raises(RolloutError, match=r"1000 tokens × 0 KiB a token = 0.0 GiB, and of 0.0 GiB that are free"):
         cache.rows_that_fit(llama.policy, 1000, torch.float32, 102_000)
+
+
+def test_a_new_process_with_more_free_memory_runs_as_many_rows_at_once(
+    running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "rows_that_fit", lambda policy, tokens, dtype, room: room // 1000)
+    monkeypatch.setattr(graphs, "free_memory", lambda device: 5000)
+    prompts = random_prompts((5, 9, 3, 7))
+    before = running()
+    before.generate(prompts, SAMPLING)
+    sizes = before.sizes()
+    monkeypatch.setattr(graphs, "free_memory", lambda device: 100_000)
+    after, fresh = running(), running()
+    assert after.restore_sizes(sizes)
+    rows = []
+    for engine in (before, after, fresh):
+        engine.generate(prompts, SAMPLING)
+        shape = decoder_of(engine).shape
+        assert shape is not None
+        rows.append(shape.rows)
+    assert rows == [5, 5, 12]
+
+
+def test_sizes_that_do_not_fit_any_more_are_not_taken_over(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = running()
+    before.generate(random_prompts((5, 9, 3, 7)), SAMPLING)
+    monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 5)
+    assert not running().restore_sizes(before.sizes())

@@ -90,6 +90,7 @@ class GraphDecoder:
     def __init__(self, model: SamplingModel, kernels: Kernels, cache: torch.dtype, share: bool, told: str) -> None:
         self.model, self.kernels, self.cache_dtype, self.share, self.description = model, kernels, cache, share, told
         self.filters = Sampling(max_tokens=0)
+        self.temperature = 1.0
         self.waiting: deque[Row] = deque()
         self.seated: list[Row | None] = []
         self.left: dict[Row, int] = {}

@@ -24,6 +24,7 @@ import torch
 from e2e.runs import rows, rows_without_times, train_quietly
 from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
 
+from retrain.backends.local.learner import Learner
 from retrain.backends.tinker import build
 from retrain.backends.tinker.backend import TinkerBackend
 from retrain.backends.tinker.service_loss import service_loss
@@ -108,7 +109,7 @@ def run_file(config: TrainConfig, folder: Path, *flags: str) -> int:
 
 
 def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum]:
-    """Rows whose ratios lie well below and above 1, one of them with masked tokens."""
+    """Rows whose ratios lie well below and above 1 and far from every clip bound, one of them with masked tokens."""
     policy = policy_for(config, trained=False)
     engine = PyTorchEngine(policy, config.inference, load_tokenizer(config.model.model), lambda *told: None)
     prompts = random_prompts([5, 9, 3])
@@ -117,13 +118,29 @@ def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum
     datums = []
     for number, datum in enumerate(datums_of(prompts, completions)):
         length = len(datum.completion_ids_T)
-        noise = rng.normal(scale=0.6, size=length).astype(np.float32)
+        ratios = rng.choice([0.45, 0.65, 1.05, 1.6, 2.6], size=length)
+        noise = -np.log(ratios).astype(np.float32)
         mask = np.ones(length, bool)
         if number == 1:
             mask[: length // 2] = False
         advantages = np.full(length, rng.normal()) if constant else datum.advantages_T
         datums.append(Datum(datum.prompt_ids, datum.completion_ids_T, datum.logprobs_T + noise, advantages, mask))
     return datums
+
+
+def distance_to_a_bound(learner: Learner, datums: list[Datum]) -> float:
+    """How far the nearest ratio is from where the gradient jumps, as a log-ratio."""
+    packed, loss = learner.pack(datums), learner.loss
+    with torch.no_grad():
+        differences = (learner.logprobs(packed) - packed.sampled_logprobs) * packed.mask
+    if loss.type == "gspo":
+        rows = [differences[packed.row == row] for row in range(packed.rows)]
+        masks = [packed.mask[packed.row == row] for row in range(packed.rows)]
+        differences = torch.stack([row.sum() / mask.sum() for row, mask in zip(rows, masks, strict=True)])
+    else:
+        differences = differences[packed.mask > 0]
+    bounds = torch.tensor([1 - loss.clip_low, 1 + loss.clip_high, *([loss.ratio_cap] if loss.ratio_cap else [])])
+    return float((differences[:, None] - bounds.log()).abs().min())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,7 @@ def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum
         {"loss__type": "importance_sampling", "loss__ratio_cap": 1.2},
         {"loss__type": "ppo", "loss__ratio_cap": 0.0, "loss__clip_low": 0.1, "loss__clip_high": 0.3},
         {"loss__type": "cispo", "loss__ratio_cap": 0.0},
-        {"loss__type": "gspo", "loss__ratio_cap": 0.0, "loss__clip_low": 0.02, "loss__clip_high": 0.4},
+        {"loss__type": "gspo", "loss__ratio_cap": 0.0, "loss__clip_low": 0.06, "loss__clip_high": 0.4},
         {"loss__type": "dr_grpo", "loss__ratio_cap": 0.0, "training__weight_decay": 0.1},
         {"loss__type": "importance_sampling", "loss__grad_clip": 0.01},
     ],
@@ -142,14 +159,16 @@ def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum
 def test_two_steps_on_the_service_are_two_local_steps(
     server: TinkerServer, tmp_path: Path, loss: dict[str, Any]
 ) -> None:
-    # Raw log-probs are those of temperature 1. A large eps keeps Adam from blowing rounding errors up.
-    config = config_for(server, tmp_path, training__temperature=1.0, optimizer__eps=1e-3, **loss)
+    # Raw log-probs are those of temperature 1. A large eps and a small step keep rounding errors as small as they are.
+    small = {"training__temperature": 1.0, "training__lr": 2e-4, "optimizer__eps": 1e-2}
+    config = config_for(server, tmp_path, **small, **loss)
     datums = off_policy_datums(config, constant=config.loss.type == "gspo")
     local_policy = policy_for(config, trained=False)
     learner = learner_for(local_policy, config)
     start = {name: tensor.clone() for name, tensor in local_policy.adapter_state().items()}
     backend = backend_for(config)
     for step in range(2):
+        assert distance_to_a_bound(learner, datums) > 0.01
         ours, theirs = learner.step(datums), backend.train_step(datums, step)
         for key in ("loss", "grad_norm", "ratio_mean", "ratio_max", "kl_sample_train"):
             assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-6), key

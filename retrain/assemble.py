@@ -184,7 +184,7 @@ def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfi
     if isinstance(examples, Endless) and not training.max_examples:
         raise ConfigError(
             f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
-            "Try: max_examples = 1000"
+            "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
         )
     count = min(len(examples), training.max_examples or len(examples))
     steps = max(1, math.ceil(training.epochs * count / training.batch_size))
@@ -243,7 +243,8 @@ def _load_training_examples(
     say("Loading dataset...")
     examples = load_examples(config.data, config.plugins.search_paths)
     if isinstance(examples, Endless):
-        say(f"Loaded endless examples ({config.data.source})")
+        most = config.training.max_examples
+        say(f"Loaded {f'the first {most} of ' if most else ''}endless examples ({config.data.source})")
         return examples
     if config.training.max_examples:
         examples = examples[: config.training.max_examples]

@@ -68,6 +68,11 @@ class Registry:
         return import_path(name, self.kind)
 
 
+def is_plugin(kind: str, name: str) -> bool:
+    """Whether a name stands for code of the user's own, which may read any option."""
+    return name not in REGISTRIES[kind].builtins
+
+
 def is_dotted_path(name: str) -> bool:
     """Whether `name` reads as `package.module.attribute`, `package.module:attribute` or `module:Class.attribute`."""
     parts = name.replace(":", ".", 1).split(".")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.errors import Problem
 
 if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+    from retrain.config.schema import Optimizer, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if step < warmup:
         return training.lr * step / warmup
     shape, _ = _SCHEDULES[optimizer.schedule]
-    return training.lr * shape(_At(step, warmup, training.max_steps, training.lr), **optimizer.schedule_args)
+    return training.lr * shape(_At(step, warmup, training.max_steps, training.lr), **_used_args(optimizer))
 
 
 def warmup_steps(wanted: float, max_steps: int) -> int:
@@ -96,10 +96,23 @@ def schedule_is_sound(config: TrainConfig) -> Iterator[Problem]:
             f"must be a whole number of steps, or a share below 1, got {optimizer.warmup_steps}.",
             f"Try: warmup_steps = {int(optimizer.warmup_steps)}.0",
         )
-    wrong = list(_wrong_args(optimizer.schedule, optimizer.schedule_args))
+    args = _used_args(optimizer)
+    wrong = list(_wrong_args(optimizer.schedule, args))
     yield from wrong
-    if not wrong and optimizer.schedule_args.get("lr_end", 0) >= config.training.lr:
+    if not wrong and args.get("lr_end", 0) >= config.training.lr:
         yield Problem("[optimizer] schedule_args", "has an lr_end that is not below [training] lr.")
+
+
+def unused_schedule_args(optimizer: Optimizer) -> list[str]:
+    """Arguments that only other schedules take."""
+    _, known = _SCHEDULES[optimizer.schedule]
+    others = {name for _, names in _SCHEDULES.values() for name in names} - known.keys()
+    return [name for name in optimizer.schedule_args if name in others]
+
+
+def _used_args(optimizer: Optimizer) -> dict[str, Any]:
+    unused = unused_schedule_args(optimizer)
+    return {name: value for name, value in optimizer.schedule_args.items() if name not in unused}
 
 
 def _wrong_args(schedule: str, args: Mapping[str, Any]) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from retrain.advantages.batch import Row, TokenBatch, lay_out
 from retrain.advantages.credit import Shares, measure_uncertainty, share_out
 from retrain.advantages.method import Choice, load_method
 from retrain.errors import ConfigError, RolloutError
+from retrain.plugins import is_plugin
 from retrain.types import BoolArray, Completion, FloatArray, Group, StepMetrics
 
 if TYPE_CHECKING:
@@ -71,14 +72,16 @@ class CreditAssigner:
     """Turns scored groups into token advantages. Everything it names is found and checked when it is built."""
 
     def __init__(self, algorithm: Algorithm, gtpo: Gtpo, hicra: Hicra, search_paths: Sequence[str] = ()) -> None:
+        takes_params = algorithm.algorithm_mode or is_plugin("transform", algorithm.transform_mode)
         self.method = load_method(
             Choice(
                 advantage_mode=algorithm.advantage_mode,
                 transform_mode=algorithm.transform_mode,
                 algorithm_mode=algorithm.algorithm_mode,
                 uncertainty_kind=algorithm.uncertainty_kind,
-                advantage_params=algorithm.advantage_params,
-                transform_params=algorithm.transform_params,
+                # Built-in methods take no parameters; those of a method that a flag replaced are left out.
+                advantage_params=algorithm.advantage_params if is_plugin("advantage", algorithm.advantage_mode) else {},
+                transform_params=algorithm.transform_params if takes_params else {},
                 gtpo_beta=gtpo.beta,
                 hicra_alpha=hicra.alpha,
                 search_paths=search_paths,

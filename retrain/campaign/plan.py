@@ -12,7 +12,7 @@ from typing import Any
 from retrain.config import TrainConfig
 from retrain.config.conditions import condition_overrides
 from retrain.config.load import build_condition
-from retrain.config.options import all_options, options_by_path
+from retrain.config.options import all_options
 from retrain.config.schema import Training
 from retrain.errors import ConfigError, Problem
 
@@ -83,7 +83,7 @@ def _short(path: str) -> str:
 
 
 def _training(condition: TrainConfig, seed: int, steps: int) -> Training:
-    return condition.training.model_copy(update={"seed": seed, "max_steps": steps})
+    return condition.training.model_copy(update={"seed": seed, "max_steps": steps, "epochs": 0.0})
 
 
 def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
@@ -100,16 +100,13 @@ def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
     return Run(name, label, seed, place, config.model_copy(update=update))
 
 
-# What the campaign itself gives to each run; a value of the user's would be overwritten.
-_GIVEN = {
-    "training.seed": "a campaign runs each of its seeds.  Try: [campaign] seeds = [42]",
-    "training.max_steps": "a campaign has its own.  Try: [campaign] max_steps, or max_steps in a condition",
-    "backend.adapter_path": "every run of a campaign has its own adapter folder.  Try: leave it out",
-    "logging.wandb_run_name": "a campaign names its runs.  Try: leave it out",
-    "logging.wandb_group": "a campaign groups its runs by condition.  Try: leave it out",
-}
+# What the campaign gives to each run.
 _NOT_IN_CONDITIONS = (
-    *(path for path in _GIVEN if path != "training.max_steps"),
+    "training.seed",
+    "training.epochs",
+    "backend.adapter_path",
+    "logging.wandb_run_name",
+    "logging.wandb_group",
     "logging.log_dir",
     "logging.wandb_tags",
     "plugins.search_paths",
@@ -117,20 +114,13 @@ _NOT_IN_CONDITIONS = (
 
 
 def _find_problems(config: TrainConfig) -> Iterator[Problem]:
-    """What a single run may set and a campaign may not, and settings of the campaign that contradict each other."""
-    campaign, options = config.campaign, options_by_path()
+    """What a condition may not set, and settings of the campaign that contradict each other."""
+    campaign = config.campaign
     assert campaign is not None
-    tables = config.model_dump(by_alias=True)
-    for path, reason in _GIVEN.items():
-        option = options[path]
-        if tables[option.section][option.key] != option.default:
-            yield Problem(option.where, f"is set, but {reason}")
     for index, condition in enumerate(campaign.conditions):
         for path, _ in condition_overrides(condition):
             if path in _NOT_IN_CONDITIONS:
                 yield Problem(f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions.")
-    if config.squeeze is not None and config.squeeze.adapter_path:
-        yield Problem("[squeeze] adapter_path", "is set, but a campaign analyses the adapter of its first run.")
     if campaign.gpus_per_run > 1 and campaign.gpus_per_run != int(campaign.gpus_per_run):
         yield Problem(
             "[campaign] gpus_per_run", f"is {campaign.gpus_per_run}; above 1 Ray gives whole GPUs.", "Try: 2.0"

@@ -22,7 +22,7 @@ import click
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import find_model
 from retrain.cli.packages import check_package, pip_install, requirements
-from retrain.cli.train import DEFAULT_FILE, find_config, load_environment
+from retrain.cli.train import DEFAULT_FILE, find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
@@ -110,6 +110,8 @@ def command(config: str | None, as_json: bool, **parameters: Any) -> int:
     has_file = config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists()
     path = find_config(config, overrides) if has_file else None
     loaded = load_config(path, overrides) if has_file or overrides else None
+    if loaded is not None:
+        show_notes(loaded)
     checks = list(run_checks(loaded))
     ok = all(check.status != "missing" for check in checks)
     if as_json:

@@ -13,7 +13,7 @@ from retrain.campaign.plan import plan_runs
 from retrain.capacity import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
-from retrain.cli.train import find_config, load_environment
+from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
@@ -55,7 +55,9 @@ def command(config: str | None, as_json: bool, **parameters: Any) -> None:
     load_environment(announce=not as_json)
     overrides = overrides_from(parameters)
     path = find_config(config, overrides)
-    data = explain(load_config(path, overrides), str(path))
+    loaded = load_config(path, overrides)
+    show_notes(loaded)
+    data = explain(loaded, str(path))
     if as_json:
         print_json(data)
     else:

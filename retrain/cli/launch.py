@@ -25,9 +25,10 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     """
     parameters = train.command.make_context("retrain", list(arguments)).params
     parameters.pop("force_resume")
+    strict = parameters.pop("strict")
     overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
     train.load_environment(announce=False)
-    loaded = load_config(train.find_config(parameters["config"], overrides), overrides)
+    loaded = load_config(train.find_config(parameters["config"], overrides), overrides, strict)
     refuse_absent_parts(loaded)
     refuse_on_ranks(loaded, {})
     return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

@@ -22,7 +22,7 @@ from retrain.capacity import (
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.explain import list_runs, measured_steps, runs_at_once, steps_of
 from retrain.cli.model_files import find_model, read_facts
-from retrain.cli.train import find_config, load_environment
+from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError
@@ -83,7 +83,9 @@ def command(
     overrides = overrides_from(parameters)
     path = find_config(config, overrides)
     given = Given(card, memory, tflops, bandwidth, prompt_tokens)
-    data = plan(load_config(path, overrides), str(path), given)
+    loaded = load_config(path, overrides)
+    show_notes(loaded)
+    data = plan(loaded, str(path), given)
     if as_json:
         print_json(data)
     else:

@@ -12,7 +12,7 @@ import click
 
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig, find_notes, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
@@ -39,14 +39,18 @@ class _Train(click.Command):
 @click.command("retrain", cls=_Train, short_help="Train.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
 @click.option("--force-resume", is_flag=True, help="Resume although the configuration differs from the run's.")
-def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
+@click.option("--strict", is_flag=True, help="Refuse options that are set and not used, which otherwise get a note.")
+def command(config: str | None, force_resume: bool, strict: bool, **parameters: Any) -> int:
     """Train from CONFIG (./retrain.toml when it is left out)."""
     load_environment()
     overrides = overrides_from(parameters)
     path = find_config(config, overrides)
-    loaded = load_config(path, overrides)
+    loaded = load_config(path, overrides, strict)
+    place = find_place()
+    if place is None or place.leads:
+        show_notes(loaded)
     if loaded.kind == "campaign":
-        if find_place() is not None:
+        if place is not None:
             refuse_on_ranks(loaded)
         from retrain.campaign.run import run_campaign  # noqa: PLC0415  (only a campaign needs it)
 
@@ -55,6 +59,12 @@ def command(config: str | None, force_resume: bool, **parameters: Any) -> int:
 
 
 command.params.extend(click_options())
+
+
+def show_notes(config: TrainConfig) -> None:
+    """One line for each option that is set and not used."""
+    for note in find_notes(config):
+        _say(f"note: {note}", err=True)
 
 
 def load_environment(announce: bool = True) -> None:

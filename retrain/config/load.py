@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.conditions import condition_overrides
-from retrain.config.needs import find_idle_options, idle_options
+from retrain.config.needs import Note, unused_options
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
 from retrain.config.rules import find_conflicts
 from retrain.config.schema import TrainConfig
@@ -51,41 +51,69 @@ _BOUND_WORDS = {
 }
 
 
-def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides, check all of it."""
-    if path is None:
-        return build_config({}, overrides or {}, source="the configuration")
-    if not str(path):
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, strict: bool = False
+) -> TrainConfig:
+    """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides, check all of it.
+
+    Options that are set and not used are no error, unless `strict`; `find_notes` lists them.
+    """
+    if path is not None and not str(path):
         raise ConfigError("the path of the configuration is empty.  Try: name a TOML file.")
-    return build_config(read_toml(Path(path)), overrides or {}, source=show_path(Path(path)))
+    tables, source = ({}, "the configuration") if path is None else (read_toml(Path(path)), show_path(Path(path)))
+    config = build_config(tables, overrides or {}, source)
+    notes = find_notes(config) if strict else []
+    _raise_problems(source, [Problem(note.where, f"is not used: {note.reason}.") for note in notes])
+    return config
 
 
 def build_config(tables: Tables, overrides: Mapping[str, Any], source: str) -> TrainConfig:
     """Check nested tables with overrides on top; `source` is how the error calls them."""
     merged, problems = _apply_overrides(tables, overrides)
     problems += _drop_too_deep(merged)
-    config, problems, idle = _judge(merged, problems)
-    problems += idle
+    _choose_for_teaching(merged)
+    config, problems = _judge(merged, problems)
     problems += _check_conditions(config, merged, known=frozenset(problems))
+    _raise_problems(source, problems)
+    return config
+
+
+def _choose_for_teaching(tables: Tables) -> None:
+    """The default advantage, maxrl, cannot be had of rewards below 0, which teaching has: where none is named, grpo."""
+    teaching, algorithm = tables.get("teaching"), tables.setdefault("algorithm", {})
+    if isinstance(teaching, dict) and teaching.get("enabled") is True and isinstance(algorithm, dict):
+        algorithm.setdefault("advantage_mode", "grpo")
+
+
+def _raise_problems(source: str, problems: list[Problem]) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         left_out = len(problems) - MAX_PROBLEMS
         shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
         raise ConfigError(f"{source} has {count}:", tuple(shown))
-    return config
 
 
 def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: str) -> TrainConfig:
-    """The run of one condition of a campaign, on its own.
-
-    Options that only other conditions use go back to their defaults, so that the run's own file can be loaded.
-    """
+    """The run of one condition of a campaign, on its own."""
     base = {name: table for name, table in config.model_dump(by_alias=True).items() if name not in OPTIONAL_SECTIONS}
-    overrides = dict(condition_overrides(condition))
-    merged, _ = _apply_overrides(base, overrides)
-    run, problems, _ = _judge(merged, [])
-    shared = [options_by_path()[path] for path in idle_options(run) if path not in overrides] if not problems else []
-    return build_config(base, {**{option.path: option.default for option in shared}, **overrides}, source)
+    return build_config(base, dict(condition_overrides(condition)), source)
+
+
+def find_notes(config: TrainConfig) -> list[Note]:
+    """Options that are set and not used.
+
+    What the file of a campaign sets for all its runs is used if one of them uses it.
+    """
+    notes = list(unused_options(config))
+    runs: list[tuple[set[str], list[Note]]] = []
+    for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
+        found = list(unused_options(build_condition(config, condition, "the campaign")))
+        own = {options_by_path()[path].where for path, _ in condition_overrides(condition)}
+        runs.append((own, found))
+        notes += [Note(f"[campaign] conditions[{index}]: {n.where}", n.reason) for n in found if n.where in own]
+    shared = dict.fromkeys(note for own, found in runs for note in found if note.where not in own)
+    notes += [note for note in shared if all(note.where in own or note in found for own, found in runs)]
+    return list({note.where: note for note in reversed(notes)}.values())[::-1]
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -157,31 +185,21 @@ def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
         section.pop(location[1], None)
 
 
-def _judge(tables: Tables, judged: list[Problem]) -> tuple[TrainConfig, list[Problem], list[Problem]]:
-    """The configuration, all its problems with those already `judged`, and apart from them its ignored options."""
+def _judge(tables: Tables, judged: list[Problem]) -> tuple[TrainConfig, list[Problem]]:
+    """The configuration, and all its problems with those already `judged`."""
     config, shape_problems = _check_shape(tables)
     judged = judged + shape_problems
-    problems = judged + find_conflicts(config, judged)
-    reported = {problem.where for problem in problems}
-    return config, problems, [p for p in find_idle_options(config, judged) if p.where not in reported]
+    return config, judged + find_conflicts(config, judged)
 
 
 def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[Problem]) -> Iterator[Problem]:
     """Every condition must be a valid run of its own, so that a campaign does not fail at its last one."""
     base = {name: table for name, table in tables.items() if name not in OPTIONAL_SECTIONS}
-    runs: list[tuple[set[str], list[Problem]]] = []
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
-        overrides = dict(condition_overrides(condition))
-        merged, _ = _apply_overrides(base, overrides)
-        _, problems, idle = _judge(merged, [])
-        own = {options_by_path()[path].where for path in overrides if path in options_by_path()}
-        runs.append((own, idle))
-        for problem in (*problems, *(problem for problem in idle if problem.where in own)):
+        merged, _ = _apply_overrides(base, dict(condition_overrides(condition)))
+        for problem in _judge(merged, [])[1]:
             if problem not in known:
                 yield Problem(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
-    # What the file sets for all its runs need not matter to each of them, but to one.
-    shared = dict.fromkeys(problem for own, idle in runs for problem in idle if problem.where not in own)
-    yield from (problem for problem in shared if all(problem.where in own or problem in idle for own, idle in runs))
 
 
 def _explain_all(details: Iterable[Any]) -> Iterator[Problem]:

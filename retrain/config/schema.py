@@ -227,6 +227,11 @@ class Inference(Section):
         0, "Most tokens of its context; 0 takes the model's.", ge=0, flag="--inference-max-model-len"
     )
 
+    @property
+    def starts_server(self) -> bool:
+        """Whether the run starts a server of its own: only vLLM, and only where none is named."""
+        return self.launch and self.engine == "vllm" and not self.url
+
 
 class Data(Section):
     """Where problems come from; unused when [environment] names a provider."""
@@ -382,7 +387,11 @@ class Reward(Section):
 class Teaching(Section):
     """Adaptive teaching: the model learns to teach a frozen student."""
 
-    enabled: bool = option(False, "Train the model as a teacher.", flag="--teaching-enabled")
+    enabled: bool = option(
+        False,
+        "Train the model as a teacher, with advantage_mode grpo where the file names none.",
+        flag="--teaching-enabled",
+    )
     student_model: str = option(
         "",
         "Student: Hugging Face id or folder; empty takes the base model with the adapter off.",
@@ -563,7 +572,8 @@ class TrainConfig(Section):
         """What running this file does."""
         if self.campaign is not None:
             return "campaign"
-        return "squeeze" if self.squeeze is not None else "train"
+        # Without an adapter there is nothing to analyse: the table then waits for a campaign.
+        return "squeeze" if self.squeeze is not None and self.squeeze.adapter_path else "train"
 
     @property
     def condition(self) -> str:

@@ -55,7 +55,7 @@ def refuse_on_ranks(config: TrainConfig, environment: Mapping[str, str] = os.env
 def refuse_alone(config: TrainConfig) -> None:
     """Raise when weights are to be sharded over processes that are not there."""
     own = config.distributed
-    if own.fsdp or own.zero_stage:
+    if config.backend.backend == "local" and (own.fsdp or own.zero_stage):
         key = "fsdp = true" if own.fsdp else f"zero_stage = {own.zero_stage}"
         raise ConfigError(
             f"[distributed] {key} needs several processes.  Try: retrain launch --processes 2 config.toml"

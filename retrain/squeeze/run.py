@@ -26,8 +26,6 @@ def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0
         raise ConfigError(
             '[squeeze] adapter_path is empty.  Try: adapter_path = "logs/train/checkpoints/step_000020/adapter"'
         )
-    if settings.compress_to and not settings.output_path:
-        raise ConfigError('[squeeze] compress_to is set, but output_path is empty.  Try: output_path = "small_adapter"')
     with local_folder(settings.adapter_path, base_url) as folder:
         analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
         _check_rank(settings, analysis.source_rank, trained_rank, say)

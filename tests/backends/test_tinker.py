@@ -399,27 +399,6 @@ def test_a_step_without_rows_asks_nothing_of_the_service(server: TinkerServer, t
     assert len(server.seen) == asked
 
 
-def test_what_the_service_decides_by_itself_is_named_in_one_line(server: TinkerServer, tmp_path: Path) -> None:
-    said: list[str] = []
-    backend_for(
-        config_for(
-            server,
-            tmp_path,
-            backend__devices="cpu",
-            backend__adapter_path=str(tmp_path / "adapter"),
-            inference__prefix_caching=False,
-            memory__micro_batch_tokens=512,
-        ),
-        said,
-    )
-    (line,) = [line for line in said if "gnored" in line]
-    for name in ("[backend] devices", "[backend] adapter_path", "[inference] prefix_caching", "micro_batch_tokens"):
-        assert name in line
-    said.clear()
-    backend_for(config_for(server, tmp_path), said)
-    assert not [line for line in said if "gnored" in line]
-
-
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

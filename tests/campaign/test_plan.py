@@ -79,14 +79,9 @@ def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "campaign", "words"),
     [
-        ({"training": {"seed": 1}}, {}, r"\[training\] seed is set, but a campaign runs each of its seeds"),
-        ({"training": {"max_steps": 7}}, {}, r"\[training\] max_steps .*Try: \[campaign\] max_steps"),
-        ({"backend": {"adapter_path": "x"}}, {}, r"adapter_path is set, but every run .* its own adapter folder"),
-        ({"logging": {"wandb_run_name": "x"}}, {}, "wandb_run_name is set, but a campaign names its runs"),
-        ({"logging": {"wandb_group": "x"}}, {}, "wandb_group is set"),
         ({}, {"conditions": [GRPO, MAXRL | {"seed": 3}]}, r"conditions\[1\] sets training.seed"),
         ({}, {"conditions": [GRPO, MAXRL | {"log_dir": "x"}]}, r"conditions\[1\] sets logging.log_dir"),
-        ({"squeeze": {"adapter_path": "x"}}, {}, r"\[squeeze\] adapter_path is set, but a campaign"),
+        ({}, {"conditions": [GRPO, MAXRL | {"epochs": 1.0}]}, r"conditions\[1\] sets training.epochs"),
         ({}, {"executor": "ray", "gpus_per_run": 1.5}, "gpus_per_run is 1.5; above 1 Ray gives whole GPUs"),
         ({}, {"share_model": True, "parallel": True}, "share_model steps the runs in turn"),
         ({}, {"share_model": True, "executor": "ray"}, "share_model steps the runs in turn"),
@@ -99,6 +94,13 @@ def test_what_a_campaign_cannot_use_is_refused(
     config = campaign_config(tmp_path, tables, **campaign)
     with pytest.raises(ConfigError, match=words):
         planned(config)
+
+
+def test_a_campaign_gives_its_runs_their_steps_seeds_and_folders(tmp_path: Path) -> None:
+    own = {"training": {"seed": 1, "max_steps": 7, "epochs": 2.0}, "backend": {"adapter_path": "x", "devices": "cpu"}}
+    runs = planned(campaign_config(tmp_path, own | {"squeeze": {"adapter_path": "x"}}, seeds=[5], conditions=[GRPO]))
+    assert [(run.seed, run.max_steps, run.config.training.epochs) for run in runs] == [(5, 4, 0.0)]
+    assert runs[0].config.backend.adapter_path == str(runs[0].folder / "adapter")
 
 
 @pytest.mark.parametrize(

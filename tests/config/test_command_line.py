@@ -13,7 +13,10 @@ import pytest
 from retrain.cli import run
 from retrain.cli import train as train_command
 from retrain.config import TrainConfig, load_config
+from retrain.config.reference import TEMPLATES, starter
 from retrain.errors import ConfigError
+
+from .documented import ANNOTATED
 
 
 @pytest.fixture
@@ -54,6 +57,65 @@ def test_a_named_file_and_flags_are_taken(folder: Path, started: list[TrainConfi
     config = started[-1]
     assert (config.training.lr, config.training.batch_size) == (0.5, 3)
     assert config.training.record and not config.inference.prefix_caching
+
+
+def test_an_option_that_a_flag_leaves_unused_is_one_line_and_the_run_starts(
+    folder: Path, started: list[TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.toml").write_text('[reward]\ntype = "custom"\ncustom_module = "mine"\n')
+    assert run(["mine.toml", "--reward-type", "match"]) == 0
+    assert started[-1].reward.type == "match"
+    assert capsys.readouterr().err == "note: [reward] custom_module is not used: [reward] type is match\n"
+    assert run(["mine.toml"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_strict_refuses_what_is_not_used(
+    folder: Path, started: list[TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.toml").write_text("[planning]\nthreshold = 0.5\n")
+    assert run(["mine.toml", "--strict"]) == 2
+    assert "mine.toml has 1 problem:\n  [planning] threshold is not used: " in capsys.readouterr().err
+    assert not started
+    assert run(["mine.toml", "--strict", "--detector", "semantic"]) == 0
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_files_that_retrain_writes_get_no_note(template: str, folder: Path) -> None:
+    (folder / "mine.toml").write_text(starter(template))
+    load_config("mine.toml", strict=True)
+
+
+def test_a_campaign_table_can_be_added_to_the_demo(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = '\n[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{ advantage_mode = "grpo" }]\n'
+    (folder / "mine.toml").write_text(starter("demo") + own)
+    small = ["--eval-every", "0", "--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
+    assert run(["mine.toml", *small]) == 0
+    shown = capsys.readouterr()
+    assert [line.split(" is not used")[0] for line in shown.err.splitlines()] == [
+        "note: [training] seed",
+        "note: [training] max_steps",
+        "note: [backend] adapter_path",
+    ]
+    assert "Done: 1 runs" in shown.out
+
+
+def test_the_full_annotated_file_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "annotated.toml").write_text(ANNOTATED)
+    small = ["--max-steps", "1", "--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
+    here = ["--devices", "cpu", "--model", "builtin:tiny", "--data.source", "arithmetic", "--adapter-path", "adapter"]
+    assert run(["annotated.toml", *small, *here]) == 0
+    assert "Done: 1 steps, logs in" in capsys.readouterr().out
+
+
+def test_a_bound_gives_an_endless_source_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.toml").write_text(starter("demo"))
+    small = ["--eval-every", "0", "--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
+    assert run(["mine.toml", *small, "--epochs", "2", "--max-examples", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "the first 4 of endless examples (arithmetic)" in shown and "Done: 4 steps" in shown
+    assert run(["mine.toml", *small, "--epochs", "2"]) == 2
+    assert "these examples have no end.  Try: max_examples" in capsys.readouterr().err
 
 
 def test_the_environment_file_is_read_first_and_never_wins(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrain.config import TrainConfig, build_config, load_config
+from retrain.config import TrainConfig, build_config, find_notes, load_config
 from retrain.config.options import OPTIONAL_SECTIONS, all_options, options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import parse_toml
@@ -38,8 +38,15 @@ def test_the_full_annotated_file_loads_to_the_documented_defaults() -> None:
     assert {f"{s}.{k}": values[f"{s}.{k}"] for s, k, _ in DOCUMENTED} == {f"{s}.{k}": v for s, k, v in DOCUMENTED}
 
 
-def test_a_squeeze_table_loads_without_an_adapter() -> None:
-    assert build_config({"squeeze": {}}, {}, "squeeze.toml").kind == "squeeze"
+def test_the_full_annotated_file_trains_and_gets_no_note() -> None:
+    config = build_config(parse_toml(ANNOTATED, "annotated.toml"), {}, "annotated.toml")
+    assert config.kind == "train"
+    assert find_notes(config) == []
+
+
+def test_only_an_adapter_makes_a_file_with_a_squeeze_table_an_analysis() -> None:
+    assert build_config({"squeeze": {}}, {}, "squeeze.toml").kind == "train"
+    assert build_config({"squeeze": {"adapter_path": "a"}}, {}, "squeeze.toml").kind == "squeeze"
 
 
 @pytest.mark.parametrize(("path", "value"), [(path, value) for path, values in CHOICES.items() for value in values])
@@ -59,7 +66,7 @@ def test_every_default_passes_its_own_check(option) -> None:  # type: ignore[no-
 
 
 @pytest.mark.parametrize(
-    ("kind", "tables"), [("train", {}), ("squeeze", {"squeeze": {}}), ("campaign", {"campaign": {}})]
+    ("kind", "tables"), [("train", {}), ("squeeze", {"squeeze": {"adapter_path": "a"}}), ("campaign", {"campaign": {}})]
 )
 def test_the_tables_decide_the_kind_of_run(kind: str, tables: dict[str, object]) -> None:
     assert build_config(tables, {}, "kinds").kind == kind

@@ -26,8 +26,6 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("whole_models_are_trained_here", {"model": {"lora_rank": 0}}),
     ("init_kwargs_leave_ours_alone", {"model": {"init_kwargs": {"use_cache": False}}}),
     ("micro_batches_are_cut_one_way", {"memory": {"micro_batches": 4}}),
-    ("runs_are_measured_one_way", {"training": {"epochs": 1.5}}),
-    ("reference_has_a_use", {"kl": {"beta": 0.1, "sync_ref_model": True}}),
     ("schedule_is_sound", {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}),
     ("schedule_is_sound", {"optimizer": {"warmup_steps": 0.25}}),
     ("correct_can_be_reached", {"reward": {"terms": [{"weight": 0.7}, {"weight": 0.3}]}}),
@@ -88,12 +86,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("evaluation_is_not_on_training_problems", {"data": JSONL, "eval": {"path": "a.jsonl"}}),
     ("backpressure_bounds_are_ordered", {"backpressure": {"enabled": True, "min_batch_size": 4, "max_batch_size": 4}}),
     ("urls_are_urls", {"inference": {"engine": "vllm", "url": "http://localhost:8000, https://a.example/v1"}}),
-    ("engine_options_have_an_engine", {"inference": {"engine": "vllm", "url": "http://localhost:8000"}}),
     ("launch_device_follows_the_grammar", {"inference": {**LAUNCH, "launch_device": "cuda:1"}}),
-    ("launched_server_is_vllm_on_this_machine", {"inference": LAUNCH}),
-    ("params_have_a_plugin", {"algorithm": {"transform_mode": "mine.Spec", "transform_params": {"a": 1}}}),
-    ("params_have_a_plugin", {"algorithm": {"algorithm_mode": "mine.all", "transform_params": {"a": 1}}}),
-    ("params_have_a_plugin", {"algorithm": {"advantage_mode": "mine.adv", "advantage_params": {"a": 1}}}),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait", "let me check"]'}}),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": "wait, let me check"}}),
     (
@@ -126,11 +119,6 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("weights_are_sharded_one_way", {"distributed": {"fsdp": True, "zero_stage": 1}}, "both shard"),
-    (
-        "weights_are_sharded_one_way",
-        {"distributed": {"zero_stage": 1}, "backend": {"backend": "tinker"}},
-        '[distributed] zero_stage needs [backend] backend = "local".',
-    ),
     ("weights_are_sharded_one_way", {"distributed": {"fsdp": True}, "campaign": {}}, "each run of a [campaign] is one"),
     (
         "weights_are_sharded_one_way",
@@ -164,10 +152,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"memory": {"micro_batches": 4, "micro_batch_rows": 2}},
         "[memory] micro_batches and micro_batch_rows cut a step in two ways.",
     ),
-    ("runs_are_measured_one_way", {"campaign": {}, "training": {"epochs": 1.0}}, "[training] epochs does not go with"),
-    ("reference_has_a_use", {"kl": {"sync_ref_model": True}}, "[kl] sync_ref_model moves a reference"),
     ("schedule_is_sound", {"optimizer": {"warmup_steps": 2.5}}, "must be a whole number of steps"),
-    ("schedule_is_sound", {"optimizer": {"schedule_args": {"power": 2}}}, "'constant' does not take.  It takes none."),
+    ("schedule_is_sound", {"optimizer": {"schedule_args": {"powr": 2}}}, "'constant' does not take.  It takes none."),
     (
         "schedule_is_sound",
         {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 2}}},
@@ -226,39 +212,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "[loss] ratio_cap must be 0 or at least 1, got 0.9.",
     ),
     ("rewards_are_complete", {"reward": {"type": "custom"}}, "[reward] custom_module is empty"),
-    ("rewards_are_complete", {"reward": {"custom_module": "mine"}}, "[reward] custom_module is set"),
     ("rewards_are_complete", {"reward": {"terms": [{"type": "custom"}]}}, "[reward] terms[0].custom_module is empty"),
-    (
-        "rewards_are_complete",
-        {"reward": {"type": "custom", "custom_module": "mine", "terms": [{}]}},
-        "[reward] custom_module is set, but terms replace it",
-    ),
     ("environment_is_complete", {"environment": {"provider": "verifiers"}}, "[environment] id is empty"),
-    ("environment_is_complete", {"environment": {"id": "a/b"}}, "[environment] id is set, but provider is empty"),
-    (
-        "environment_is_complete",
-        {"environment": ENVIRONMENT, "eval": {"every": 5, "source": "gsm8k"}},
-        "[eval] source is set, but an environment brings its own held-out problems",
-    ),
     ("environment_is_complete", {"environment": {"max_turns": 0}}, "[environment] max_turns must be -1 or at least 1"),
     ("data_source_is_complete", {"data": {"source": "jsonl"}}, "[data] path is empty"),
-    ("data_source_is_complete", {"data": {"path": "a.jsonl"}}, "[data] path is set"),
     ("data_source_is_complete", {"data": {"source": "hub"}}, "[data] id is empty"),
     ("data_source_is_complete", {"eval": {"source": "jsonl"}}, "[eval] path is empty"),
-    ("data_source_is_complete", {"data": {"id": "openai/gsm8k"}}, "[data] id is set"),
-    *(
-        (
-            "data_source_is_complete",
-            {"data": {"source": source, "id": "a/b" if source == "hub" else ""}, "eval": {"path": "b.jsonl"}},
-            f'[eval] path is set, but [data] source "{source}" reads no file.  Try: source = "jsonl"',
-        )
-        for source in ("math", "gsm8k", "arithmetic", "hub")
-    ),
-    (
-        "data_source_is_complete",
-        {"data": JSONL, "eval": {"source": "math", "path": "b.jsonl"}},
-        '[eval] path is set, but [eval] source "math" reads no file.',
-    ),
     (
         "split_mode_has_no_dropout",
         {"backend": {"devices": "cpu,cpu"}, "lora": {"dropout": 0.1}},
@@ -268,11 +227,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "split_mode_has_no_dropout",
         {"inference": {"engine": "vllm"}, "training": {"async_steps": 1}, "lora": {"dropout": 0.1}},
         "[lora] dropout does not go with [training] async_steps",
-    ),
-    (
-        "samplers_are_where_they_can_be",
-        {"training": {"async_steps": 1}},
-        "[training] async_steps needs a sampler apart from the trainer",
     ),
     (
         "samplers_are_where_they_can_be",
@@ -289,6 +243,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "evaluation_is_not_on_training_problems",
         {"eval": {"every": 5, "split": "train"}},
         '[eval] split = "train" holds the problems of [data] split = "train".  Try: split = "test"',
+    ),
+    (
+        "evaluation_is_not_on_training_problems",
+        {"eval": {"every": 5, "split": "train", "path": "not_read.jsonl"}},
+        '[eval] split = "train" holds the problems of [data] split = "train".',
     ),
     (
         "evaluation_is_not_on_training_problems",
@@ -344,29 +303,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"inference": {"engine": "vllm", "url": "http://me:secret@a:1"}},
         "[inference] url holds a password.  Try: put the key into INFERENCE_API_KEY, in .env",
     ),
-    ("engine_options_have_an_engine", {"inference": {"url": "http://a:1"}}, "[inference] url is set"),
     (
         "launch_device_follows_the_grammar",
         {"inference": {**LAUNCH, "launch_device": "gpu:0"}},
         "[inference] launch_device is 'gpu:0'; it is auto, cpu or cuda:N.",
     ),
-    (
-        "launched_server_is_vllm_on_this_machine",
-        {"inference": {"engine": "sglang", "launch": True}},
-        '[inference] launch starts vLLM, but [inference] engine is "sglang".',
-    ),
-    (
-        "launched_server_is_vllm_on_this_machine",
-        {"inference": {**LAUNCH, "url": "http://a:1"}},
-        "[inference] launch starts a server, but [inference] url names one.",
-    ),
-    (
-        "launched_server_is_vllm_on_this_machine",
-        {"inference": LAUNCH, "backend": {"backend": "tinker"}},
-        '[inference] launch needs the local backend, not "tinker".',
-    ),
-    ("params_have_a_plugin", {"algorithm": {"transform_params": {"a": 1}}}, "[algorithm] transform_params is set"),
-    ("params_have_a_plugin", {"algorithm": {"advantage_params": {"a": 1}}}, "[algorithm] advantage_params is set"),
     (
         "strategic_grams_can_be_read",
         {"logging": {"strategic_grams": '["wait"'}},
@@ -399,7 +340,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "teaching_has_an_advantage_for_losses",
-        {"teaching": {"enabled": True}},
+        {"teaching": {"enabled": True}, "algorithm": MAXRL},
         '[algorithm] advantage_mode = "maxrl" divides by the mean reward',
     ),
     (

@@ -53,6 +53,8 @@ def test_an_older_gpu_is_told_what_8_bit_floats_need(llama: Rig, monkeypatch: py
 def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llama.engine.description == "pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
     small = engine_with(llama.policy, dtype="bf16", kv_cache_dtype="int8")
+    flash = choice.choose(llama.policy, Inference(attention_kernel="flash")).description
+    assert 'sdpa attention (which is what attention_kernel = "flash" means on the CPU)' in flash
     assert small.description == "pytorch on cpu, eager, sdpa attention, bf16 weights, int8 cache"
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     lacking = choice.choose(llama.policy, Inference()).description

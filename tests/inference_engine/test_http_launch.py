@@ -20,7 +20,6 @@ from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
 
 from retrain.config import TrainConfig
 from retrain.config.load import dump_config
-from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http import launch
 
@@ -247,16 +246,3 @@ def test_a_rank_beyond_all_of_vllms_is_refused(with_vllm: None, model: Path, tmp
     config = config_of(model, tmp_path, model__lora_rank=513)
     with pytest.raises(ConfigError, match=r"lora_rank = 513 is more than vLLM takes.*512"):
         launch.command_for(config, policy_for(config, trained=False), "cpu")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("dtype", "fp8", "Try: launch_dtype"),
-        ("kv_cache_dtype", "fp8", "--kv-cache-dtype and set url"),
-        ("prefix_caching", False, "--no-enable-prefix-caching and set url"),
-    ],
-)
-def test_options_that_are_not_passed_on_are_refused(key: str, value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        launch.refuse_passing_on(Inference(engine="vllm", launch=True, **{key: value}))

@@ -277,8 +277,6 @@ def test_the_command_prints_the_table_and_compresses(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "adapter_path is empty"),
-        ({"adapter_path": "A", "compress_to": 2}, "output_path is empty"),
         ({"adapter_path": "A", "source_rank": 4}, "source_rank = 4, but the adapter has rank 8"),
         ({"adapter_path": "A", "device": "gpu:0"}, "device = 'gpu:0' cannot be used"),
         ({"adapter_path": "A", "device": "cuda:7"}, "cannot be used"),

@@ -16,6 +16,7 @@ from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
+from retrain.config.rules import samples_apart
 from retrain.distributed.place import find_place
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
@@ -47,7 +48,7 @@ def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None],
     mirror = None
     if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
-    elif config.training.async_steps:
+    elif config.training.async_steps and samples_apart(config):
         mirror = policy.twin()
     learner = Learner(policy, config, say)
     engine = make_engine(config, mirror or policy, tokenizer, say, progress)
@@ -64,7 +65,7 @@ def make_engine(
     config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
 ) -> InferenceEngine:
     """The engine that a configuration names, over a policy."""
-    if config.inference.launch:
+    if config.inference.starts_server:
         from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
 
         return launch_engine(config, policy, tokenizer, say, progress)

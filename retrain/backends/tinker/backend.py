@@ -17,7 +17,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
-from retrain.backends.tinker.limits import describe_ignored, refuse_unsupported
+from retrain.backends.tinker.limits import describe_uncapped, refuse_unsupported
 from retrain.backends.tinker.losses import denominator, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
 from retrain.backends.tinker.service_loss import service_loss
@@ -37,8 +37,9 @@ _UNKNOWN_CONTEXT = 1 << 30
 def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
     """Connect, check that the service has the model, and make the training client, unless a resume will."""
     refuse_unsupported(config)
-    for line in describe_ignored(config):
-        say(line)
+    uncapped = describe_uncapped(config)
+    if uncapped:
+        say(uncapped)
     throttle = Throttle(config.backend.throttle_dir, config.backend.max_concurrent, say)
     say("Connecting to Tinker...")
     service = Service(config.model.base_url, say)

@@ -1,4 +1,4 @@
-"""What the service decides by itself: options that are refused because they change the run, or named as ignored."""
+"""What the service decides by itself: options that are refused because they change the run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError, Problem
 
-# Where and how fast this machine would compute. The same file then runs on either backend.
-_IGNORED = ("inference.", "backend.devices", "backend.adapter_path", "model.dtype", "memory.")
-
 # What would change the policy or the loss and cannot be asked of the service, and what to say of it.
 _REFUSED = {
     "model.init_kwargs": "The service loads the model by itself.",
@@ -23,8 +20,6 @@ _REFUSED = {
     "training.min_p": "The service samples with temperature, top_p and top_k alone.",
     "training.repetition_penalty": "The service samples with temperature, top_p and top_k alone.",
     "kl.beta": "The service has no reference policy.",
-    "kl.sync_ref_model": "The service has no reference policy.",
-    "distributed.zero_stage": "The service distributes by itself.",
 }
 
 
@@ -63,18 +58,11 @@ def _is_uncapped(config: TrainConfig) -> bool:
     return config.loss.ratio_cap > 0 and not service_loss(config.loss).caps_ratios
 
 
-def describe_ignored(config: TrainConfig) -> Iterator[str]:
-    """A line that names what was set and does nothing here, and one of a default that does nothing."""
-    values, options = values_of(config), options_by_path()
-    names = [
-        options[path].where
-        for path in options
-        if path.startswith(_IGNORED) and path in values and values[path] != options[path].default
-    ]
-    if names:
-        yield f"Ignored with Tinker, which samples and trains by itself: {', '.join(names)}."
-    if _is_uncapped(config):
-        yield (
-            f"Ignored with Tinker: [loss] ratio_cap = {config.loss.ratio_cap:g}; its {config.loss.type} clips by "
-            "clip_low and clip_high alone."
-        )
+def describe_uncapped(config: TrainConfig) -> str:
+    """A line of the default cap on ratios where the service does not apply it, or ""."""
+    if not _is_uncapped(config):
+        return ""
+    return (
+        f"Ignored with Tinker: [loss] ratio_cap = {config.loss.ratio_cap:g}; its {config.loss.type} clips by "
+        "clip_low and clip_high alone."
+    )

@@ -40,7 +40,6 @@ class HttpEngine:
     """Samples on one or several servers of one kind."""
 
     def __init__(self, wire: Wire, policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> None:
-        refuse_server_flags(wire, inference)
         self.wire, self.policy, self.tokenizer, self.progress = wire, policy, tokenizer, progress
         urls = [part.strip().rstrip("/").removesuffix("/v1") for part in inference.url.split(",") if part.strip()]
         self.client = Client(inference.timeout_s)
@@ -254,17 +253,3 @@ class HttpEngine:
                 f'[training] {" and ".join(both)} cannot be had together from engine = "{self.wire.name}": it cuts by '
                 f"them in another order than the trainer.  Try: {both[-1]} = {getattr(defaults, both[-1])}"
             )
-
-
-def refuse_server_flags(wire: Wire, inference: Inference) -> None:
-    """Refuse options that only whoever starts the server can set."""
-    for key in ("attention_kernel", "dtype", "kv_cache_dtype", "prefix_caching"):
-        value, default = getattr(inference, key), Inference.model_fields[key].default
-        if value == default:
-            continue
-        flag = wire.flags.get(key)
-        hint = f"it is the server's to decide: start it with {flag}" if flag else "and the server has no such flag"
-        shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
-        raise ConfigError(
-            f'[inference] {key} = {shown} has no effect on engine = "{wire.name}"; {hint}.  Try: leave {key} out'
-        )

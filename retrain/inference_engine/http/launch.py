@@ -109,7 +109,6 @@ def launch_engine(
 ) -> LaunchedEngine:
     """Start the server that a configuration describes, and give the engine over it."""
     inference = config.inference
-    refuse_passing_on(inference)
     device = choose_device(inference.launch_device, policy.device, torch.cuda.device_count())
     if device == str(policy.device) and device != "cpu":
         refuse_without_room(policy, config)
@@ -210,14 +209,6 @@ def problem_with_room(total: float, free: float, share: float, step: float) -> s
         f"would take {share} × {total / GIB:.1f} = {share * total / GIB:.1f}, and a training step needs about "
         f"{step / GIB:.1f}.  {hint}"
     )
-
-
-def refuse_passing_on(inference: Inference) -> None:
-    """Refuse options that a server has flags for, and that launching it does not set."""
-    for key in ("attention_kernel", "dtype", "kv_cache_dtype", "prefix_caching"):
-        if getattr(inference, key) != Inference.model_fields[key].default:
-            instead = "launch_dtype" if key == "dtype" else f"start vLLM yourself with {VLLM.flags[key]} and set url"
-            raise ConfigError(f"[inference] {key} has no effect on a server that retrain launches.  Try: {instead}")
 
 
 def free_port() -> int:

@@ -77,8 +77,6 @@ class Wire:
     """Adapters are named in each request, by a folder in MLX's own layout; nothing is loaded beforehand."""
     remedies: Mapping[str, str] = field(default_factory=dict)
     """What mends a miss: ids, logprobs, lora, rank, context, processed."""
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """The server's flag for each [inference] option that only the server can act on."""
 
 
 def _completions(model: str, adapter: Adapter | None, ask: Ask) -> dict[str, Any]:
@@ -206,12 +204,6 @@ VLLM = Wire(
         "context": "Start it with a larger --max-model-len.",
         "processed": "--logprobs-mode processed_logprobs",
     },
-    flags={
-        "attention_kernel": "--attention-backend",
-        "dtype": "--dtype and --quantization",
-        "kv_cache_dtype": "--kv-cache-dtype",
-        "prefix_caching": "--no-enable-prefix-caching",
-    },
 )
 SGLANG = Wire(
     name="sglang",
@@ -231,12 +223,6 @@ SGLANG = Wire(
         "lora": "Start it with --enable-lora --max-lora-rank {rank} --lora-target-modules all.",
         "rank": "Start it with --max-lora-rank {rank}.",
         "context": "Start it with a larger --context-length.",
-    },
-    flags={
-        "attention_kernel": "--attention-backend",
-        "dtype": "--dtype and --quantization",
-        "kv_cache_dtype": "--kv-cache-dtype",
-        "prefix_caching": "--disable-radix-cache",
     },
 )
 MLX = Wire(
@@ -259,7 +245,6 @@ MLX = Wire(
         "logprobs": "Start mlx_lm.server 0.32.2 or newer.",
         "lora": "The adapter folder must be readable where the server runs: see [inference] adapter_dir.",
     },
-    flags={"dtype": "a model from mlx_lm.convert --dtype", "kv_cache_dtype": "--kv-bits"},
 )
 MAX = Wire(
     name="max",
@@ -278,7 +263,6 @@ MAX = Wire(
         "rank": "Start it with --max-lora-rank {rank}.",
         "context": "Start it with a larger --max-length.",
     },
-    flags={"dtype": "--quantization-encoding", "prefix_caching": "--no-enable-prefix-caching"},
 )
 OPENAI = Wire(
     name="openai",

@@ -24,6 +24,7 @@ TAKES = {
     "dtype": ("auto", "bf16", "fp8"),
     "kv_cache_dtype": ("auto", "bf16", "fp8", "int8"),
 }
+FLASH = 'attention_kernel = "flash"'
 # Ada; the first GPUs that compute with 8-bit floats.
 FP8_CAPABILITY = (8, 9)
 
@@ -50,6 +51,8 @@ class Choice:
         if self.device.type == "cuda" and self.why_eager:
             how += f" ({self.why_eager})"
         attention = "sdpa attention" if self.why_eager else "triton attention"
+        if self.why_eager == FLASH and self.device.type != "cuda":
+            attention += f" (which is what {FLASH} means on the {self.device.type.upper()})"
         if self.own_attention:
             attention = f"the model's own attention ({self.own_attention})"
         weights = "fp8" if self.in_fp8 else NAMES[self.dtype]
@@ -84,7 +87,7 @@ def _why_eager(policy: Policy, inference: Inference) -> str:
     if policy.own_attention:
         return policy.own_attention
     if kernel == "flash":
-        return 'attention_kernel = "flash"'
+        return FLASH
     if runs_kernels(policy.device):
         return ""
     reason = "Triton is not installed" if policy.device.type == "cuda" else f"no CUDA GPU, but {policy.device.type}"

@@ -60,21 +60,25 @@ def load_config(
     """
     if path is not None and not str(path):
         raise ConfigError("the path of the configuration is empty.  Try: name a TOML file.")
-    tables, source = ({}, "the configuration") if path is None else (read_toml(Path(path)), show_path(Path(path)))
-    config = build_config(tables, overrides or {}, source)
-    notes = find_notes(config) if strict else []
-    _raise_problems(source, [Problem(note.where, f"is not used: {note.reason}.") for note in notes])
-    return config
+    if path is None:
+        return build_config({}, overrides or {}, "the configuration", strict)
+    return build_config(read_toml(Path(path)), overrides or {}, show_path(Path(path)), strict)
 
 
-def build_config(tables: Tables, overrides: Mapping[str, Any], source: str) -> TrainConfig:
+def build_config(tables: Tables, overrides: Mapping[str, Any], source: str, strict: bool = False) -> TrainConfig:
     """Check nested tables with overrides on top; `source` is how the error calls them."""
     merged, problems = _apply_overrides(tables, overrides)
     problems += _drop_too_deep(merged)
     _choose_for_teaching(merged)
     config, problems = _judge(merged, problems)
     problems += _check_conditions(config, merged, known=frozenset(problems))
-    _raise_problems(source, problems)
+    if strict and not problems:
+        problems = [Problem(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        left_out = len(problems) - MAX_PROBLEMS
+        shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
+        raise ConfigError(f"{source} has {count}:", tuple(shown))
     return config
 
 
@@ -83,14 +87,6 @@ def _choose_for_teaching(tables: Tables) -> None:
     teaching, algorithm = tables.get("teaching"), tables.setdefault("algorithm", {})
     if isinstance(teaching, dict) and teaching.get("enabled") is True and isinstance(algorithm, dict):
         algorithm.setdefault("advantage_mode", "grpo")
-
-
-def _raise_problems(source: str, problems: list[Problem]) -> None:
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        left_out = len(problems) - MAX_PROBLEMS
-        shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
-        raise ConfigError(f"{source} has {count}:", tuple(shown))
 
 
 def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: str) -> TrainConfig:

@@ -63,7 +63,7 @@ def to_train_config(args: GRPOConfig, setup: Setup) -> TrainConfig:
         "data.remove_unused_columns": args.remove_unused_columns,
         "resume.from": setup.resume,
     }
-    return build_config({}, options, source="the run that GRPOConfig describes")
+    return build_config({}, options, source="the run that GRPOConfig describes", strict=True)
 
 
 def _training(args: GRPOConfig) -> dict[str, Any]:

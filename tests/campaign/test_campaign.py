@@ -277,8 +277,8 @@ def test_too_few_seeds_for_an_early_look_are_refused_before_anything_is_written(
 
 
 def test_a_part_that_is_absent_is_refused_for_each_condition(tmp_path: Path, monkeypatch: Patch) -> None:
-    with pytest.raises(ConfigError, match="zero_stage"):
-        config = campaign_config(tmp_path / "c", conditions=[GRPO, MAXRL | {"distributed": {"zero_stage": 1}}])
+    with pytest.raises(ConfigError, match="attention_kernel"):
+        config = campaign_config(tmp_path / "c", conditions=[GRPO, MAXRL | {"attention_kernel": "tk"}])
         run_with(FakeExecutor(), config, monkeypatch)
     assert not (tmp_path / "c").exists()
 

@@ -34,6 +34,7 @@ from retrain.tracking import EveryFew, Tracker, Trackers
 from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
+from retrain.tracking.steplog import StepLog
 from retrain.types import BoolArray, Example, Group, Sampling
 
 MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
@@ -84,7 +85,7 @@ class Parts:
     sepa: SEPAController
     backpressure: BackPressure
     evaluator: Evaluator
-    tracker: Tracker
+    tracker: StepLog
     jsonl: JsonlTracker
     checkpoints: Checkpoints
     console: Console
@@ -165,7 +166,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=Trackers([jsonl, _thinned(config, folder, console), *supplied.trackers]),
+        tracker=_build_log(config, folder, console, [jsonl, *supplied.trackers]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
@@ -322,9 +323,11 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 
-def _thinned(config: TrainConfig, folder: RunFolder, console: Console) -> Tracker:
-    """The screen and the trackers, told as often as `[logging] every` says."""
-    return EveryFew(config.logging.every, Trackers([console, *_optional_trackers(config, folder, console.say)]))
+def _build_log(config: TrainConfig, folder: RunFolder, console: Console, told: Sequence[Tracker]) -> StepLog:
+    """`told` hear of every step; the screen and the optional trackers as often as `[logging] every` says."""
+    every = config.logging.every
+    optional = EveryFew(every, Trackers(_optional_trackers(config, folder, console.say)))
+    return StepLog(EveryFew(every, console), Trackers([told[0], optional, *told[1:]]))
 
 
 def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from retrain.advantages import Credit
 from retrain.assemble import NOTHING, Parts, Supplied, assemble
+from retrain.backends import ReportsLate
 from retrain.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
@@ -117,7 +118,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             outcome = parts.backend.train_step(datums, step)
             train_time = time.perf_counter() - training_started
             parts.sepa.update(credit.exec_entropy_var)
-            note(progress, rollouts, outcome)
+            note(parts, progress, rollouts, outcome)
             metrics = describe(parts, progress, rollouts, credit, outcome)
             metrics |= {
                 "num_datums": len(datums),
@@ -164,12 +165,22 @@ def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = Fal
     return datums
 
 
-def note(progress: Progress, rollouts: Rollouts, outcome: StepMetrics) -> None:
-    """Add a step to the running counts."""
+def note(parts: Parts, progress: Progress, rollouts: Rollouts, outcome: StepMetrics) -> None:
+    """Add a step to the running counts; a late outcome is that of the step before, whose row waits for it."""
     scores = rollouts.scores
     progress.right += sum(score.outcome == "right" for score in scores)
     progress.scored += len(scores)
-    progress.skipped += int(outcome.get("skipped") or 0)
+    if parts.backend.capabilities.reports_late:
+        settle(parts, progress, outcome)
+    else:
+        progress.skipped += int(outcome.get("skipped") or 0)
+
+
+def settle(parts: Parts, progress: Progress, outcome: StepMetrics) -> None:
+    """Complete the row that waits for its step's outcome, if there is one."""
+    if parts.tracker.held is not None:
+        progress.skipped += int(outcome.get("skipped") or 0)
+        parts.tracker.settle(outcome, progress.skipped)
 
 
 def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credit, outcome: StepMetrics) -> StepMetrics:
@@ -219,6 +230,9 @@ def resume(parts: Parts) -> Progress:
 
 def save(parts: Parts, progress: Progress, status: str) -> None:
     """A checkpoint at this step, unless it has one already, and a note of it in trainer_state.json."""
+    if isinstance(parts.backend, ReportsLate):
+        settle(parts, progress, parts.backend.settle())
+    parts.tracker.release()
     state = {
         "progress": vars(progress).copy(),
         "configured_batch_size": parts.config.training.batch_size,

@@ -689,6 +689,65 @@ def test_the_temperature_of_an_evaluation_is_its_own_or_that_of_training(
         assert parts.evaluator.sampling.temperature == used
 
 
+@pytest.mark.parametrize("save_every", [1, 2, 3, 5])
+def test_a_row_has_the_numbers_of_its_own_step_although_the_backend_reports_late(
+    model: Path, tmp_path: Path, save_every: int
+) -> None:
+    config = fake_config(
+        model,
+        tmp_path,
+        backend__backend="e2e.fakes.build_settling",
+        training__max_steps=5,
+        training__save_every=save_every,
+    )
+    _, printed = train_quietly(config)
+    metrics = rows(tmp_path / "logs")
+    assert [(row["step"], row["loss"], row["lr"]) for row in metrics] == [(n, float(n), float(n)) for n in range(5)]
+    assert [row["loss_is_placeholder"] for row in metrics] == [False] * 5
+    assert [row["staleness"] for row in metrics] == [0, 1, 1, 1, 1]
+    assert [row["skipped_steps"] for row in metrics] == [0, 1, 1, 2, 2]
+    # The screen does not wait: it shows the step before's, and says so.
+    assert [f"loss={max(0, n - 1):.4f} (placeholder)" in line for n, line in enumerate(step_lines(printed))] == [
+        True
+    ] * 5
+
+
+def step_lines(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("Step ")]
+
+
+def test_a_late_backend_that_cannot_be_waited_for_says_which_numbers_are_not_the_steps_own(
+    model: Path, tmp_path: Path
+) -> None:
+    config = {"backend__backend": "e2e.fakes.build_late", "training__max_steps": 5}
+    train_quietly(fake_config(model, tmp_path, **config))
+    metrics = rows(tmp_path / "logs")
+    # Rows 1, 3 and 4 stand before a checkpoint.
+    assert [row["loss_is_placeholder"] for row in metrics] == [False, True, False, True, True]
+    assert [row["loss"] for row in metrics] == [0.0, 0.0, 2.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_a_run_that_reports_late_and_is_cut_has_the_rows_of_the_one_that_was_not(
+    model: Path, tmp_path: Path, play: type[Play], call: int
+) -> None:
+    late = {"backend__backend": "e2e.fakes.build_settling"}
+    train_quietly(fake_config(model, tmp_path, **late, logging__log_dir=str(tmp_path / "whole")))
+    play.calls = 0
+
+    def interrupt(now: int) -> None:
+        if now == call:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    play.before_generate = staticmethod(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly(fake_config(model, tmp_path, **late))
+    assert [row["loss"] for row in rows(tmp_path / "logs")] == [float(n) for n in range(call - 1)]
+    play.before_generate = staticmethod(lambda now: None)
+    train_quietly(fake_config(model, tmp_path, **late, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == rows_without_times(tmp_path / "whole")
+
+
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:
     held_out = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
     for steps in (2, 4, 4):

@@ -13,7 +13,7 @@ from retrain.types import Datum, StepMetrics
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
 
-__all__ = ["Backend", "Capabilities", "Closes", "FrozenModel", "LendsFrozen"]
+__all__ = ["Backend", "Capabilities", "Closes", "FrozenModel", "LendsFrozen", "ReportsLate"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Capabilities:
     gives_entropies: bool
     """Whether completions carry true entropies."""
     reports_late: bool = False
-    """Whether `train_step` returns before its step has finished, so that the loss it reports is an earlier one's."""
+    """Whether `train_step` returns before its step has finished: what it says of the loss is of the step before. Such a
+    backend is also a `ReportsLate`, or the rows before its checkpoints hold the step before's numbers."""
 
 
 class Backend(Protocol):
@@ -50,6 +51,15 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote."""
+        ...
+
+
+@runtime_checkable
+class ReportsLate(Protocol):
+    """A backend whose `train_step` returns while its step is under way."""
+
+    def settle(self) -> StepMetrics:
+        """Wait for the step under way; gives what `train_step` would have said of it, had it waited."""
         ...
 
 

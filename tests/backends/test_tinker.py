@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -376,6 +377,19 @@ def test_with_async_steps_the_sampler_lags_and_the_loss_is_a_placeholder(server:
     torch.testing.assert_close(
         server.sampling["sampling-3"], dict(server.trainees["run-1"].policy.adapter_state()), rtol=0, atol=0
     )
+
+
+def test_with_async_steps_every_row_has_its_own_steps_numbers(server: TinkerServer, tmp_path: Path) -> None:
+    _, printed = train_quietly(config_for(server, tmp_path, training__async_steps=1))
+    metrics = rows(tmp_path / "logs")
+    losses = [
+        float(re.findall(r"loss=(\S+) \(placeholder\)", line)[0]) for line in printed.splitlines() if "Step " in line
+    ]
+    assert [row["loss_is_placeholder"] for row in metrics] == [False] * len(metrics)
+    assert all(row["grad_norm"] is not None for row in metrics)
+    # What the screen shows a step late.
+    assert losses[0] == 0.0
+    assert losses[1:] == pytest.approx([row["loss"] for row in metrics[:-1]], abs=1e-4)
 
 
 def test_a_step_that_failed_late_is_not_saved_as_done(server: TinkerServer, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -50,6 +52,45 @@ class PlayedBackend(FakeBackend):
         Play.before_train(step)
         Play.trained.append(list(datums))
         return super().train_step(datums, step) | Play.outcome
+
+
+class LateBackend(PlayedBackend):
+    """Tells of a step when the next one is trained on: its number as loss and learning rate, every odd one skipped."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        super().__init__(engine)
+        self.capabilities = Capabilities(Play.context_length, True, reports_late=True)
+        self.reported: StepMetrics = {"loss": 0.0}
+
+    def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
+        super().train_step(datums, step)
+        before, self.reported = self.reported, {"loss": float(step), "lr": float(step), "skipped": step % 2}
+        return before | {"staleness": min(step, 1)}
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        (path / "reported.json").write_text(json.dumps(self.reported))
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self.reported = json.loads((path / "reported.json").read_text())
+
+
+class SettlingBackend(LateBackend):
+    """The same, which can be asked to wait."""
+
+    def settle(self) -> StepMetrics:
+        return self.reported
+
+
+def build_late(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> LateBackend:
+    """A backend that reports late and cannot be waited for."""
+    return LateBackend(WatchedEngine(lambda *a: Play.script(*a)))
+
+
+def build_settling(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> LateBackend:
+    """A backend that reports late, as those of this package do."""
+    return SettlingBackend(WatchedEngine(lambda *a: Play.script(*a)))
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> PlayedBackend:

@@ -267,7 +267,9 @@ def test_a_kill_at_every_delicate_point_costs_nothing(bench: Bench) -> None:
 
 
 def test_a_killed_run_in_split_mode_ends_as_the_run_that_was_never_cut(split_bench: Bench) -> None:
-    assert all(row["loss_is_placeholder"] for row in rows(split_bench.uncut))
+    uncut = rows(split_bench.uncut)
+    assert not any(row["loss_is_placeholder"] for row in uncut)
+    assert all(row["grad_norm"] is not None and row["lr"] is not None for row in uncut), "the first and the last too"
     logs, _ = begin(split_bench, "retrain.trainer:write_recording:4")
     assert split_bench.server.wait() == -signal.SIGKILL
     go_on(split_bench, logs)

@@ -289,7 +289,7 @@ def test_a_whole_run_trains_on_the_gpu_and_can_be_resumed(tiny: Path, tmp_path: 
 def test_one_gpu_may_sample_while_the_cpu_trains(tiny: Path, tmp_path: Path) -> None:
     both = {"backend__devices": "gpu:0,cpu", "model__dtype": "fp32"}
     train_quietly(gpu_run(tiny, tmp_path, **both))
-    assert all(row["loss_is_placeholder"] for row in rows_without_times(tmp_path / "logs"))
+    assert not any(row["loss_is_placeholder"] for row in rows_without_times(tmp_path / "logs"))
 
 
 def test_a_whole_model_learns_in_bf16_and_the_sampler_follows(broad: Path) -> None:

@@ -57,6 +57,11 @@ class SplitBackend:
         self.pending = self.thread.submit(self.learner.step, datums, step)
         return told
 
+    def settle(self) -> StepMetrics:
+        """Wait for the step under way and tell of it."""
+        self._wait()
+        return self.reported
+
     def save(self, path: Path) -> None:
         """Finish the step under way, then write it and the sampler's older weights."""
         self._wait()

@@ -67,7 +67,7 @@ class TinkerBackend:
     """A Backend whose weights, optimiser and sampler are the service's.
 
     With `[training] async_steps` = 1, a step is only submitted: the next one is sampled from the weights before it,
-    and the loss reported is that of the step before.
+    and what `train_step` reports is of the step before, until `settle` is asked.
     """
 
     def __init__(
@@ -135,6 +135,13 @@ class TinkerBackend:
             if self.under_way is not None:
                 self.reported = self._finish_step()
             return self.reported
+
+    def settle(self) -> StepMetrics:
+        """Wait for the step that was submitted and tell of it."""
+        if self.under_way is not None:
+            with self.throttle.slot():
+                self.reported = self._finish_step()
+        return self.reported
 
     def save(self, path: Path) -> None:
         """Have the service keep weights and optimiser, and note where."""

@@ -1,0 +1,55 @@
+"""The order in which a step is told: to the screen at once, to the record when its own numbers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrain.config import TrainConfig
+from retrain.tracking import Tracker
+from retrain.types import Group, StepMetrics
+
+# What the optimiser step alone can say. A backend that trains while the next step is sampled says it a step late.
+TRAINED = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm", "lr", "kl_ref")
+
+
+class StepLog:
+    """Tells of steps. A row whose loss is a placeholder is kept from the record until `settle` has the real one."""
+
+    def __init__(self, screen: Tracker, record: Tracker) -> None:
+        self.screen = screen
+        self.record = record
+        self.held: tuple[int, StepMetrics, Sequence[Group]] | None = None
+
+    def start(self, config: TrainConfig) -> None:
+        """Start both."""
+        self.record.start(config)
+        self.screen.start(config)
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """A step is done, or is being trained on while the loop goes on."""
+        self.screen.log(step, metrics, groups)
+        if metrics["loss_is_placeholder"]:
+            self.held = step, metrics, groups
+        else:
+            self.record.log(step, metrics, groups)
+
+    def settle(self, outcome: StepMetrics, skipped_steps: int) -> None:
+        """Write the row that is held back, with what its own step came to."""
+        if self.held is not None:
+            own = {key: outcome[key] for key in TRAINED if key in outcome}
+            self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
+
+    def release(self) -> None:
+        """Write the row that is held back as it is: nobody will say what its step came to."""
+        if self.held is not None:
+            self._write({})
+
+    def finish(self) -> None:
+        """Finish both."""
+        self.screen.finish()
+        self.record.finish()
+
+    def _write(self, own: StepMetrics) -> None:
+        assert self.held is not None
+        (step, metrics, groups), self.held = self.held, None
+        self.record.log(step, metrics | own, groups)

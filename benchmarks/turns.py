@@ -3,8 +3,8 @@
     python benchmarks/turns.py
 
 64 rollouts at once of eight turns each, answered by an engine that takes no time, with the embedded tokenizer: an
-environment of our own, and a verifiers one by whichever API is installed. All of it is one process and mostly one
-thread, so CPU time is what a quiet machine would take; it is what the bound is about. Exits 1 when a turn costs more.
+environment of our own, and a verifiers one by whichever API is installed, each in this process and, as runs have it, in
+a process of its own. CPU time is that of this process; it is what the bound is about. Exits 1 when a turn costs more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from retrain.config import schema
-from retrain.environments import Chat, Environment, Outcome
+from retrain.environments import Chat, Environment, Outcome, Say, build_environment
 from retrain.environments.chat import Limits
+from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.rollouts import Player, Rules
 from retrain.environments.template import ChatTemplate
-from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC, installed_version, load
+from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC, installed_version
 from retrain.tokens import load_tokenizer
 from retrain.types import Completion, Example, IntArray, Sampling
 
@@ -53,6 +54,8 @@ class Instant:
 class Asks:
     """An environment that only asks."""
 
+    def __init__(self, section: schema.Environment, say: Say) -> None: ...
+
     def examples(self, split: str) -> Sequence[Example]:
         return [Example("4+4=?", "8", id="0")]
 
@@ -74,6 +77,8 @@ def measure(environment: Environment, tokenizer: Any) -> tuple[int, float, float
         times.append((time.process_time() - cpu, time.perf_counter() - wall))
         turns = int(player.describe([group])["turns"] or 0) * ROLLOUTS  # type: ignore[call-overload]
     player.close()
+    if isinstance(environment, RemoteEnvironment):
+        environment.end()
     cpu, wall = (1000 * min(column) / turns for column in zip(*times[1:], strict=True))
     return turns, cpu, wall
 
@@ -82,16 +87,19 @@ def main() -> int:
     """Print one table."""
     tokenizer = load_tokenizer("builtin:tiny")
     generation = "v1" if installed_version() >= FIRST_WITHOUT_CLASSIC else "classic"
-    sys.path.insert(0, str(PACKAGES / generation))
-    section = schema.Environment(provider="verifiers", id="wordle", max_turns=TURNS)
-    cases: dict[str, Environment] = {"our own": Asks(), f"verifiers ({generation})": load(section, lambda _: None)}
+    paths = [str(PACKAGES / generation), str(Path(__file__).parent)]
+    sections = {
+        "our own": schema.Environment(provider="turns.Asks"),
+        f"verifiers ({generation})": schema.Environment(provider="verifiers", id="wordle", max_turns=TURNS),
+    }
     print(f"{ROLLOUTS} rollouts at once, {TURNS} turns each")
-    print(f"{'environment':<22} {'turns':>6} {'CPU ms a turn':>14} {'wall ms a turn':>15}")
+    print(f"{'environment':<26} {'turns':>6} {'CPU ms a turn':>14} {'wall ms a turn':>15}")
     worst = 0.0
-    for name, environment in cases.items():
-        turns, cpu, wall = measure(environment, tokenizer)
-        worst = max(worst, cpu)
-        print(f"{name:<22} {turns:>6} {cpu:>14.2f} {wall:>15.2f}")
+    for name, section in sections.items():
+        for where, make in (("here", build_environment), ("remote", RemoteEnvironment)):
+            turns, cpu, wall = measure(make(section, paths, lambda _: None), tokenizer)
+            worst = max(worst, cpu)
+            print(f"{f'{name}, {where}':<26} {turns:>6} {cpu:>14.2f} {wall:>15.2f}")
     print(f"bound: {MOST_MS} ms a turn")
     return int(worst > MOST_MS)
 

@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ class GuardedProcess:
     def __init__(
         self, module: str, output: int, environment: Mapping[str, str], pass_fds: tuple[int, ...] = (), *arguments: str
     ) -> None:
+        self._stopping = threading.Lock()
         read_end, self._lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
@@ -81,22 +83,32 @@ class GuardedProcess:
 
     def abort(self) -> None:
         """Ask the foreign code to write down where it is, and die."""
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+        with self._stopping, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             os.write(self._lifeline, _ABORT)
             self.process.wait(_ABORT_GRACE_S)
 
     def end(self) -> int:
         """End it and all it started, give back the pipes, and return how the foreign code ended, as Popen says it."""
-        os.close(self._lifeline)
-        try:
-            self.process.wait(_LIMIT_S + 1.0)
-        except subprocess.TimeoutExpired:  # the guard was stopped or is stuck
-            self.process.kill()
-            self.process.wait()
+        code = self.stop()
+        self.close()
+        return code
+
+    def stop(self) -> int:
+        """The same with the pipes left open, for threads that still read from them. May be called again."""
+        with self._stopping:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+            try:
+                return self.process.wait(_LIMIT_S + 1.0)
+            except subprocess.TimeoutExpired:  # the guard was stopped or is stuck
+                self.process.kill()
+                return self.process.wait()
+
+    def close(self) -> None:
+        """Give back the pipes."""
         self.requests.close()
         self.replies.close()
-        assert self.process.returncode is not None
-        return self.process.returncode
 
 
 def stand_guard(lifeline: int) -> None:

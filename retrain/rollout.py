@@ -181,10 +181,10 @@ class Failures:
             self.say(f"{self.what} failed for {of}; they are left out. The first one:")
             self.say(failed[0].detail.rstrip() or failed[0].outcome)
         if len(failed) > MAX_ERROR_RATE * len(scores):
-            last = (failed[0].detail.strip() or failed[0].outcome).splitlines()[-1]
+            why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
             raise RolloutError(
-                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {last})."
+                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {why})."
             )
         self.has_scored = self.has_scored or any(score.counts for score in scores)
         if scores and not self.has_scored and not failed:

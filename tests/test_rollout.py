@@ -33,7 +33,7 @@ class WordReward(BatchReward):
     def score(self, items: Sequence[Item]) -> list[Score]:  # type: ignore[override]
         self.items += items
         outcomes: list[Outcome] = [item.response.split()[0] for item in items]  # type: ignore[misc]
-        return [Score(float(o == "right"), o, f"Traceback\n{o} in detail" if o == "error" else "") for o in outcomes]
+        return [Score(float(o == "right"), o, f"{o} in detail\nTraceback" if o == "error" else "") for o in outcomes]
 
     def metrics(self) -> StepMetrics:
         return {"words": len(self.items)}
@@ -81,7 +81,7 @@ def test_failures_are_counted_apart_and_the_first_is_shown_once() -> None:
         assert (rollouts.errors, rollouts.correct_rate) == (1, 0.5)
     assert said == [
         "Scoring failed for 1 of 3 completions; they are left out. The first one:",
-        "Traceback\nerror in detail",
+        "error in detail\nTraceback",
     ]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data import Endless
-from retrain.environments import Environment, build_environment, load_split
 from retrain.environments.chat import Limits
+from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.rollouts import Player, Rules
 from retrain.environments.template import ChatTemplate
 from retrain.rollout import SamplesAndScores
@@ -26,11 +26,15 @@ class EnvironmentProblems:
         self.section = config.environment
         self.player: Player | None = None
         console.say(f"Loading environment {self.section.id or self.section.provider} ...")
-        self.environment: Environment = build_environment(self.section, config.plugins.search_paths, console.say)
-        self.examples: Sequence[Example] = load_split(self.environment, self.section, "train")
-        many = "endless" if isinstance(self.examples, Endless) else str(len(self.examples))
-        console.say(f"Loaded {many} examples")
-        self.held_out = self._held_out() if config.eval.every else []
+        self.environment = RemoteEnvironment(self.section, config.plugins.search_paths, console.say)
+        try:
+            self.examples: Sequence[Example] = self.environment.examples("train")
+            many = "endless" if isinstance(self.examples, Endless) else str(len(self.examples))
+            console.say(f"Loaded {many} examples")
+            self.held_out = self._held_out() if config.eval.every else []
+        except BaseException:
+            self.environment.end()
+            raise
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
         """The problems to train on and those to evaluate on."""
@@ -52,12 +56,13 @@ class EnvironmentProblems:
         return self.player
 
     def close(self) -> None:
-        """End the event loop of the rollouts."""
+        """End the event loop of the rollouts and the environment's process."""
         if self.player is not None:
             self.player.close()
+        self.environment.end()
 
     def _held_out(self) -> Sequence[Example]:
-        examples = load_split(self.environment, self.section, self.config.eval.split)
+        examples = self.environment.examples(self.config.eval.split)
         if isinstance(examples, Endless):
             # The same problems for every run, whatever its seed, so that runs can be compared on them.
             examples = examples.reseed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from retrain.environments import ChatOver, Environment, HoldsResources, Outcome, Say
 from retrain.environments.chat import Limits, PolicyChat
+from retrain.environments.remote import RemoteEnvironment, RolloutTimeout
 from retrain.environments.template import ChatTemplate
 from retrain.environments.turns import EventLoop, TurnQueue, play
 from retrain.errors import RetrainError, RolloutError
@@ -122,7 +123,7 @@ class Player:
         return loop
 
     async def _rollout(self, number: int, example: Example, queue: TurnQueue) -> tuple[PolicyChat, Score]:
-        clock = _Clock(self.rules.timeout_s)
+        clock = _Clock(self.rules.timeout_s, self._blocked_s)
 
         async def sample(ids: IntArray, max_tokens: int) -> Completion:
             if clock.is_over:
@@ -154,6 +155,8 @@ class Player:
             return _score(await self.environment.rollout(example, chat), chat, self.rules.correct_from)
         except ChatOver:
             return _score(Outcome(0.0), chat, self.rules.correct_from)
+        except RolloutTimeout as late:
+            return Score(0.0, "timeout", f"no result after {self.rules.timeout_s:g} s: {late}")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # The last two would end the event loop, and with it every other rollout.
             return _failed(error)
@@ -164,35 +167,43 @@ class Player:
             # Nobody cancelled this rollout: it leaked out of something inside the environment.
             return _failed(error)
 
+    def _blocked_s(self) -> float:
+        """Seconds in which some rollout kept all others from running; that one is ended when it takes too long."""
+        return self.environment.blocked_s() if isinstance(self.environment, RemoteEnvironment) else 0.0
+
 
 class _Clock:
-    """The environment's own time in one rollout; it stands still while the engine samples."""
+    """The environment's own time in one rollout; it stands still while the engine samples or all are blocked."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, blocked_s: Callable[[], float]) -> None:
         self.limit_s = limit_s
+        self.blocked_s = blocked_s
         self.waiting = 0
         self.used_s = 0.0
-        self.since = time.monotonic()
+        self.since = self._now()
         self.is_over = False
+
+    def _now(self) -> float:
+        return time.monotonic() - self.blocked_s()
 
     @property
     def left_s(self) -> float:
         """Seconds until the limit."""
-        running = 0.0 if self.waiting else time.monotonic() - self.since
+        running = 0.0 if self.waiting else self._now() - self.since
         return self.limit_s - self.used_s - running
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """While this holds, time does not count; it may be entered by several at once."""
         if not self.waiting:
-            self.used_s += time.monotonic() - self.since
+            self.used_s += self._now() - self.since
         self.waiting += 1
         try:
             yield
         finally:
             self.waiting -= 1
             if not self.waiting:
-                self.since = time.monotonic()
+                self.since = self._now()
 
 
 def _score(outcome: object, chat: PolicyChat, correct_from: float) -> Score:

@@ -10,15 +10,14 @@ import json
 import math
 import os
 import pickle
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from retrain.framing import LENGTH, FrameBuffer, frame
+
 if TYPE_CHECKING:
     from retrain.types import IntArray
-
-_LENGTH = struct.Struct(">I")
 
 Prompt = str | tuple[Mapping[str, str], ...]
 
@@ -96,20 +95,20 @@ class Reply:
 
 def pack_request(request: Start | Work) -> bytes:
     """Encode a message to a worker."""
-    return _frame(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
+    return frame(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def pack_reply(reply: Reply) -> bytes:
     """Encode a message from a worker, leaving out what is empty: there is one for every item."""
-    return _frame(json.dumps({key: value for key, value in vars(reply).items() if value}).encode())
+    return frame(json.dumps({key: value for key, value in vars(reply).items() if value}).encode())
 
 
 def unpack_request(stream: Any) -> Start | Work | None:
     """Read one message from the parent; None when the parent has gone."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
         return None
-    (length,) = _LENGTH.unpack(head)
+    (length,) = LENGTH.unpack(head)
     body = stream.read(length)
     if len(body) < length:
         return None
@@ -118,23 +117,14 @@ def unpack_request(stream: Any) -> Start | Work | None:
 
 
 class ReplyBuffer:
-    """Bytes from a worker, cut into replies; what a killed worker left unfinished is never seen."""
+    """Bytes from a worker, cut into replies."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._frames = FrameBuffer()
 
     def feed(self, data: bytes) -> Iterator[Reply]:
         """Add bytes and yield the replies that are now whole."""
-        self._bytes += data
-        start = 0
-        while len(self._bytes) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes, start)
-            end = start + _LENGTH.size + length
-            if len(self._bytes) < end:
-                break
-            yield _parse_reply(bytes(self._bytes[start + _LENGTH.size : end]))
-            start = end
-        del self._bytes[:start]
+        return map(_parse_reply, self._frames.feed(data))
 
 
 def _parse_reply(body: bytes) -> Reply:
@@ -161,7 +151,3 @@ def read_tail(fd: int, most: int = 4000) -> str:
     except OSError:  # the user's code may have closed it
         return ""
     return data.decode("utf-8", "replace").strip()
-
-
-def _frame(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body

@@ -1,0 +1,180 @@
+"""The environment's process as the training process sees it: requests out, replies in, and how it ended.
+
+Three threads serve its pipes, so that neither a full pipe nor a process that hangs holds anybody up here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from retrain.environments import Say
+from retrain.environments.liveness import Liveness
+from retrain.environments.wire import Request, Start, pack_request
+from retrain.framing import FrameBuffer
+from retrain.guard import GuardedProcess
+from retrain.redaction import redact
+
+Listener = Callable[[Mapping[str, Any]], None]
+
+_READ_BYTES = 1 << 16
+_JOIN_S = 2.0
+_KEPT_LINES = 60
+_SHOWN_LINES = 12
+_LONGEST_LINE = 2000
+_OWN_FOLDER = str(Path(__file__).parent)
+# Frames of the machinery below the environment's own: what hangs is above them.
+_MACHINERY = re.compile(r'File "(?:<string>|<frozen |.*/(?:asyncio|concurrent/futures)/|.*/threading\.py)')
+
+
+class EnvironmentProcess:
+    """One process. Each number that listens hears its replies, and `died` when there will be no more."""
+
+    def __init__(self, start: Start, liveness: Liveness, say: Say) -> None:
+        self.is_alive = True
+        self.suspects: set[int] = set()
+        """The rollouts that ran when it ended."""
+        self.end_text = ""
+        """How it ended."""
+        self.was_unresponsive = False
+        self._liveness = liveness
+        self.say = say
+        self._lock = threading.Lock()
+        self._listeners: dict[int, Listener] = {}
+        self._numbers = itertools.count(1)
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.started: Future[Mapping[str, Any]] = Future()
+        """The first reply: `ready`, `failed` or `died`."""
+        self._listeners[0] = self._hear
+        printed, output = os.pipe()
+        try:
+            self._guarded = GuardedProcess(
+                "retrain.environments.worker", output, os.environ, (liveness.fd,), str(liveness.fd)
+            )
+        finally:
+            os.close(output)
+        self._threads = [
+            threading.Thread(target=work, args=arguments, name="environment-pipes", daemon=True)
+            for work, arguments in ((self._read, ()), (self._write, ()), (self._relay, (printed,)))
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._outbox.put(pack_request(start))
+
+    def listen(self, listener: Listener) -> int:
+        """A new number, whose replies go to `listener`, in the thread that reads them."""
+        with self._lock:
+            number = next(self._numbers)
+            if self.is_alive:
+                self._listeners[number] = listener
+                return number
+        listener({"kind": "died"})
+        return number
+
+    def forget(self, number: int) -> None:
+        """Listen no more."""
+        with self._lock:
+            self._listeners.pop(number, None)
+
+    def send(self, kind: str, number: int, *arguments: Any) -> None:
+        """Ask for something; never blocks."""
+        self._outbox.put(pack_request(Request(kind, number, arguments)))
+
+    def call(self, kind: str, *arguments: Any) -> Future[Mapping[str, Any]]:
+        """Ask for something that has one reply."""
+        answer: Future[Mapping[str, Any]] = Future()
+        number = self.listen(answer.set_result)
+        answer.add_done_callback(lambda _: self.forget(number))
+        self.send(kind, number, *arguments)
+        return answer
+
+    def end_unresponsive(self) -> None:
+        """End it because it does not respond any more; the rollouts that ran in it are to blame."""
+        self.was_unresponsive = True
+        self.suspects = self._liveness.running()
+        self._guarded.abort()
+        self.end()
+
+    def end(self) -> None:
+        """End it and all it started."""
+        self._outbox.put(None)
+        self._guarded.stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        self._guarded.close()
+
+    def _hear(self, reply: Mapping[str, Any]) -> None:
+        if reply["kind"] == "say":
+            self.say(redact(reply["text"]))
+        elif not self.started.done():
+            self.started.set_result(reply)
+
+    def _read(self) -> None:
+        frames = FrameBuffer()
+        # The environment's code shares a process with the sender: bytes that are no reply end it.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            while data := os.read(self._guarded.replies.fileno(), _READ_BYTES):
+                for body in frames.feed(data):
+                    reply = json.loads(body)
+                    with self._lock:
+                        listener = self._listeners.get(reply["number"])
+                    if listener is not None:
+                        listener(reply)
+        self._bury()
+
+    def _bury(self) -> None:
+        code = self._guarded.stop()
+        self._threads[-1].join(_JOIN_S)
+        self.suspects = self.suspects or self._liveness.running()
+        if code < 0:
+            self.end_text = f"its process died: {signal.strsignal(-code)}"
+        else:
+            self.end_text = f"its process exited with status {code}"
+        with self._lock:
+            self.is_alive = False
+            listeners = list(self._listeners.values())
+            self._listeners.clear()
+        for listener in listeners:
+            listener({"kind": "died"})
+
+    def last_lines(self) -> str:
+        """What a process that ended printed last, among it where it was."""
+        lines = [line for line in self._printed if not _is_noise(line)]
+        return "\n".join(lines[-_SHOWN_LINES:])
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # that it has ended is noticed where its replies are read
+            while (message := self._outbox.get()) is not None:
+                rest = memoryview(message)
+                while rest:
+                    rest = rest[os.write(self._guarded.requests.fileno(), rest) :]
+
+    def _relay(self, printed: int) -> None:
+        """Print what the environment prints; of a progress bar only how it ends."""
+        with os.fdopen(printed, encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
+            for line in lines:
+                text = line.rstrip("\r\n").rpartition("\r")[2][:_LONGEST_LINE]
+                self._printed.append(redact(text))
+                if not self.was_unresponsive:
+                    self.say(redact(text))
+
+
+def _is_noise(line: str) -> bool:
+    """Our own frames, and what the interpreter's crash report adds around the stacks."""
+    if line.startswith("  File "):
+        return _OWN_FOLDER in line or _MACHINERY.search(line) is not None
+    crash = ("Fatal Python error: ", "Extension modules: ", "Thread 0x", "Current thread")
+    return not line.strip() or line.startswith(crash)

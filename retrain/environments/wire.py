@@ -1,0 +1,97 @@
+"""What the training process and the environment's process say to each other.
+
+Requests are pickled: the training process is trusted, and arguments of an environment may be anything that TOML has.
+What comes back is JSON: it was made by somebody else's code, and nothing of it may execute here.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrain.config import schema
+from retrain.environments import Message, Outcome, Reply, Tool, ToolCall
+from retrain.errors import BackendError, ConfigError, MissingExtraError, PluginError, RetrainError, RolloutError
+from retrain.framing import frame
+from retrain.types import Example
+
+_ERRORS = {kind.__name__: kind for kind in (BackendError, ConfigError, MissingExtraError, PluginError, RolloutError)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first request: what to build, and the splits to load at once because they were loaded before."""
+
+    section: schema.Environment
+    search_paths: tuple[str, ...]
+    splits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """`split`, `items`, `open`, `close`, `play`, `cancel` or `answer`. `number` is what a reply refers to."""
+
+    kind: str
+    number: int
+    arguments: tuple[Any, ...] = ()
+
+
+def pack_request(request: Start | Request) -> bytes:
+    """A request as bytes."""
+    return frame(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def pack_reply(kind: str, number: int = 0, **fields: Any) -> bytes:
+    """A reply as bytes; a TypeError when it holds more than plain data."""
+    return frame(json.dumps({"kind": kind, "number": number, **fields}).encode())
+
+
+def describe_error(error: BaseException) -> dict[str, str]:
+    """An error as fields of a reply. Errors of ours keep their kind."""
+    if isinstance(error, RetrainError):
+        return {"error": type(error).__name__, "detail": str(error)}
+    return {"error": "", "detail": f"{type(error).__name__}: {error}"}
+
+
+def restore_error(reply: Mapping[str, Any], unknown: type[RetrainError]) -> RetrainError:
+    """The error that a reply is about; of an `unknown` kind when it was none of ours."""
+    return _ERRORS.get(reply["error"], unknown)(reply["detail"])
+
+
+def example_fields(example: Example) -> list[Any]:
+    """An example without its meta, which only the environment reads."""
+    prompt = example.prompt if isinstance(example.prompt, str) else [dict(message) for message in example.prompt]
+    return [prompt, example.reference, example.id]
+
+
+def read_example(fields: Sequence[Any], place: tuple[str, int | None, int]) -> Example:
+    """The example, with its place in the environment for meta."""
+    prompt, reference, id = fields
+    return Example(prompt if isinstance(prompt, str) else tuple(prompt), reference, id, {"place": place})
+
+
+def turn_fields(messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
+    """What the environment says to the model."""
+    return {"messages": [dict(message) for message in messages], "tools": [dict(tool) for tool in tools]}
+
+
+def reply_fields(reply: Reply) -> tuple[Any, ...]:
+    """What the model says, as arguments of an answer."""
+    calls = [(call.name, dict(call.arguments), call.id, call.broken) for call in reply.tool_calls]
+    return reply.text, calls, reply.cut
+
+
+def read_reply(text: str, calls: Sequence[tuple[str, Mapping[str, Any], str, str]], cut: bool) -> Reply:
+    """The same on the other side."""
+    return Reply(text, tuple(ToolCall(*call) for call in calls), cut)
+
+
+def outcome_fields(outcome: object) -> dict[str, Any]:
+    """How a rollout went; numbers of any library become plain ones."""
+    if not isinstance(outcome, Outcome):
+        raise RolloutError(f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
+    metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
+    return {"reward": float(outcome.reward), "metrics": metrics, "truncated": bool(outcome.truncated)}

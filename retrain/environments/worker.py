@@ -1,0 +1,314 @@
+"""The process that runs an environment: its examples, its rollouts and its scoring. It has a guard.
+
+Only what is said in a conversation leaves it; tokens, templates and the model stay in the training process. The
+environment's code owns file descriptors 0, 1 and 2 here: no input, and all output to the training process's console.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import faulthandler
+import itertools
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from retrain.data import Endless
+from retrain.environments import (
+    ChatOver,
+    Environment,
+    HoldsResources,
+    Message,
+    Reply,
+    Tool,
+    build_environment,
+    load_split,
+)
+from retrain.environments.chat import clean
+from retrain.environments.liveness import Liveness
+from retrain.environments.wire import (
+    Request,
+    Start,
+    describe_error,
+    example_fields,
+    outcome_fields,
+    pack_reply,
+    read_reply,
+    turn_fields,
+)
+from retrain.errors import PluginError, RolloutError
+from retrain.framing import FrameBuffer
+from retrain.types import Example
+
+_READ_BYTES = 1 << 16
+_BEAT_S = 0.2
+
+_rollout: contextvars.ContextVar[int] = contextvars.ContextVar("rollout", default=0)
+"""The number of the rollout that a task or thread works for."""
+
+
+def main() -> None:
+    """Build the environment and serve the training process until it closes the pipe."""
+    requests, replies = Requests(os.dup(0)), Replies(os.dup(1))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    # The training process ends one that hangs with SIGABRT, so that this shows where.
+    faulthandler.enable(file=2, all_threads=True)
+    start = requests.next()
+    assert isinstance(start, Start)
+    try:
+        worker = EnvironmentWorker(start, replies)
+    except BaseException as error:
+        replies.send("failed", 0, **describe_error(error))
+        return
+    asyncio.run(worker.serve(requests, Liveness(int(sys.argv[3]))))
+
+
+class Requests:
+    """What the training process asks for."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._frames = FrameBuffer()
+        self._waiting: list[Start | Request] = []
+
+    def read(self) -> list[Start | Request]:
+        """What has come; the process ends when the training process has gone."""
+        data = os.read(self.fd, _READ_BYTES)
+        if not data:
+            os._exit(0)
+        return [pickle.loads(body) for body in self._frames.feed(data)]
+
+    def next(self) -> Start | Request:
+        """Wait for one."""
+        while not self._waiting:
+            self._waiting += self.read()
+        return self._waiting.pop(0)
+
+
+class Replies:
+    """The way back, for this process only and for any of its threads."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, number: int = 0, **fields: Any) -> None:
+        """Write a reply, or end a process that the environment forked and let run on to here."""
+        if os.getpid() != self._owner:
+            os._exit(1)
+        data = memoryview(pack_reply(kind, number, **fields))
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+    def say(self, line: str) -> None:
+        """Have a line printed."""
+        self.send("say", text=str(line))
+
+
+class EnvironmentWorker:
+    """The environment, its examples, and the rollouts that are being played."""
+
+    def __init__(self, start: Start, replies: Replies) -> None:
+        self.section = start.section
+        self.replies = replies
+        self.environment: Environment = build_environment(start.section, start.search_paths, replies.say)
+        self.splits: dict[str, Sequence[Example]] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.answers: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
+        self.turns: Iterator[int] = itertools.count(1)
+        for split in start.splits:
+            self._load(split)
+
+    async def serve(self, requests: Requests, liveness: Liveness) -> None:
+        """Answer requests until there is nobody to ask; `read` ends the process then."""
+        loop = asyncio.get_running_loop()
+        mark_tasks(loop, liveness)
+        mark_threads(liveness)
+        liveness.beat()
+        self.replies.send("ready")
+        loop.add_reader(requests.fd, self._take_all, requests)
+        while True:
+            liveness.beat()
+            await asyncio.sleep(_BEAT_S)
+
+    def _take_all(self, requests: Requests) -> None:
+        for request in requests.read():
+            self._take(request)
+
+    def _take(self, request: Start | Request) -> None:
+        assert isinstance(request, Request)
+        if request.kind == "answer":
+            self._hand_over(request.number, request.arguments)
+        elif request.kind == "cancel":
+            if request.number in self.tasks:
+                self.tasks[request.number].cancel()
+        else:
+            work = self._play if request.kind == "play" else self._answer
+            context = contextvars.copy_context()
+            context.run(_rollout.set, request.number if request.kind == "play" else 0)
+            self.tasks[request.number] = asyncio.get_running_loop().create_task(work(request), context=context)
+
+    def _hand_over(self, turn: int, arguments: tuple[Any, ...]) -> None:
+        answer = self.answers.pop(turn, None)
+        if answer is not None:
+            # An environment may ask from a loop of its own, in a thread of its own.
+            answer.get_loop().call_soon_threadsafe(_resolve, answer, arguments)
+
+    async def _answer(self, request: Request) -> None:
+        """Everything but a rollout."""
+        try:
+            self.replies.send("result", request.number, value=await self._do(request.kind, *request.arguments))
+        except BaseException as error:
+            self.replies.send("error", request.number, **describe_error(error))
+        finally:
+            del self.tasks[request.number]
+
+    async def _do(self, kind: str, *arguments: Any) -> Any:
+        if kind == "split":
+            examples = self._load(*arguments)
+            return len(examples), isinstance(examples, Endless)
+        if kind == "items":
+            split, seed, places = arguments
+            return [await self._item(split, seed, place) for place in places]
+        if isinstance(self.environment, HoldsResources):
+            await (self.environment.open() if kind == "open" else self.environment.close())
+        return None
+
+    async def _item(self, split: str, seed: int | None, place: int) -> list[Any]:
+        await asyncio.sleep(0)  # some are made only now, slowly: the heart beats between two
+        return example_fields(self._example(split, seed, place))
+
+    def _load(self, split: str) -> Sequence[Example]:
+        if split not in self.splits:
+            self.splits[split] = load_split(self.environment, self.section, split)
+        return self.splits[split]
+
+    def _example(self, split: str, seed: int | None, place: int) -> Example:
+        examples = self._load(split)
+        if seed is not None and isinstance(examples, Endless):
+            examples = examples.reseed(seed)
+        example: object = examples[place]
+        if not isinstance(example, Example):
+            raise PluginError(f"the environment gave {type(example).__name__} for example {place} of {split!r}.")
+        return example
+
+    async def _play(self, request: Request) -> None:
+        """One rollout to its end, whatever the environment raises."""
+        number, (place, seed) = request.number, request.arguments
+        try:
+            chat = WorkerChat(self, number, seed)
+            outcome = outcome_fields(await self.environment.rollout(self._example(*place), chat))
+            self.replies.send("outcome", number, **outcome)
+        except ChatOver as over:
+            self.replies.send("over", number, detail=str(over))
+        except BaseException as error:
+            # SystemExit and its like end the rollout; they would end the event loop, and with it every other one.
+            self.replies.send("error", number, **describe_error(error))
+        finally:
+            del self.tasks[number]
+
+
+class WorkerChat:
+    """The `Chat` that environments are given: each turn is a question to the training process."""
+
+    def __init__(self, worker: EnvironmentWorker, rollout: int, seed: int) -> None:
+        self.worker = worker
+        self.rollout = rollout
+        self.seed = seed
+
+    async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Add messages and return the model's answer."""
+        if isinstance(new, str):
+            new = {"role": "user", "content": new}
+        return await self._turn("ask", (new,) if isinstance(new, Mapping) else new, tools)
+
+    async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
+        """Answer a whole history."""
+        return await self._turn("reply_to", history, tools)
+
+    async def _turn(self, method: str, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
+        said = turn_fields([clean(message) for message in messages], tools)
+        turn = next(self.worker.turns)
+        answer = self.worker.answers[turn] = asyncio.get_running_loop().create_future()
+        try:
+            self.worker.replies.send("turn", self.rollout, turn=turn, method=method, **said)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RolloutError(f"the environment sent a message that is not plain data: {error}") from error
+        try:
+            kind, *fields = await answer
+        finally:
+            self.worker.answers.pop(turn, None)
+        if kind == "over":
+            raise ChatOver(*fields)
+        if kind == "error":
+            raise RolloutError(*fields)
+        return read_reply(*fields)
+
+
+def _resolve(answer: asyncio.Future[tuple[Any, ...]], arguments: tuple[Any, ...]) -> None:
+    if not answer.done():
+        answer.set_result(arguments)
+
+
+def mark_tasks(loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
+    """Have every step of a rollout's tasks marked while it runs, so that one that never ends is known by its number."""
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        context = options.get("context") or contextvars.copy_context()
+        number = context.get(_rollout, 0)
+        return asyncio.Task(_marked(coroutine, number, liveness) if number else coroutine, loop=loop, **options)
+
+    loop.set_task_factory(make)  # type: ignore[arg-type]  # typeshed has the signature of one Python version
+
+
+def mark_threads(liveness: Liveness) -> None:
+    """The same for what a rollout hands to threads, in whichever pool."""
+    submit = ThreadPoolExecutor.submit
+
+    def marked(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        number = _rollout.get()
+
+        def run() -> Any:
+            with liveness.in_thread(number):
+                return function(*args, **kwargs)
+
+        return submit(pool, run) if number else submit(pool, function, *args, **kwargs)
+
+    ThreadPoolExecutor.submit = marked  # type: ignore[assignment,method-assign]
+
+
+async def _marked(coroutine: Coroutine[Any, Any, Any], number: int, liveness: Liveness) -> Any:
+    return await _Steps(coroutine, number, liveness)
+
+
+class _Steps(Generator[Any, Any, Any]):
+    """A coroutine that marks its rollout during each of its steps."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, liveness: Liveness) -> None:
+        self._coroutine = coroutine
+        self._number = number
+        self._liveness = liveness
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        with self._liveness.in_loop(self._number):
+            return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self._liveness.in_loop(self._number):
+            return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()

@@ -1,0 +1,241 @@
+"""Environments in their own process: what comes of a rollout that hangs, crashes or leaks, and of its neighbours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrain.config.schema import Environment as Section
+from retrain.environments import build_environment
+from retrain.environments.remote import RemoteEnvironment
+from retrain.environments.rollouts import Player
+from retrain.errors import ConfigError, PluginError
+from retrain.types import Example, Group, Sampling
+from tests.environments.table import TextEngine, play, player
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
+LIMIT_S = 1.5
+
+
+@contextmanager
+def remote(say: Callable[[str], None] = lambda _: None, **section: Any) -> Iterator[RemoteEnvironment]:
+    environment = RemoteEnvironment(Section(**section), [HERE], say)
+    try:
+        yield environment
+    finally:
+        environment.end()
+
+
+@contextmanager
+def cases(when: str, say: Callable[[str], None] = lambda _: None, **args: Any) -> Iterator[Player]:
+    args = {"when": when, **args}
+    with remote(say, provider="remote_cases.Cases", args=args, timeout_s=LIMIT_S) as environment:
+        own = player(environment, say, timeout_s=LIMIT_S)
+        try:
+            yield own
+        finally:
+            own.close()
+
+
+def sample(own: Player, engine: TextEngine | None = None, examples: Sequence[Example] | None = None) -> list[Group]:
+    chosen = examples if examples is not None else own.environment.examples("train")[:4]
+    return own.sample_and_score(engine or TextEngine(lambda _: "2"), chosen, Sampling(max_tokens=64, n=1)).groups
+
+
+def outcomes(groups: Sequence[Group]) -> list[str]:
+    return [score.outcome for group in groups for score in group.scores_G]
+
+
+@pytest.mark.parametrize("id", ["guess-number", "calculator", "arithmetic"])
+def test_a_rollout_is_the_same_here_and_there(id: str) -> None:
+    section = {"provider": "builtin", "id": id}
+    answers = {"guess-number": r"\boxed{5}", "calculator": '{"name": "calculate", "arguments": {"expression": "2*3"}}'}
+
+    def answer(prompt: str) -> str:
+        return answers.get(id, r"\boxed{4}")
+
+    here = play(build_environment(Section(**section), (), lambda _: None), answer)
+    with remote(**section) as environment:
+        there = play(environment, answer)
+    for one, other in zip(here, there, strict=True):
+        assert (one.example.prompt, one.example.reference) == (other.example.prompt, other.example.reference)
+        assert one.scores_G == other.scores_G
+        for mine, its in zip(one.completions_G, other.completions_G, strict=True):
+            assert np.array_equal(mine.token_ids_T, its.token_ids_T) and mine.transcript == its.transcript
+
+
+def test_endless_examples_are_drawn_there_by_the_same_seed() -> None:
+    here: Any = build_environment(Section(provider="builtin", id="arithmetic"), (), lambda _: None).examples("train")
+    with remote(provider="builtin", id="arithmetic") as environment:
+        there: Any = environment.examples("train")
+        for seed in (0, 7):
+            mine, its = here.reseed(seed), there.reseed(seed)
+            assert [example.prompt for example in mine[:5]] == [example.prompt for example in its[:5]]
+            assert mine[9].prompt == its[9].prompt
+        with pytest.raises(IndexError):
+            there[-1]
+
+
+@pytest.mark.parametrize("when", ["regex", "regex in a thread", "sleep"])
+def test_a_rollout_that_lets_nothing_else_run_is_a_timeout_and_the_others_go_on(when: str) -> None:
+    said: list[str] = []
+    with cases(when, said.append) as own:
+        began = time.monotonic()
+        groups = sample(own)
+        assert outcomes(groups) == ["timeout", "right", "right", "right"]
+        assert time.monotonic() - began < LIMIT_S + 20
+        (score,) = groups[0].scores_G
+        assert score.detail.startswith("no result after 1.5 s: its process did not respond any more and was ended")
+        assert "remote_cases.py" in score.detail and "worker.py" not in score.detail
+        assert "Restarting environment 'remote_cases.Cases': its process did not respond" in said
+        assert sum(line.startswith("loading with") for line in said) == 1
+        # The next step has a process again.
+        assert outcomes(sample(own, examples=own.environment.examples("train")[1:4])) == ["right"] * 3
+
+
+@pytest.mark.parametrize(
+    ("when", "detail"),
+    [
+        ("die", "its process exited with status 5"),
+        ("segfault", "its process died: Segmentation fault"),
+        ("exit", "SystemExit: 3"),
+        ("object", "the environment sent a message that is not plain data: Object of type object"),
+    ],
+)
+def test_a_rollout_that_ends_its_process_is_an_error_of_its_own(when: str, detail: str) -> None:
+    with cases(when) as own:
+        groups = sample(own)
+    assert outcomes(groups) == ["error", "right", "right", "right"]
+    assert groups[0].scores_G[0].detail.startswith(detail)
+
+
+def test_a_rollout_that_only_waits_is_cancelled_and_its_process_lives_on() -> None:
+    said: list[str] = []
+    with cases("never", said.append) as own:
+        groups = sample(own)
+    assert outcomes(groups) == ["timeout", "right", "right", "right"]
+    assert "of the environment's own time" in groups[0].scores_G[0].detail
+    assert not [line for line in said if line.startswith("Restarting")]
+
+
+def test_turns_taken_before_a_restart_are_not_sampled_again() -> None:
+    engine = TextEngine(lambda _: "2")
+    with cases("regex") as own:
+        groups = sample(own, engine)
+    assert outcomes(groups) == ["timeout", "right", "right", "right"]
+    # Four first turns, and a second one of the three that were not to blame.
+    assert sum(engine.sizes) == 7
+    assert [len(group.completions_G[0].transcript) for group in groups[1:]] == [4, 4, 4]
+
+
+def test_a_rollout_that_does_not_repeat_itself_after_a_restart_is_an_error() -> None:
+    examples = 2
+    with cases("whim") as own, pytest.raises(Exception, match="failed for 2 of 2 rollouts") as caught:
+        sample(own, examples=own.environment.examples("train")[:examples])
+    assert caught.type.__name__ == "RolloutError"
+
+
+def test_an_example_that_cannot_be_had_ends_the_wait_for_it() -> None:
+    with cases("example") as own:
+        examples = own.environment.examples("train")
+        assert outcomes(sample(own, examples=examples[:2])) == ["right", "right"]
+        began = time.monotonic()
+        with pytest.raises(PluginError, match=r"gave no examples: its process did not respond for 1.5 s"):
+            examples[20]
+        assert time.monotonic() - began < LIMIT_S + 10
+
+
+def test_errors_keep_their_kind() -> None:
+    with (
+        pytest.raises(ConfigError, match="cannot take these args"),
+        remote(provider="builtin", id="guess-number", args={"tpo": 3}),
+    ):
+        pass
+    with pytest.raises(PluginError, match="no module 'absent'"), remote(provider="absent.Thing"):
+        pass
+    with remote(provider="builtin", id="guess-number") as environment:
+        environment.end()
+        with pytest.raises(Exception, match="the environment has ended"):
+            environment.examples("train")
+
+
+def test_what_an_environment_prints_and_raises_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    said: list[str] = []
+    with cases("leak", said.append) as own:
+        groups = sample(own)
+    assert "the key is ***" in said
+    assert not [line for line in said if "opensesame99" in line]
+    assert groups[0].scores_G[0].outcome == "error"
+
+
+def has_process(command: str) -> bool:
+    return command in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a guard adopt orphans")
+def test_what_an_environment_started_ends_with_it() -> None:
+    with cases("daemon") as own:
+        sample(own)
+        assert has_process("sleep 605")
+    assert not has_process("sleep 605")
+
+
+TOML = """
+[backend]
+devices = "cpu"
+adapter_path = "adapter"
+[model]
+model = "builtin:tiny"
+lora_rank = 8
+[training]
+max_steps = 3
+batch_size = 2
+group_size = 2
+max_tokens = 8
+[environment]
+provider = "remote_cases.Cases"
+args = {{ when = "{when}" }}
+timeout_s = 500
+[plugins]
+search_paths = ["{here}"]
+[logging]
+log_dir = "logs"
+"""
+
+
+@pytest.mark.parametrize("when", ["build", "regex"])
+def test_a_run_whose_environment_holds_the_gil_can_be_stopped(tmp_path: Path, when: str) -> None:
+    (tmp_path / "run.toml").write_text(TOML.format(when=when, here=HERE))
+    with subprocess.Popen(
+        [sys.executable, "-m", "retrain", "run.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        while (line := run.stdout.readline()) != "about to hang\n":
+            assert line
+        time.sleep(1.0)
+        run.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        run.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert not [line for line in _commands() if "retrain.environments.worker" in line and str(tmp_path) in line]
+
+
+def _commands() -> list[str]:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines()

@@ -18,7 +18,7 @@ from pathlib import Path
 # Numbers of eight bytes: the heartbeat, and from here on pairs of a rollout and the thread that works for it.
 _PAGE = 4096
 _LOOP = 2
-_LOOKS, _LOOK_S = 5, 0.01
+_LOOK_S, _LEAST_S = 0.3, 0.005
 
 
 class Liveness:
@@ -54,12 +54,12 @@ class Liveness:
         Where a thread computes, the others only wait for it to let go of the GIL.
         """
         marks = {thread: rollout for rollout, thread in self._pairs() if rollout}
-        seen = dict.fromkeys(marks, 0)
-        for _ in range(_LOOKS):
-            time.sleep(_LOOK_S)
-            for thread in marks:
-                seen[thread] += _is_computing(thread)
-        computing = [thread for thread, times in seen.items() if times > _LOOKS // 2]
+        before = {thread: _computed_s(thread) for thread in marks}
+        time.sleep(_LOOK_S if len(marks) > 1 else 0)
+        used = {thread: _computed_s(thread) - before[thread] for thread in marks}
+        most = max(used.values(), default=0.0)
+        # A thread that waits for the GIL looks for it now and then, which takes little.
+        computing = [thread for thread in marks if used[thread] > most / 4 and most > _LEAST_S]
         return {marks[thread] for thread in computing or marks}
 
     def clear(self) -> None:
@@ -102,9 +102,9 @@ class Liveness:
         os.close(self.fd)
 
 
-def _is_computing(thread: int) -> bool:
-    """Whether a thread is on a processor or waits for one; unknown, and so no, where there is no /proc."""
+def _computed_s(thread: int) -> float:
+    """Seconds that a thread has spent on a processor; unknown, and so 0, where there is no /proc."""
     try:
-        return Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-    except OSError:
-        return False
+        return int(Path(f"/proc/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

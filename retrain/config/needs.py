@@ -13,6 +13,9 @@ from retrain.config.toml import show_value
 from retrain.plugins import is_plugin
 from retrain.schedule import unused_schedule_args
 
+# Rewards that take the answer from its box.
+_BOXED = ("match", "math")
+
 Why = Callable[[TrainConfig], str]
 """Why an option is not used under a configuration; "" where it is."""
 
@@ -85,6 +88,13 @@ def _why_no_judge(config: TrainConfig) -> str:
     if terms:
         return "" if any(term.type == "judge" for term in terms) else "none of [reward] terms is a judge"
     return _while("reward.type", "judge".__eq__)(config)
+
+
+def _why_no_box(config: TrainConfig) -> str:
+    terms = config.reward.terms
+    if terms:
+        return "" if any(term.type in _BOXED for term in terms) else "none of [reward] terms looks for a box"
+    return _while("reward.type", lambda value: value in _BOXED)(config)
 
 
 def _why_nothing_frozen(config: TrainConfig) -> str:
@@ -200,6 +210,7 @@ _REASONS: dict[str, Why] = {
     **_table("environment", "provider", _while("environment.provider", bool)),
     "reward.custom_module": _why_no_custom_reward,
     "reward.custom_function": _why_no_custom_reward,
+    "reward.think_boxes": _why_no_box,
     **{option.path: _why_no_judge for option in all_options() if option.path.startswith("reward.judge_")},
     **_table("teaching", "enabled", _while("teaching.enabled", bool)),
     "distributed.zero_stage": _HERE,

@@ -358,6 +358,11 @@ class Reward(Section):
     judge_completion_price: float = option(0.0, "Price of a million tokens from the judge; 0 is unknown.", ge=0)
     custom_module: str = option("", "Module path of a custom reward.", flag="--reward-custom-module")
     custom_function: str = option("score", "Function in that module.", min_length=1, flag="--reward-custom-function")
+    think_boxes: bool = option(
+        True,
+        r"Whether match and math count a \boxed{…} inside <think>…</think> when the answer after it has none.",
+        flag="--reward-think-boxes",
+    )
     correct_from: float = option(
         1.0,
         "Reward from which a completion counts as correct, in correct_rate, pass@k and the SEPA gate; an environment's "

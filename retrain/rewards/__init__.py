@@ -17,6 +17,7 @@ from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
 from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.custom import CustomReward
+from retrain.rewards.repeats import BOXED
 from retrain.rewards.sandbox import RewardPool
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, RewardSpec, TermSpec
@@ -56,9 +57,12 @@ def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> Rewar
     """Turn the `[reward]` table into what a worker builds its reward from."""
     folders = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
     if section.terms:
-        terms = (TermSpec(term.type, term.weight, term.custom_module, term.custom_function) for term in section.terms)
+        terms = (
+            TermSpec(term.type, term.weight, term.custom_module, term.custom_function, section.think_boxes)
+            for term in section.terms
+        )
         return RewardSpec(tuple(terms), weighted=True, search_paths=folders, correct_from=section.correct_from)
-    only = TermSpec(section.type, custom_module=section.custom_module, custom_function=section.custom_function)
+    only = TermSpec(section.type, 1.0, section.custom_module, section.custom_function, section.think_boxes)
     return RewardSpec((only,), search_paths=folders, correct_from=section.correct_from)
 
 
@@ -104,8 +108,9 @@ def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:
         part = import_path(f"{term.custom_module}:{term.custom_function}", "reward")
     else:
         part = REGISTRIES["reward"].load(term.type, search_paths)
+    arguments = (term.think_boxes,) if term.type in BOXED else ()
     try:
-        found = part() if inspect.isclass(part) else part
+        found = part(*arguments) if inspect.isclass(part) else part
     except Exception as error:
         raise PluginError(f"reward {term.name!r} could not be made without arguments: {error!r}") from error
     if isinstance(found, Reward):

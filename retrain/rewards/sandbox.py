@@ -22,6 +22,7 @@ from retrain.errors import PluginError
 from retrain.redaction import public_environment, redact
 from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.process import WorkerProcess
+from retrain.rewards.repeats import Repeats
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
 from retrain.types import Score, StepMetrics
@@ -61,6 +62,7 @@ class RewardPool(BatchReward):
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._closed = False
+        self._repeats = Repeats.of(spec)
         try:
             self._top_up()
             # One is enough to know that the reward loads; the others join when they are up.
@@ -75,18 +77,8 @@ class RewardPool(BatchReward):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            batch = _Batch([Item(*item) for item in items])
-            try:
-                while batch.unfinished:
-                    self._top_up()
-                    self._hand_out(batch)
-                    self._exchange(batch)
-            except BaseException:
-                # Interrupted: what the busy workers would still send belongs to nobody.
-                for worker in [worker for worker in self._workers if worker.assigned]:
-                    self._discard(worker)
-                raise
-            return batch.scores()
+            rows = [Item(*item) for item in items]
+            return self._score_all(rows) if self._repeats is None else self._repeats.score(rows, self._score_all)
 
     def close(self) -> None:
         """End all workers. A second call does nothing."""
@@ -97,8 +89,25 @@ class RewardPool(BatchReward):
             self._selector.close()
 
     def metrics(self) -> StepMetrics:
-        """Nothing but the time it takes, which the rollouts count."""
-        return {}
+        """How many scores were taken from an equal answer; the time it takes is counted by the rollouts."""
+        if self._repeats is None:
+            return {}
+        reused, self._repeats.reused = self._repeats.reused, 0
+        return {"scores_reused": reused}
+
+    def _score_all(self, items: list[Item]) -> list[Score]:
+        batch = _Batch(items)
+        try:
+            while batch.unfinished:
+                self._top_up()
+                self._hand_out(batch)
+                self._exchange(batch)
+        except BaseException:
+            # Interrupted: what the busy workers would still send belongs to nobody.
+            for worker in [worker for worker in self._workers if worker.assigned]:
+                self._discard(worker)
+            raise
+        return batch.scores()
 
     def _top_up(self) -> None:
         while len(self._workers) < self._size:

@@ -30,6 +30,8 @@ class TermSpec:
     weight: float = 1.0
     custom_module: str = ""
     custom_function: str = "score"
+    think_boxes: bool = True
+    """Whether `match` and `math` count a box inside `<think>…</think>`."""
 
     @property
     def name(self) -> str:

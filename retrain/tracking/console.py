@@ -16,6 +16,9 @@ GROUPS_SHOWN = 2
 # Seconds between progress lines where there is no terminal to redraw.
 PLAIN_EVERY_S = 30.0
 LIVE_EVERY_S = 0.1
+# The share of a step from which scoring is shown as what holds it up, unless it took less than this long.
+SLOW_SCORING = 0.2
+SHORTEST_SCORING_S = 1.0
 
 
 class Console:
@@ -27,6 +30,7 @@ class Console:
         self.live = self.stream is not None and self.stream.isatty()
         self.drawn = 0
         self.warned = False
+        self.warned_of_scoring = False
         self.shown_at = time.monotonic()
 
     def say(self, line: str) -> None:
@@ -58,6 +62,11 @@ class Console:
             right = sum(score.outcome == "right" for score in group.scores_G)
             self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}")
         self.say(step_line(step, metrics))
+        if scoring_share(metrics) >= SLOW_SCORING and not self.warned_of_scoring:
+            self.warned_of_scoring = True
+            self.say(
+                "  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)"
+            )
         if metrics["num_datums"] == 0 and not self.warned:
             self.warned = True
             self.say("  no group had both better and worse answers, so nothing was learnt (said once)")
@@ -97,6 +106,14 @@ def step_line(step: int, metrics: StepMetrics) -> str:
         f"sepa_l={metrics['sepa_lambda']:.4f}",
         f"time={metrics['step_time_s']:.1f}s",
     ]
+    if (share := scoring_share(metrics)) >= SLOW_SCORING:
+        parts.append(f"scoring={100 * share:.0f}%")
     if metrics.get("eval_pass_at_1") is not None:
         parts.insert(4, f"held-out={100 * float(metrics['eval_pass_at_1'] or 0):.1f}%")
     return " | ".join(parts)
+
+
+def scoring_share(metrics: StepMetrics) -> float:
+    """Which part of the step was spent on scoring; 0 where that is too short to matter."""
+    seconds = float(metrics.get("score_time_s") or 0.0)
+    return seconds / float(metrics["step_time_s"] or seconds) if seconds >= SHORTEST_SCORING_S else 0.0

@@ -230,6 +230,11 @@ IN_COMPANY: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         [],
     ),
     (
+        {"reward": {"think_boxes": False, "type": "judge"}},
+        "[reward] think_boxes is not used: [reward] type is judge",
+        [{"reward": {"think_boxes": False}}, {"reward": {"think_boxes": False, "terms": [{"type": "math"}]}}],
+    ),
+    (
         {"reward": {"terms": [{}, {"type": "match", "custom_function": "grade"}]}},
         "[reward] terms[1].custom_function is not used: its type is match",
         [],

@@ -62,6 +62,18 @@ def test_an_evaluation_stands_beside_the_training_rate() -> None:
     assert "| correct=18.8% | held-out=50.0% | datums=16 |" in line
 
 
+def test_a_step_that_scoring_holds_up_says_so_and_names_the_remedy_once() -> None:
+    slow = METRICS | {"score_time_s": 11.3, "step_time_s": 45.2}
+    assert step_line(0, slow).endswith("| time=45.2s | scoring=25%")
+    assert "scoring" not in step_line(0, METRICS | {"score_time_s": 5.0, "step_time_s": 45.2})
+    assert "scoring" not in step_line(0, METRICS | {"score_time_s": 0.5, "step_time_s": 0.6})
+    stream = StringIO()
+    console = Console(stream)
+    for step in range(2):
+        console.log(step, slow, [])
+    assert stream.getvalue().count("[reward] workers") == 1
+
+
 def test_a_step_shows_its_first_two_groups() -> None:
     stream = StringIO()
     Console(stream).log(0, METRICS, [group(), group(), group()])

@@ -35,6 +35,8 @@ _DECIMAL = re.compile(r"([+-]?)(\d*)\.(\d*)")
 _BRACED_SCRIPT = re.compile(r"([_^])\{([0-9A-Za-z])\}")
 _CLOCK = re.compile(r"0?(\d{1,2}(?::\d\d)+)(?:([ap])\.?m\.?)?", re.IGNORECASE)
 _IN_BRACKETS = re.compile(r"\((-?[\d.]+|[A-Za-z])\)")
+# `(D) 12` and `D. 12` name a choice and what it says.
+_CHOICE = re.compile(r"(?=\(?[A-J][).:]\s*\S)\(?([A-J])[).:]\s*(?![,)])")
 _BASE_WORDS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASE = re.compile(r"_\{?(" + "|".join(_BASE_WORDS) + r")\}?$")
 
@@ -160,6 +162,8 @@ def equal_as_text(answer: str, gold: str) -> bool:
     A unit, or a variable with `=`, may be missing on one side; where both have one they must agree.
     """
     (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
+    if len(gold_text) == 1 and gold_text.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(answer)))):
+        return choice[1] == gold_text
     if text == "" or text != gold_text:
         return False
     same_unit = unit is None or gold_unit is None or unit == gold_unit

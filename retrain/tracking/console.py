@@ -64,9 +64,7 @@ class Console:
         self.say(step_line(step, metrics))
         if scoring_share(metrics) >= SLOW_SCORING and not self.warned_of_scoring:
             self.warned_of_scoring = True
-            self.say(
-                "  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)"
-            )
+            self.say("  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)")
         if metrics["num_datums"] == 0 and not self.warned:
             self.warned = True
             self.say("  no group had both better and worse answers, so nothing was learnt (said once)")

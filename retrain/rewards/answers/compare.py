@@ -32,6 +32,7 @@ _WORDS_OF_COUNTED = """
 """
 _COUNTED = _WORDS_OF_COUNTED.split()
 _NO_SOLUTION = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "empty set", "none"})
+_UNDEFINED = frozenset({"dne", "does not exist", "undefined", "not defined"})
 _ALL_REALS = frozenset({"all real numbers", "all reals", "all real x", "all real values", "r"})
 
 
@@ -127,6 +128,8 @@ def _word_of(node: Node) -> str | None:
             text = text.removeprefix("the ")
             if text in _NO_SOLUTION:
                 return "no solution"
+            if text in _UNDEFINED:
+                return "undefined"
             return "all real numbers" if text in _ALL_REALS else text
         case Number(value, _) if value.denominator == 1 and 0 <= value < len(_COUNTED):
             return _COUNTED[int(value)]

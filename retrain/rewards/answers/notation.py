@@ -57,6 +57,9 @@ _SYNONYMS = tuple(
         (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])", r"^\\circ "),
     )
 )
+_ORDINAL = re.compile(
+    r"(?<=\d)(?:\^?\s*\{?\s*\\(?:text|mathrm|mbox)\{(?:st|nd|rd|th)\}\s*\}?|(?:st|nd|rd|th)(?![A-Za-z]))"
+)
 _MATH_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)\$")
 # `1,\!000` and `1{,}000` are separators wherever they stand.
 _SEPARATOR = re.compile(r"(?<=\d)(?:,\s*\\!\s*|\\!\s*,|\{,\})(?=\d{3}(?!\d))")
@@ -82,7 +85,7 @@ def tidy(answer: str) -> str:
         text = pattern.sub(replacement, text)
     text = _TIGHT.sub("", _SEPARATOR.sub("", text).replace("{,}", ","))
     text = _THIN_GROUPS.sub(lambda found: found[0].replace("\\,", ""), text)
-    text = _SPACE.sub(" ", text).strip().rstrip(" .,;").strip()
+    text = _SPACE.sub(" ", _ORDINAL.sub("", text)).strip().rstrip(" .,;").strip()
     text = text.strip("*_`\"' ") if text[:1] in "*_`\"'" else text
     if _BLANK_GROUPS.fullmatch(text):
         text = text.replace(" ", "")

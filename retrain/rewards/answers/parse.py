@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from retrain.rewards.answers.arithmetic import (
     combine,
@@ -49,6 +49,8 @@ _CONSTANTS = {r"\pi": "pi", r"\infty": "infinity", r"\infinity": "infinity", r"\
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 # A unit of one letter is told from a variable by the blank after a number, at the end of the answer.
 _LETTER_UNITS = frozenset("mgshlLJWVNK")
+_WORDS_OF_FACTORS = r"\frac \sqrt \binom \lfloor \lceil \mathbb \overline \emptyset \angle"
+_FACTORS = frozenset(_WORDS_OF_FACTORS.split())
 _ZERO = Number(Fraction(0))
 _WORDS_OF_MATRICES = """
     matrix pmatrix bmatrix Bmatrix vmatrix smallmatrix array
@@ -145,9 +147,16 @@ class _Parser:
             value = multiply(value, Number(Fraction(MULTIPLIERS[self.peek().text.strip().lower()])))
             self.at += 1
         unit = self.unit() or currency
-        if unit is not None and (unit.powers or unit.factor != 1):
-            return Quantity(value, unit)
-        return value
+        if unit is None or not (unit.powers or unit.factor != 1):
+            return value
+        return self.compound(value, unit) if self.peek().kind == "number" else Quantity(value, unit)
+
+    def compound(self, value: Node, unit: Unit) -> Node:
+        """`5 ft 3 in`: the parts of one quantity, in the unit of the last."""
+        rest = self.quantity()
+        if not isinstance(rest, Quantity) or rest.unit.powers != unit.powers:
+            raise Unreadable("a quantity of unlike parts")
+        return Quantity(combine("add", multiply(value, Number(unit.factor / rest.unit.factor)), rest.value), rest.unit)
 
     def currency(self) -> Unit | None:
         for sign, word in ((r"\$", "dollar"), ("€", "euro"), ("£", "gbp")):
@@ -164,7 +173,7 @@ class _Parser:
         text = " ".join(" ".join(spoken).split())
         if self.ends_here() or self.peek().text in _RELATIONS:
             return Words(text)
-        if re.search(r"(?:\bis|\bare|\bequals|:|=)$", text.strip(), re.IGNORECASE):
+        if re.search(r"(?:\bis|\bare|\bequals|\babout|\bapproximately|\broughly|:|=)$", text.strip(), re.IGNORECASE):
             return self.quantity()
         raise Unreadable(f"{text!r} before a value")
 
@@ -255,7 +264,7 @@ class _Parser:
         """The factor that follows without a sign; after a whole number a proper fraction makes a mixed number."""
         alone = self.peek(-1).kind == "number"
         stacked = self.peek().text == r"\frac"
-        slashed = self.peek().kind == "number"
+        slashed = self.peek().kind == "number" and self.peek(-1).text not in ("}", "!")
         if slashed and not (alone and self.peek(1).text == "/" and self.peek(2).kind == "number"):
             raise Unreadable("two numbers side by side")
         if slashed:
@@ -275,14 +284,13 @@ class _Parser:
             lone_unit = token.text in _LETTER_UNITS and token.spaced and self.peek(1).kind == "end"
             return not (lone_unit and self.peek(-1).kind == "number")
         if token.kind == "number":
-            return token.spaced or self.peek(-1).text == "}"
+            return token.spaced or self.peek(-1).text in ("}", "!")
         if token.kind == "sign":
             return token.text in ("(", "[", "{") or (token.text == "|" and not self.in_bars)
-        commands = (r"\frac", r"\sqrt", r"\binom", r"\lfloor", r"\lceil", r"\mathbb", r"\overline", r"\emptyset")
         if token.kind == "environment":
             return token.text.startswith(r"\begin")
         return token.kind == "command" and (
-            token.text in commands or token.text in _CONSTANTS or token.text[1:] in _GREEK
+            token.text in _FACTORS or token.text in _CONSTANTS or token.text[1:] in _GREEK
         )
 
     def signed(self) -> Node:
@@ -448,6 +456,9 @@ class _Parser:
             self.expect("}")
         if not letters:
             raise Unreadable(f"{name} without a name")
+        if name == r"\overline":  # a segment by its ends
+            ends: list[Node] = [Symbol(letter) for letter in letters]
+            return reduce(multiply, ends)
         if name == r"\mathbb" and letters == "R":
             infinity = Symbol("infinity")
             return Group("()", (operate("neg", infinity), infinity))

@@ -157,6 +157,8 @@ def as_region(node: Node) -> Group | None:
             found = [part for part in parts if part is not None]
             return Group("U", tuple(found)) if len(found) == len(parts) else None
         return node if node.brackets == "U" or (len(node.brackets) == 2 and node.brackets != "{}") else None
+    if isinstance(node, Relation) and node.signs == ("!=",) and is_name(node.sides[0]) and not variables(node.sides[1]):
+        return Group("U", (_ray(node.sides[1], "<"), _ray(node.sides[1], ">")))
     if not (isinstance(node, Relation) and is_inequality(node)):
         return None
     if len(node.signs) == 1:

@@ -17,7 +17,8 @@ _SEPARATORS = frozenset({"and", "or"})
 _TOKEN = re.compile(
     r"""
     (?P<space>\s+)
-  | (?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:\\(?:overline|bar|dot)\s*\{?\s*\d+\s*\}?|(?<=\.)\(\d+\))?
+  | (?P<number>(?:\d+(?:\.\d*)?|\.\d+|\.(?=\\(?:overline|bar|dot)\s*\{))
+       (?:\\(?:overline|bar|dot)\s*\{?\s*\d+\s*\}?|(?<=\.)\(\d+\))?
        (?:\\ldots)?(?:[eE][+-]?\d+(?![A-Za-z0-9.]))?)
   | (?P<text>\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mbox|hbox|mathrm|operatorname|emph)\s*\*?\s*\{(?P<inside>[^{}]*)\})
   | (?P<environment>\\(?:begin|end)\s*\{[A-Za-z]*\*?\}(?:\{[|lrc ]*\})?)

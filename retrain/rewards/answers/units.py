@@ -62,7 +62,7 @@ _KNOWN = {word: (base, size) for words, base, size in _TABLE for word in words.s
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "mps": "metre / second"}
 # Words that name no unit, or only say that there is one.
 _WORDS_OF_EMPTY = """
-    unit the of a an in total exactly different distinct possible
+    unit the of a an total exactly different distinct possible
 """
 _EMPTY = frozenset(_WORDS_OF_EMPTY.split())
 # Words that change what a number before or after them means.

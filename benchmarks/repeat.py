@@ -152,12 +152,10 @@ def main() -> None:
             else:
                 harness.run(name, harness.arguments(name))
             results.append(digest(harness.logs(name)))
-            print(f"{name}: {len(results[-1])} rows, {time.perf_counter() - started:.0f} s", flush=True)
+            different = [key for key in results[0] | results[-1] if results[0].get(key) != results[-1].get(key)]
+            verdict = f"{len(different)} rows differ, first {different[0]}" if different else "equal"
+            print(f"{name}: {len(results[-1])} rows, {time.perf_counter() - started:.0f} s, {verdict}", flush=True)
         kinds = Counter(json.dumps(result) for result in results)
-        for number, result in enumerate(results[1:], 1):
-            different = [key for key in results[0] | result if results[0].get(key) != result.get(key)]
-            if different:
-                print(f"run{number} differs from run0 in {len(different)} rows, first in {different[0]}")
         print(f"{own.runs} runs, {own.kill} of them killed and resumed, {own.threads} threads: {len(kinds)} result(s)")
     sys.exit(len(kinds) > 1)
 

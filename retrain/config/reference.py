@@ -177,10 +177,11 @@ def write_with_schema(path: Path, text: str) -> None:
 
 def describe(option: Option) -> str:
     """The option's sentence, with its choices where the sentence leaves them out."""
-    if all(str(choice) in option.description for choice in option.choices):
+    names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in option.choices]
+    if all(name in option.description for name in names):
         return option.description
-    choices = ", ".join(str(choice) or '""' for choice in option.choices)
-    return f"{option.description} One of {choices}."
+    listed = ", ".join(name or '""' for name in names)
+    return f"{option.description} One of {listed}."
 
 
 def _section_lines(section: str, values: Mapping[str, Any]) -> list[str]:

@@ -99,8 +99,7 @@ class Training(Section):
     repetition_penalty: float = option(1.0, "Divide the logits of tokens already seen; 1 is off.", gt=0, le=100)
     deterministic: Deterministic = option(
         "auto",
-        "Repeat runs to the bit. auto: on a CPU, and on a GPU wherever it costs less than 5 %; true: everywhere; "
-        "false: on a CPU only.",
+        "Repeat runs to the bit: auto does on a CPU, and on a GPU wherever it costs less than 5 %.",
     )
     max_prompt_tokens: Count = option(
         0, "Cut prompts from the left to this many tokens; 0 refuses prompts that do not fit.", ge=0

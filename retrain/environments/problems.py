@@ -51,7 +51,8 @@ class EnvironmentProblems:
         limits = Limits(
             training.max_tokens, backend.capabilities.context_length, self.section.max_turns, training.max_prompt_tokens
         )
-        rules = Rules(limits, self.section.timeout_s, self.config.reward.correct_from)
+        in_rounds = self.config.training.deterministic is True
+        rules = Rules(limits, self.section.timeout_s, self.config.reward.correct_from, in_rounds)
         self.player = Player(self.environment, self.template, rules, self.console.say, self.console.progress)
         return self.player
 

@@ -51,6 +51,8 @@ class Rules:
     """For the environment's own work; time spent sampling is not counted."""
     correct_from: float = CORRECT_FROM
     """Reward from which a rollout is right."""
+    in_rounds: bool = False
+    """Whether turns wait for each other: a batch that they enter as they come rounds differently every time."""
 
 
 class Player:
@@ -73,7 +75,7 @@ class Player:
         jobs = [example for example in examples for _ in range(sampling.n)]
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
         rollouts = [self._rollout(number, example, queue) for number, example in enumerate(jobs)]
-        results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts)
+        results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts, self.rules.in_rounds)
         self.failures.mind([score for _, score in results])
         groups = [
             _group(example, results[at * sampling.n : (at + 1) * sampling.n]) for at, example in enumerate(examples)

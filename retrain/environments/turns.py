@@ -140,12 +140,16 @@ class TurnQueue:
 
 
 def play(
-    loop: EventLoop, engine: InferenceEngine, queue: TurnQueue, rollouts: Sequence[Coroutine[Any, Any, Any]]
+    loop: EventLoop,
+    engine: InferenceEngine,
+    queue: TurnQueue,
+    rollouts: Sequence[Coroutine[Any, Any, Any]],
+    in_rounds: bool = False,
 ) -> list[Any]:
     """Run rollouts to their end, sampling their turns in this thread; their results, in order."""
     running = loop.submit(_run_all(queue, rollouts))
     try:
-        if isinstance(engine, ServesTurns):
+        if isinstance(engine, ServesTurns) and not in_rounds:
             engine.serve(queue)
         else:
             _serve_in_rounds(engine, queue)

@@ -102,16 +102,29 @@ def test_a_training_step_repeats_to_the_bit_with_four_threads(
 
 
 def test_deterministic_kernels_are_on_inside_and_as_before_outside(tiny: Path) -> None:
-    determinism = Determinism("auto", torch.device("cpu"), print)
+    determinism = Determinism("auto", policy_for(config_for(tiny)), print)
     assert not torch.are_deterministic_algorithms_enabled()
-    with determinism.kernels():
+    with determinism.kernels(1, 100_000):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operation_without_a_deterministic_kernel_is_told_once_and_the_run_continues() -> None:
+def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_told_otherwise(tiny: Path) -> None:
+    for wanted, expected in (("auto", False), (True, True)):
+        said: list[str] = []
+        determinism = Determinism(wanted, policy_for(config_for(tiny)), said.append)  # type: ignore[arg-type]
+        determinism.least_sequences = 3.7
+        for sequences, longest, always in ((1, 2048, True), (4, 9000, True), (3, 2049, False), (3, 2049, False)):
+            with determinism.kernels(sequences, longest):
+                assert torch.are_deterministic_algorithms_enabled() == (always or expected)
+        assert len(said) == (0 if expected else 1)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_told_once_and_the_run_continues(
+    tiny: Path,
+) -> None:
     said: list[str] = []
-    determinism = Determinism("auto", torch.device("cpu"), said.append)
+    determinism = Determinism("auto", policy_for(config_for(tiny)), said.append)
     determinism.give_up(RuntimeError("odd_cuda does not have a deterministic implementation. You can ..."))
     assert not determinism.is_on
     assert said == [
@@ -119,8 +132,8 @@ def test_an_operation_without_a_deterministic_kernel_is_told_once_and_the_run_co
     ]
 
 
-def test_an_operation_without_a_deterministic_kernel_ends_a_run_that_must_repeat() -> None:
-    determinism = Determinism(True, torch.device("cpu"), print)
+def test_an_operation_without_a_deterministic_kernel_ends_a_run_that_must_repeat(tiny: Path) -> None:
+    determinism = Determinism(True, policy_for(config_for(tiny)), print)
     with pytest.raises(BackendError, match="deterministic = true cannot be kept: odd_cuda does not have"):
         determinism.give_up(RuntimeError("odd_cuda does not have a deterministic implementation"))
     with pytest.raises(RuntimeError, match="something else"):

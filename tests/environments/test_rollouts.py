@@ -95,6 +95,16 @@ def test_an_engine_that_serves_turns_is_given_each_as_it_comes() -> None:
     assert [score.value for group in groups for score in group.scores_G] == [1.0] * 6
 
 
+def test_a_run_that_has_to_repeat_samples_turns_in_rounds() -> None:
+    class Serving(TextEngine):
+        def serve(self, turns: Turns) -> None:
+            raise AssertionError("turns that enter as they come round differently every time")
+
+    engine = Serving(lambda _: "2")
+    play(Plays(one_turn), engine, n=2, count=3, in_rounds=True)
+    assert sum(engine.sizes) == 6
+
+
 def test_an_engine_that_stops_serving_early_is_an_error() -> None:
     class Lazy(TextEngine):
         def serve(self, turns: Turns) -> None:

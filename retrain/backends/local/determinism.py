@@ -14,8 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retrain.backends.local.model import Policy
 from retrain.config.schema import Deterministic
 from retrain.errors import BackendError
+
+# Flash attention's backward pass shares long sequences out over the multiprocessors when there are too few of them to
+# go round; adding those parts up in order is what costs. On an H200: 1 % at 4 × 4096 tokens, 45 % at 1 × 8192.
+SHORT = 2048
+BUSY = 0.9
 
 # cuBLAS repeats itself across streams only with a workspace of a fixed size.
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,21 +31,23 @@ _NO_KERNEL = "does not have a deterministic implementation"
 class Determinism:
     """Runs training steps with deterministic kernels: always on a CPU, on a GPU as `[training] deterministic` says."""
 
-    def __init__(self, wanted: Deterministic, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, wanted: Deterministic, policy: Policy, say: Callable[[str], None]) -> None:
         self.is_required = wanted is True
-        self.is_on = device.type == "cpu" or wanted is not False
+        self.is_on = policy.device.type == "cpu" or wanted is not False
         self.say = say
-        if self.is_on and device.type == "cuda":
-            import torch._inductor.config as inductor  # noqa: PLC0415  (seconds, which only a GPU needs)
-
+        self.least_sequences = 0.0
+        """Fewer long ones than this are faster with kernels that do not repeat."""
+        self.has_warned = False
+        if self.is_on and policy.device.type == "cuda":
+            heads = int(policy.causal_lm.config.get_text_config().num_attention_heads)
+            self.least_sequences = BUSY * torch.cuda.get_device_properties(policy.device).multi_processor_count / heads
             os.environ.setdefault(_WORKSPACE, ":4096:8")
-            # Generated kernels are otherwise chosen by timing them, and two choices round differently.
-            inductor.deterministic = True
+            _fix_generated_kernels(self.is_required)
 
     @contextmanager
-    def kernels(self) -> Iterator[None]:
-        """Deterministic kernels for everything that runs inside."""
-        if not self.is_on:
+    def kernels(self, sequences: int, longest: int) -> Iterator[None]:
+        """Deterministic kernels for a micro-batch, unless `auto` finds them too slow for it."""
+        if not self.is_on or not (self.is_required or self._cost_little(sequences, longest)):
             yield
             return
         was_on, was_warning = torch.are_deterministic_algorithms_enabled(), _warns_only()
@@ -52,6 +60,17 @@ class Determinism:
             torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
+    def _cost_little(self, sequences: int, longest: int) -> bool:
+        if longest <= SHORT or sequences >= self.least_sequences:
+            return True
+        if not self.has_warned:
+            self.has_warned = True
+            self.say(
+                f"Note: {sequences} sequences of up to {longest} tokens at once are trained with faster kernels, whose "
+                "last digits vary from run to run.  [training] deterministic = true repeats them, slower."
+            )
+        return False
+
     def give_up(self, error: RuntimeError) -> None:
         """Continue without deterministic kernels where an operation has none; any other error is raised again."""
         if _NO_KERNEL not in str(error):
@@ -63,6 +82,20 @@ class Determinism:
             ) from error
         self.is_on = False
         self.say(f"Warning: this run will not repeat to the bit: {str(error).split('.')[0]}.")
+
+
+def _fix_generated_kernels(also_after_a_resume: bool) -> None:
+    """Let compiled layers be the same kernels in every process that sees the same shapes in the same order.
+
+    A resumed process has not seen the first shapes, which are compiled as they are. For it to run the same kernels,
+    sizes must be symbolic from the start, which compiles more slowly.
+    """
+    import torch._dynamo.config as dynamo  # noqa: PLC0415  (seconds, which only a GPU needs)
+    import torch._inductor.config as inductor  # noqa: PLC0415
+
+    # Kernels are otherwise chosen by timing them, and two choices round differently.
+    inductor.deterministic = True
+    dynamo.assume_static_by_default = not also_after_a_resume
 
 
 def _warns_only() -> bool:

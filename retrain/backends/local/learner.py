@@ -60,7 +60,7 @@ class Learner:
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
         self.memory = StepMemory(policy, config.memory, say)
-        self.determinism = Determinism(config.training.deterministic, policy.device, say)
+        self.determinism = Determinism(config.training.deterministic, policy, say)
         if policy.device.type == "cuda":
             # Every layer then sees inputs that want gradients, the first like the rest: one compiled variant, not two.
             policy.causal_lm.enable_input_require_grads()
@@ -107,8 +107,7 @@ class Learner:
         self.memory.prepare(longest, self.optimizer.pending_bytes)
         while True:
             try:
-                with self.determinism.kernels():
-                    return self._backward(self.split(datums), size)
+                return self._backward(self.split(datums), size)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
@@ -141,8 +140,9 @@ class Learner:
         packs = [self.pack(batch) for batch in batches]
         references = self._reference_logprobs(packs)
         self._train_mode(True)
-        for packed, expected in zip(packs, references, strict=True):
-            with self.memory.watch(packed.token_ids.shape[1]):
+        for batch, packed, expected in zip(batches, packs, references, strict=True):
+            longest = max(map(length_of, batch))
+            with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(packed.rows, longest):
                 token_batch = TokenBatch(
                     self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
                     packed.rows, expected,

@@ -101,14 +101,18 @@ def split_answer(answer: str) -> tuple[str, Unit | None, str]:
         shorter = pattern.sub("", text)
         unit = unit or (meaning if shorter != text else None)
         text = shorter
-    # A blank between digits parts two numbers: `1 1/2` is not eleven halves.
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\s+", " ", text)).rstrip(".,")
+    text = _close_up(text).rstrip(".,")
     assigned = _ASSIGNMENT.match(text)
     text = _BRACED_SCRIPT.sub(r"\1\2", text[assigned.end() :] if assigned else text)
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and text.count("{") == 1:
         text = text[1:-1]
     text = _normalise_word(_normalise_number(_normalise_fractions(text)))
     return text, unit, assigned[1] if assigned else ""
+
+
+def _close_up(text: str) -> str:
+    """Drop blanks, but for one between digits, which parts two numbers: `1 1/2` is not eleven halves."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\s+", " ", text))
 
 
 def _cut_unit(text: str) -> tuple[str, Unit | None]:
@@ -164,6 +168,8 @@ def equal_as_text(answer: str, gold: str) -> bool:
     (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
     if len(gold_text) == 1 and gold_text.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(answer)))):
         return choice[1] == gold_text
+    if text and _close_up(tidy(answer)) == _close_up(tidy(gold)):  # `5 m` and `5m`, be it a unit or a variable
+        return True
     if text == "" or text != gold_text:
         return False
     same_unit = unit is None or gold_unit is None or unit == gold_unit

@@ -89,11 +89,8 @@ class RewardPool(BatchReward):
             self._selector.close()
 
     def metrics(self) -> StepMetrics:
-        """How many scores were taken from an equal answer; the time it takes is counted by the rollouts."""
-        if self._repeats is None:
-            return {}
-        reused, self._repeats.reused = self._repeats.reused, 0
-        return {"scores_reused": reused}
+        """Nothing but the time it takes, which the rollouts count. What was reused depends on what a resume forgot."""
+        return {}
 
     def _score_all(self, items: list[Item]) -> list[Score]:
         batch = _Batch(items)

@@ -71,12 +71,12 @@ def test_only_rewards_that_look_at_the_box_alone_are_remembered():
     assert Repeats.of(RewardSpec((TermSpec("math"),), weighted=True)) is None
 
 
-def test_a_pool_counts_what_it_reused():
+def test_a_pool_gives_equal_answers_one_verdict():
     items = [(r"so \boxed{0.5}", r"\frac{1}{2}"), (r"thus \boxed{0.5}", r"\frac{1}{2}"), ("none", "7")]
     with RewardPool(RewardSpec((TermSpec("math"),)), workers=1) as pool:
-        assert [score.outcome for score in pool.score(items)] == ["right", "right", "wrong"]
-        assert pool.metrics() == {"scores_reused": 1}
-        assert pool.metrics() == {"scores_reused": 0}
+        for _ in range(2):
+            assert [score.outcome for score in pool.score(items)] == ["right", "right", "wrong"]
+        assert pool.metrics() == {}
 
 
 def test_the_option_reaches_the_worker():

@@ -60,6 +60,10 @@ _SYNONYMS = tuple(
 _ORDINAL = re.compile(
     r"(?<=\d)(?:\^?\s*\{?\s*\\(?:text|mathrm|mbox)\{(?:st|nd|rd|th)\}\s*\}?|(?:st|nd|rd|th)(?![A-Za-z]))"
 )
+_PREAMBLE = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+)?(?:answer|result|solution)\s*(?:\bis\b\s*:?|:|=)\s*(?=\S)",
+    re.IGNORECASE,
+)
 _MATH_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)\$")
 # `1,\!000` and `1{,}000` are separators wherever they stand.
 _SEPARATOR = re.compile(r"(?<=\d)(?:,\s*\\!\s*|\\!\s*,|\{,\})(?=\d{3}(?!\d))")
@@ -77,6 +81,8 @@ _CLOSING = re.compile(r"\\\}|\\rangle|[)\]]")
 def tidy(answer: str) -> str:
     r"""Even out how an answer is written, keeping what it says. Blanks stay where they may matter."""
     text = answer.strip()
+    if preamble := _PREAMBLE.match(text):
+        text = text[preamble.end() :]
     if not text.isascii():
         text = _to_latex(text)
     text = text.replace("\\\\", _ROW_END)

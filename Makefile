@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Tests run one process a core, so each process gets one thread.
+# Tests run one process per core, so each process gets one thread. Those marked `threads` run again with two, which sleep
+# while they wait: spinning would take the core from the thread they wait for.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -m 'threads and not slow'
 
 .PHONY: demo test test-slow test-gpu test-real check format docs bench sync clean
 
@@ -17,10 +19,12 @@ test: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n auto
+	$(PYTEST) -n auto --durations=30
+	$(PYTEST_THREADS)
 
 test-slow: $(DEV_STAMP)
 	$(PYTEST) -n auto -m slow
+	$(BIN)/mkdocs build --strict
 
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -m gpu

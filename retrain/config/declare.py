@@ -31,6 +31,10 @@ def option(default: Any, description: str, *, flag: str = "", kind: str = "", **
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
+# Far more brackets left open than any table has.
+_HOPELESS_DEPTH = 500
+
+
 def table_or_json(value: object) -> object:
     """Seed files may give a table as a JSON string; anything else is left for the type check to judge."""
     if not isinstance(value, str):
@@ -38,6 +42,10 @@ def table_or_json(value: object) -> object:
     try:
         table = json.loads(value) if value.strip() else {}
     except json.JSONDecodeError as error:
+        # Python 3.13 parses thousands of levels before it gives up, so there is no RecursionError.
+        read = value[: error.pos]
+        if sum(map(read.count, "[{")) - sum(map(read.count, "]}")) > _HOPELESS_DEPTH:
+            raise ValueError("is nested too deeply") from error
         raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos})") from error
     except RecursionError as error:
         raise ValueError("is nested too deeply") from error

@@ -30,11 +30,7 @@ class VerdictCache:
         try:
             if folder:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened here and used by the thread that asks; the lock keeps them apart.
-            self._table = sqlite3.connect(path, timeout=_LOCK_WAIT_S, check_same_thread=False)
-            with self._table:
-                self._table.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, value REAL NOT NULL)")
-                self._table.execute("SELECT value FROM verdicts LIMIT 1").fetchone()
+            self._table = _open_table(path)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"[reward] judge_cache = {folder!r} cannot be used: {error}.  Try: another folder"
@@ -59,3 +55,16 @@ class VerdictCache:
         """Close the file. A second call does nothing."""
         with self._lock:
             self._table.close()
+
+
+def _open_table(path: Path) -> sqlite3.Connection:
+    # Opened here and used by the thread that asks; the cache's lock keeps them apart.
+    table = sqlite3.connect(path, timeout=_LOCK_WAIT_S, check_same_thread=False)
+    try:
+        with table:
+            table.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, value REAL NOT NULL)")
+            table.execute("SELECT value FROM verdicts LIMIT 1").fetchone()
+    except sqlite3.Error:
+        table.close()
+        raise
+    return table

@@ -34,7 +34,7 @@ class RunServer:
     def __init__(self) -> None:
         environment = os.environ | {
             "PYTHONPATH": str(HERE.parent),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
             "TOKENIZERS_PARALLELISM": "false",
         }
         self.process = subprocess.Popen(
@@ -217,6 +217,7 @@ def cut_at_random(bench: Bench, number: int, seed: int) -> None:
     assert killed >= number // 2, "most kills must come before the run is over"
 
 
+@pytest.mark.threads
 def test_five_runs_killed_at_random_instants_end_as_the_run_that_was_never_cut(bench: Bench) -> None:
     cut_at_random(bench, 5, seed=1)
 

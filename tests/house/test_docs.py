@@ -84,6 +84,7 @@ def test_internal_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     # Not --quiet: a warning that is not printed is not counted either.

@@ -1,0 +1,26 @@
+"""What the command line does before any command runs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from retrain.cli import let_threads_sleep
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "10000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    let_threads_sleep()
+    assert environment == expected

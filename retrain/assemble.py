@@ -23,6 +23,7 @@ from retrain.folder import RunFolder
 from retrain.inference_engine import Progress
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
+from retrain.preflight import check_before_loading, known_context
 from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
 from retrain.sampling import training_distribution
@@ -119,9 +120,12 @@ def assemble(
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
+    console = console or Console()
+    if supplied == NOTHING:
+        check_before_loading(config, console.say)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console or Console(), stack, supplied)
+            parts = _build(config, force_resume, console, stack, supplied)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -220,6 +224,9 @@ class DataProblems:
         self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, say)
         self.examples = _load_training_examples(config, self.encoder, say)
         self.held_out = _load_held_out(config)
+        context = known_context(config) if config.backend.backend == "local" else None
+        if context is not None and not config.teaching.enabled:
+            _check_context(config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
         return self.examples, self.held_out
 
     def scorer(self, backend: Backend) -> SamplesAndScores:

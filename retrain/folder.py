@@ -86,14 +86,7 @@ class RunFolder:
 
     def _step_aside_earlier_run(self) -> None:
         """An earlier run in the same place is renamed, never overwritten."""
-        number = next(n for n in range(1, 1_000_000) if not Path(f"{self.path}.{n}").exists())
-        aside = f"{self.path}.{number}"
-        try:
-            os.rename(self.path, aside)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
-            ) from error
+        aside = step_aside(self.path)
         self.path.mkdir()
         earlier, self.lock = self.lock, lock_folder(self.path)
         earlier.close()
@@ -116,6 +109,19 @@ class RunFolder:
         self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.say).newest()
         self.say(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
         return config
+
+
+def step_aside(path: Path) -> str:
+    """Rename a folder that holds an earlier run; returns its new name."""
+    number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
+    aside = f"{path}.{number}"
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
+        ) from error
+    return aside
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

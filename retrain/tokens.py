@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ def load_tokenizer(model: str, where: str = "[model] model") -> Any:
 def explain_missing_model(name: str, error: Exception, where: str = "[model] model") -> str:
     """Why a model could not be loaded, and what to do about it."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "/" in name and not Path(name).expanduser().is_dir():
+        reason = f"no such folder, and as a Hub id: {reason}"
     return (
         f"{where} = {name!r} could not be loaded: {reason}  "
         f'Try: check the id; or download it elsewhere and point at the folder: {where.split()[-1]} = "/path/to/model"; '

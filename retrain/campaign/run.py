@@ -33,8 +33,9 @@ from retrain.config.absent import refuse_absent_parts
 from retrain.config.options import options_by_path
 from retrain.distributed.place import refuse_alone
 from retrain.errors import CheckpointError, ConfigError
-from retrain.folder import CONFIG_FILE, lock_folder, meaningful_differences, with_absolute_paths
+from retrain.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.interrupts import SIGNALS
+from retrain.preflight import check_before_loading
 from retrain.tracking.jsonl import EVALS, METRICS
 from retrain.version import version
 
@@ -51,6 +52,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     for run in {run.condition: run for run in runs}.values():
         refuse_absent_parts(run.config)
         refuse_alone(run.config)
+        check_before_loading(run.config)
     if config.campaign is not None and config.campaign.stop_when:
         refuse_few_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
@@ -61,6 +63,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         raise ConfigError(f"{held[0]} of {folder} is still running on its own.  Try: wait for it, or stop it")
     screen = Screen()
     executor = build_executor(config, folder, runs, screen.say)
+    if earlier is None and (folder / METRICS).exists() and not is_held(folder):
+        screen.say(f"{folder} held an earlier run; it is now {step_aside(folder)}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)

@@ -1,7 +1,7 @@
 """`retrain doctor`: what is installed and what a configuration needs, with the command that mends each miss.
 
-Versions come from package metadata. Only PyTorch is imported, in a process of its own, because nothing else knows
-whether CUDA works.
+Versions come from package metadata. What only trying tells is tried, in processes of their own: whether CUDA works,
+whether plug-ins can be imported and the tokenizer be loaded, whether servers answer.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from importlib.machinery import PathFinder
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 from retrain.cli.console import print_heading, print_json, print_table
-from retrain.cli.model_files import find_model
 from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, find_config, load_environment, show_notes
+from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.config.options import all_options
-from retrain.config.rules import values_of
-from retrain.plugins import REGISTRIES, is_dotted_path
+from retrain.model_files import find_model
+from retrain.preflight import find_obstacles, has_wandb_key, hub_answers, hub_url, is_offline, problem_with_tinker_key
 
 _LITTLE_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120
@@ -76,12 +75,12 @@ _KEYS: dict[str, tuple[str, Test, str]] = {
     "HF_TOKEN": ("gated models and datasets", lambda c: False, ""),
     "WANDB_API_KEY": (
         "[logging] wandb_project",
-        lambda c: bool(c.logging.wandb_project) and not _wandb_needs_no_key(),
+        lambda c: bool(c.logging.wandb_project) and not has_wandb_key(),
         "wandb login, or put WANDB_API_KEY=... into .env",
     ),
     "TINKER_API_KEY": (
         '[backend] backend = "tinker"',
-        lambda c: c.backend.backend == "tinker",
+        lambda c: c.backend.backend == "tinker" and bool(problem_with_tinker_key()),
         "put TINKER_API_KEY=... into .env",
     ),
     "OPENAI_API_KEY": (
@@ -126,13 +125,16 @@ command.params.extend(click_options())
 
 def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     """Every check, in the order of the report; those of a configuration only when there is one."""
-    yield _check_python()
-    yield from _check_gpus(config)
-    yield from _check_packages(config)
-    yield from _check_keys(config)
+    with ThreadPoolExecutor(1) as pool:
+        trying = pool.submit(try_out, config) if config is not None else None
+        yield _check_python()
+        yield from _check_gpus(config)
+        yield from _check_packages(config)
+        yield from _check_keys(config)
+        trials = trying.result() if trying is not None else []
     if config is None:
         return
-    yield from _check_parts(config)
+    yield from _check_parts(config, trials)
     if config.kind != "squeeze":
         yield _check_model(config, config.model.model)
         if config.teaching.student_model:
@@ -216,55 +218,17 @@ def _own_judge(config: TrainConfig) -> bool:
     return bool(config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL"))
 
 
-def _wandb_needs_no_key() -> bool:
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return True
-    try:
-        # `wandb login` leaves the key here. Only whether it is there is asked.
-        return "api.wandb.ai" in Path("~/.netrc").expanduser().read_text(encoding="utf-8")
-    except OSError:
-        return False
-
-
-def _check_parts(config: TrainConfig) -> Iterator[Check]:
-    """Choices that nothing here honours, and dotted paths whose module is not there."""
-    for problem in find_absent_parts(config):
+def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
+    """Choices that nothing here honours, what does not fit the model, and how trying things out went."""
+    too_long = (problem for problem in find_obstacles(config) if problem.where == "[training] max_tokens")
+    for problem in (*find_absent_parts(config), *(too_long if config.kind != "squeeze" else ())):
         yield Check("parts", problem.where, "missing", problem.text, problem.hint)
-    values = values_of(config)
-    for option in all_options():
-        name = values.get(option.path)
-        if not option.kind or not name:
-            continue
-        if is_dotted_path(name) and name not in REGISTRIES[option.kind].names():
-            yield _check_module(option.where, name.replace(":", ".").split(".")[0], config.plugins.search_paths)
-    if config.reward.custom_module:
-        top = config.reward.custom_module.split(".")[0]
-        yield _check_module("[reward] custom_module", top, config.plugins.search_paths)
-    if config.environment.provider == "verifiers":
-        yield from _check_environment(config)
-
-
-def _check_environment(config: TrainConfig) -> Iterator[Check]:
-    """Whether the environment's module is there, or the Prime CLI that would install it."""
-    section = config.environment
-    module = section.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-    found = _check_module("[environment] id", module, config.plugins.search_paths)
-    if found.status == "ok" or not section.auto_install:
-        fix = f"prime env install {section.id}" if "/" in section.id else found.fix
-        yield found if found.status == "ok" else replace(found, fix=fix)
-    elif shutil.which("prime") or shutil.which("uv"):
-        yield Check("parts", "[environment] id", "warning", f"there is no module {module}; the run installs it")
-    else:
-        detail = "neither the Prime CLI nor uv is on the path"
-        yield Check("parts", "[environment] auto_install", "missing", detail, pip_install("prime"))
-
-
-def _check_module(where: str, module: str, search_paths: tuple[str, ...]) -> Check:
-    folders = [str(Path(path).expanduser().resolve()) for path in search_paths]
-    if PathFinder.find_spec(module, [*folders, *sys.path]) is not None:
-        return Check("parts", where, "ok", f"module {module} found")
-    fix = f"put {module}.py into {folders[0] if folders else 'a folder'}, or name its folder in [plugins] search_paths"
-    return Check("parts", where, "missing", f"there is no module {module}", fix)
+    for trial in trials:
+        detail, _, fix = trial.problem.partition("Try: ")
+        if trial.problem:
+            yield Check("parts", trial.where, "missing", detail.strip(), fix or f"mend what {trial.where} names")
+        else:
+            yield Check("parts", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 
 
 def _check_model(config: TrainConfig, name: str, what: str = "model", where: str = "[model] model") -> Check:
@@ -272,12 +236,15 @@ def _check_model(config: TrainConfig, name: str, what: str = "model", where: str
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":
-        return Check("files", what, "missing", f"there is no folder {name}", f"set {where} to one that exists")
-    if config.backend.backend != "local":
+        return Check("files", what, "missing", f"no such folder: {name}", f"set {where} to one that exists")
+    if config.backend.backend == "tinker":
         return Check("files", what, "ok", f"{name} (the service has it)")
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off"):
+    if is_offline():
         fix = f"HF_HUB_OFFLINE=0 hf download {name}"
         return Check("files", what, "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
+    if not hub_answers():
+        fix = f"download it elsewhere and set {where} to its folder"
+        return Check("files", what, "missing", f"{name} is not in the cache and {hub_url()} cannot be reached", fix)
     return Check("files", what, "warning", f"{name} is not in the cache; the run downloads it", f"hf download {name}")
 
 

@@ -12,7 +12,6 @@ import click
 from retrain.campaign.plan import plan_runs
 from retrain.capacity import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
 from retrain.cli.console import print_heading, print_json, print_table
-from retrain.cli.model_files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
@@ -20,6 +19,9 @@ from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import all_options, options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
+from retrain.errors import ConfigError
+from retrain.model_files import ModelFacts, count_trainable, find_model, read_facts
+from retrain.preflight import find_obstacles
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
 _FOUND = {
@@ -120,16 +122,9 @@ def find_changes(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def find_blockers(config: TrainConfig) -> list[str]:
-    """Sentences: choices that nothing here honours, and models that are nowhere."""
-    models = {"[model] model": config.model.model}
-    if config.teaching.student_model:
-        models["[teaching] student_model"] = config.teaching.student_model
-    nowhere = [
-        f"{where} = {format_value(name)} is not there."
-        for where, name in models.items()
-        if config.kind != "squeeze" and find_model(name).found == "missing"
-    ]
-    return [*(str(problem) for problem in find_absent_parts(config)), *nowhere]
+    """Sentences: choices that nothing here honours, and models, files and keys that are nowhere."""
+    obstacles = find_obstacles(config) if config.kind != "squeeze" else ()
+    return [str(problem) for problem in (*find_absent_parts(config), *obstacles)]
 
 
 def list_runs(config: TrainConfig, file: str) -> list[dict[str, Any]]:
@@ -218,16 +213,50 @@ def steps_of(config: TrainConfig) -> int:
 
 
 def measured_steps(config: TrainConfig) -> tuple[list[float], str]:
-    """Seconds of logged steps of the same size, the newest last, and where they are."""
-    size = config.training.batch_size, config.training.group_size
-    log_dir = Path(config.logging.log_dir)
+    """Seconds of logged steps of the same kind and size, the newest last, and where they are."""
+    log_dir = Path(config.logging.log_dir).expanduser()
     if config.campaign is None:
-        path = log_dir / "metrics.jsonl"
-        return _read_steps(path, *size), str(path)
+        folders, where = [log_dir], str(log_dir / "metrics.jsonl")
+    elif config.logging.log_dir != options_by_path()["logging.log_dir"].default:
+        folders, where = sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
+    else:
+        folders, where = sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
     found: list[float] = []
-    for path in sorted(log_dir.parent.glob("campaign_*/runs/*/metrics.jsonl")):
-        found += _read_steps(path, *size)
-    return found, f"{log_dir.parent}/campaign_*"
+    for folder in folders:
+        if _takes_as_long(folder, config):
+            found += _read_steps(folder / "metrics.jsonl", config.training.batch_size, config.training.group_size)
+    return found, where
+
+
+# What a step's time hangs on. Learning rates, seeds and the like cost nothing.
+_COSTLY = (
+    "model.", "backend.backend", "backend.devices", "inference.", "lora.target_modules", "memory.", "distributed.",
+    "data.source", "data.path", "data.id", "data.subset", "data.system_prompt", "environment.", "teaching.enabled",
+    "teaching.student_model", "reward.type", "kl.beta", "training.batch_size", "training.group_size",
+    "training.max_tokens", "training.max_prompt_tokens", "training.async_steps", "training.resample_dead_groups",
+)  # fmt: skip
+_HARMLESS = (
+    "model.base_url",
+    "inference.adapter_dir",
+    "inference.timeout_s",
+    "inference.wait_s",
+    "environment.timeout_s",
+)
+
+
+def _takes_as_long(folder: Path, config: TrainConfig) -> bool:
+    """Whether the run in a folder had this model, engine and device, and steps of this size."""
+    if not (folder / "config.toml").is_file():
+        return False
+    from retrain.folder import with_absolute_paths  # noqa: PLC0415  (loads numpy)
+
+    try:
+        stored = values_of(with_absolute_paths(load_config(folder / "config.toml")))
+    except ConfigError:
+        return False
+    wanted = values_of(with_absolute_paths(config))
+    costly = (path for path in wanted if path.startswith(_COSTLY) and not path.startswith(_HARMLESS))
+    return all(stored.get(path) == wanted[path] for path in costly)
 
 
 def _read_steps(path: Path, batch_size: int, group_size: int) -> list[float]:

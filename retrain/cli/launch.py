@@ -12,6 +12,7 @@ from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import overrides_from
 from retrain.distributed.launch import launch
 from retrain.distributed.place import refuse_on_ranks
+from retrain.preflight import check_before_loading
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
@@ -31,4 +32,5 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     loaded = load_config(train.find_config(parameters["config"], overrides), overrides, strict)
     refuse_absent_parts(loaded)
     refuse_on_ranks(loaded, {})
+    check_before_loading(loaded, click.echo)
     return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

@@ -21,11 +21,11 @@ from retrain.capacity import (
 )
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.explain import list_runs, measured_steps, runs_at_once, steps_of
-from retrain.cli.model_files import find_model, read_facts
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError
+from retrain.model_files import find_model, read_facts
 from retrain.roofline import CARDS, REACHED, Card, detect_card, find_card, step_time
 
 _PARTS = {
@@ -108,7 +108,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> dict[str, Any]:
     memory = plan_memory(facts.shape, work, bytes_there) if facts.shape is not None and here else None
     if memory is not None and facts.parameters is not None:
         memory = replace(memory, weights=facts.parameters * work.width)
-    step = _step(config, facts.shape, work, card, memory)
+    # What was measured here says nothing of a card that is named.
+    named = any((given.card, given.tflops, given.bandwidth))
+    step = _step(([], "") if named else measured_steps(config), facts.shape, work, card, memory)
     return {
         "file": file,
         "model": {
@@ -160,9 +162,13 @@ def _memory(plan: MemoryPlan | None, there: int | None) -> dict[str, Any] | None
 
 
 def _step(
-    config: TrainConfig, shape: Shape | None, work: Workload, card: Card | None, memory: MemoryPlan | None
+    measured: tuple[list[float], str],
+    shape: Shape | None,
+    work: Workload,
+    card: Card | None,
+    memory: MemoryPlan | None,
 ) -> dict[str, Any]:
-    seconds, where = measured_steps(config)
+    seconds, where = measured
     known: dict[str, Any] = {
         "completions": work.completions,
         "tokens": work.completions * work.max_tokens,

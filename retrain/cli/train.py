@@ -17,6 +17,7 @@ from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.errors import ConfigError, RetrainError
+from retrain.preflight import check_before_loading
 
 if TYPE_CHECKING:
     from retrain.trainer import TrainResult
@@ -122,6 +123,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
 
         squeeze(config.squeeze, _say, config.model.lora_rank, config.model.base_url)
         return 0
+    # Before PyTorch is imported, which takes seconds; a run from Python checks it too.
+    check_before_loading(config, _say)
     try:
         result = _train(config, force_resume, place)
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
-from retrain.inference_engine.http import HttpEngine
+from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.wire import MAX
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from retrain.cli import doctor, packages, run
+from retrain.cli.trial import Trial
 from retrain.config.reference import starter
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
@@ -25,6 +26,9 @@ def _on_a_plain_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(key, raising=False)
     # Importing torch takes seconds; one test asks the real one.
     monkeypatch.setattr(doctor, "probe_torch", lambda: _NO_GPU)
+    # So does trying things out, which has tests of its own below.
+    monkeypatch.setattr(doctor, "try_out", lambda config: [])
+    monkeypatch.setattr(doctor, "hub_answers", lambda: True)
 
 
 def _examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -141,8 +145,6 @@ def test_a_key_from_dotenv_counts(capsys: pytest.CaptureFixture[str], monkeypatc
     ("text", "name"),
     [
         ('[inference]\nattention_kernel = "tk"\n', "[inference] attention_kernel"),
-        ('[algorithm]\ntransform_mode = "no_such_module_here.spec"\n', "[algorithm] transform_mode"),
-        ('[reward]\ntype = "custom"\ncustom_module = "no_such_module_here"\n', "[reward] custom_module"),
         ('[data]\nsource = "jsonl"\npath = "absent.jsonl"\n', "[data] path"),
         ('[model]\nmodel = "./absent"\n', "model"),
         (
@@ -164,12 +166,39 @@ def test_what_a_configuration_names_and_is_not_there_is_missing(
     assert checks[name]["fix"]
 
 
-def test_a_module_beside_the_file_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("my_transform_beside.py").write_text("spec = None\n", encoding="utf-8")
-    _write('[backend]\ndevices = "cpu"\n[algorithm]\ntransform_mode = "my_transform_beside.spec"\n')
+def test_what_was_tried_and_failed_is_missing_and_what_took_too_long_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = [
+        Trial("[reward]", "mine was imported"),
+        Trial("[inference] engine", "", "no server answers.  Try: vllm serve"),
+        Trial("[environment] provider", "not known", is_known=False),
+    ]
+    monkeypatch.setattr(doctor, "try_out", lambda config: trials)
+    _write(starter("demo"))
     code, checks = _examine(capsys)
-    assert code == 0
-    assert checks["[algorithm] transform_mode"]["status"] == "ok"
+    assert code == 1
+    assert [checks[trial.where]["status"] for trial in trials] == ["ok", "missing", "warning"]
+    assert (checks["[inference] engine"]["detail"], checks["[inference] engine"]["fix"]) == (
+        "no server answers.",
+        "vllm serve",
+    )
+
+
+def test_answers_that_the_model_has_no_room_for_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("demo"))
+    assert _examine(capsys)[0] == 0
+    code, checks = _examine(capsys, "--max-tokens", "256")
+    assert code == 1
+    assert "context of 256" in checks["[training] max_tokens"]["detail"]
+
+
+def test_a_model_of_a_hub_that_cannot_be_reached_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "hub_answers", lambda: False)
+    _write('[backend]\ndevices = "cpu"\n')
+    assert "cannot be reached" in _examine(capsys)[1]["model"]["detail"]
 
 
 def test_offline_a_model_that_is_not_cached_is_missing(

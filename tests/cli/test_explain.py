@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from retrain.cli import run
-from retrain.cli.model_files import find_model
 from retrain.config.reference import starter
+from retrain.model_files import find_model
 from retrain.tracking.jsonl import FILES
 
 
@@ -186,7 +186,37 @@ def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.Captu
         {"step": 2, "batch_size": 8, "group_size": 4, "step_time_s": 50.0},
     ]
     _write("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 3, "ba', "logs/train/metrics.jsonl")
+    _write("[training]\nlr = 1e-3\nbatch_size = 2\ngroup_size = 4\n", "logs/train/config.toml")
     assert _explain(capsys)["time"]["run_seconds"] == 200.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        '[model]\nmodel = "builtin:tiny"\n',
+        "[model]\nlora_rank = 8\n",
+        '[backend]\ndevices = "cpu"\n',
+        '[backend]\nbackend = "tinker"\n',
+        '[inference]\nengine = "vllm"\n',
+        "[training]\nmax_tokens = 64\n",
+        '[data]\nsource = "gsm8k"\n',
+        "this is not TOML",
+        None,
+    ],
+)
+def test_steps_of_another_model_engine_device_or_length_tell_nothing(
+    other: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write("")
+    Path("logs/train").mkdir(parents=True)
+    _write('{"step": 0, "batch_size": 8, "group_size": 16, "step_time_s": 1.0}\n', "logs/train/metrics.jsonl")
+    _write("", "logs/train/config.toml")
+    assert _explain(capsys)["time"]["step_seconds"] == 1.0
+    if other is None:
+        Path("logs/train/config.toml").unlink()
+    else:
+        _write(other, "logs/train/config.toml")
+    assert _explain(capsys)["time"]["step_seconds"] is None
 
 
 def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,12 +260,13 @@ def test_it_loads_no_torch() -> None:
 
 def test_a_student_is_named_and_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     _write(
-        '[model]\nmodel = "builtin:tiny"\n[algorithm]\nadvantage_mode = "grpo"\n'
+        '[model]\nmodel = "builtin:tiny"\n[training]\nmax_tokens = 32\n[algorithm]\nadvantage_mode = "grpo"\n'
         '[teaching]\nenabled = true\nstudent_model = "./student"\n'
     )
     data = _explain(capsys)
     assert data["problems"].endswith("answered by the student ./student")
-    assert data["blockers"] == ['[teaching] student_model = "./student" is not there.']
+    (blocker,) = data["blockers"]
+    assert blocker.startswith('[teaching] student_model = "./student": no such folder.')
     _write_model(Path("student"))
     assert _explain(capsys)["blockers"] == []
     _write('[algorithm]\nadvantage_mode = "grpo"\n[teaching]\nenabled = true\n')

@@ -75,7 +75,9 @@ def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[s
 def test_measured_steps_count_more_than_the_roofline(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [{"batch_size": 8, "group_size": 16, "step_time_s": seconds} for seconds in (9.0, 3.0, 4.0)]
     write("".join(json.dumps(step) + "\n" for step in steps), "logs/train/metrics.jsonl")
-    data = plan(capsys, "--card", "H100")
+    write(Path("retrain.toml").read_text(), "logs/train/config.toml")
+    assert plan(capsys, "--card", "H100")["step"]["seconds_from"].startswith("the roofline of H100")
+    data = plan(capsys)
     assert data["step"]["seconds"] == 4.0
     assert "3 steps" in data["step"]["seconds_from"]
     assert data["run"]["seconds"] == 400.0
@@ -88,6 +90,7 @@ def test_a_campaign_takes_its_steps_over_its_workers(capsys: pytest.CaptureFixtu
         '[model]\nmodel = "./model"\n[campaign]\nseeds = [1, 2, 3]\nmax_steps = 10\nparallel = true\nmax_workers = 4\n'
         '[[campaign.conditions]]\nadvantage_mode = "grpo"\n[[campaign.conditions]]\nadvantage_mode = "maxrl"\n'
     )
+    write('[model]\nmodel = "./model"\n', "logs/campaign_1/runs/a_s1/config.toml")
     campaign = plan(capsys)["campaign"]
     assert (campaign["runs"], campaign["workers"], campaign["total_steps"]) == (6, 4, 2 * 3 * 10)
     assert campaign["seconds"] == 60 * 2.0 / 4

@@ -19,7 +19,8 @@ from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Turn
-from retrain.inference_engine.http import HttpEngine, openai, vllm
+from retrain.inference_engine.http import openai, vllm
+from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.types import Completion, IntArray, Sampling

@@ -16,6 +16,7 @@ from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
 from retrain.errors import BackendError, ConfigError, RetrainError
+from retrain.preflight import problem_with_tinker_key
 
 T = TypeVar("T")
 
@@ -136,16 +137,13 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 
 def check_key() -> None:
-    """Refuse a key that cannot be one before anything is sent. A key stored by `tinker auth login` is the SDK's."""
-    key = os.environ.get(_KEY, "")
-    if os.environ.get("TINKER_CREDENTIAL_CMD"):
-        return
-    if key and not key.startswith(("tml-", "eyJ")):
-        raise ConfigError(f'{_KEY} does not look like a Tinker key: it must start with "tml-".')
-    if not key and JsonCredentialStore(default_credentials_path()).get_default_key() is None:
-        raise ConfigError(
-            f'[backend] backend = "tinker" needs a key, and {_KEY} is not set.  Try: put {_KEY}=tml-... into .env'
-        )
+    """Refuse a key that cannot be one before anything is sent."""
+    problem = problem_with_tinker_key()
+    has_own = os.environ.get(_KEY) or os.environ.get("TINKER_CREDENTIAL_CMD")
+    if not problem and not has_own and JsonCredentialStore(default_credentials_path()).get_default_key() is None:
+        problem = "needs a key, and none of those that are stored is the default."
+    if problem:
+        raise ConfigError(f'[backend] backend = "tinker" {problem}  Try: put {_KEY}=tml-... into .env')
 
 
 def redact(text: str) -> str:

@@ -48,11 +48,11 @@ def find_model(name: str) -> ModelFiles:
     local = Path(name).expanduser()
     if local.is_dir():
         return ModelFiles(name, "folder", local)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         return ModelFiles(name, "missing")
     snapshots = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
     # The newest snapshot that has weights: a half-finished download has none.
-    complete = [path for path in snapshots.glob("*") if any(path.glob("*.safetensors"))]
+    complete = [path for path in snapshots.glob("*") if any((*path.glob("*.safetensors"), *path.glob("*.bin")))]
     if complete:
         return ModelFiles(name, "cache", max(complete, key=lambda path: path.stat().st_mtime))
     return ModelFiles(name, "download")
@@ -82,6 +82,16 @@ def read_facts(files: ModelFiles) -> ModelFacts:
         scale = 1e9 if size[2].upper() == "B" else 1e6
         return ModelFacts(round(float(size[1]) * scale), "its name, a guess", {}, None)
     return ModelFacts(None, "unknown: the files are not on this machine", {}, None)
+
+
+def read_context_length(files: ModelFiles) -> int | None:
+    """Tokens that its config.json says a model holds; None where it does not."""
+    settings = _read_json(_find_settings(files))
+    text = settings.get("text_config")
+    settings = text if isinstance(text, dict) else settings
+    # GPT-2 and its like have a name of their own for it.
+    found = settings.get("max_position_embeddings", settings.get("n_positions"))
+    return found if isinstance(found, int) else None
 
 
 def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | None:

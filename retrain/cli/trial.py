@@ -1,0 +1,226 @@
+"""What `retrain doctor` tries out: plug-ins are imported, the tokenizer is loaded, servers are asked.
+
+It runs in a process of its own, so that whatever a module does as it is imported, the report comes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from retrain.builtin import resolve_model
+from retrain.config import TrainConfig, dump_config
+from retrain.config.load import build_config
+from retrain.config.rules import SERVER_ENGINES
+from retrain.config.toml import parse_toml
+from retrain.errors import RetrainError
+from retrain.plugins import REGISTRIES, is_plugin, make_importable
+from retrain.preflight import go_offline, hub_answers, is_offline, models_of, needs_hub
+
+TRIAL_S = 60.0
+"""All trials together; a few seconds are usual."""
+ANSWER_S = 3.0
+_MARK = "trial: "
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one of them went: what was found, and why the run would not start, or ""."""
+
+    where: str
+    detail: str
+    problem: str = ""
+    is_known: bool = True
+
+
+Try = Callable[[TrainConfig], str]
+"""Does what the run will do, and says what was found; raises where the run would."""
+
+
+def try_out(config: TrainConfig) -> list[Trial]:
+    """Try everything that this configuration names, for as long as `TRIAL_S`."""
+    wanted = [where for where, _ in _trials(config)]
+    if not wanted:
+        return []
+    arguments = [sys.executable, "-c", "from retrain.cli.trial import main; main()"]
+    try:
+        done = subprocess.run(
+            arguments, input=dump_config(config), capture_output=True, text=True, timeout=TRIAL_S, check=False
+        )
+        lines, ended = done.stdout.splitlines(), Trial("", "", f"trying it ended with exit code {done.returncode}")
+    except subprocess.TimeoutExpired as error:
+        shown = error.stdout or b""
+        lines = shown.decode(errors="replace").splitlines()
+        ended = Trial("", f"not known: trying it took more than {TRIAL_S:.0f} s", is_known=False)
+    found = [Trial(**json.loads(line.removeprefix(_MARK))) for line in lines if line.startswith(_MARK)]
+    # The first one that is not there is the one that ended it; those after it were not tried.
+    return found + [replace(ended, where=where) for where in wanted[len(found) : len(found) + 1]]
+
+
+def main() -> None:
+    """The process: a configuration on standard input, a line for each trial on standard output."""
+    # What plug-ins print must not be taken for a line of ours.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    config = build_config(parse_toml(sys.stdin.read(), "stdin"), {}, "the configuration")
+    if needs_hub(config) and not is_offline() and not hub_answers():
+        go_offline()
+    for where, attempt in _trials(config):
+        try:
+            trial = Trial(where, attempt(config))
+        except RetrainError as error:
+            trial = Trial(where, "", str(error))
+        except Exception as error:
+            trial = Trial(where, "", f"{type(error).__name__}: {error}")
+        out.write(_MARK + json.dumps(asdict(trial)) + "\n")
+        out.flush()
+    out.close()
+    # Threads and processes that were left behind are nobody's concern here.
+    os._exit(0)
+
+
+def _trials(config: TrainConfig) -> Iterator[tuple[str, Try]]:
+    """What there is to try, the quickest first."""
+    if config.kind == "squeeze":
+        return
+    algorithm = config.algorithm
+    named = (
+        ("advantage", algorithm.advantage_mode),
+        ("transform", algorithm.transform_mode),
+        ("uncertainty", algorithm.uncertainty_kind),
+    )
+    if algorithm.algorithm_mode or any(is_plugin(kind, name) for kind, name in named):
+        yield "[algorithm]", _try_algorithm
+    if is_plugin("planning", config.planning.detector):
+        yield "[planning] detector", lambda c: _load("planning", c.planning.detector, c)
+    if config.environment.provider:
+        yield "[environment] provider", _try_environment
+    else:
+        if is_plugin("data", config.data.source):
+            yield "[data] source", _try_source
+        if any(kind == "custom" or is_plugin("reward", kind) for kind in _rewards(config)):
+            yield "[reward]", _try_reward
+    if is_plugin("backend", config.backend.backend):
+        yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
+    if config.backend.backend == "tinker":
+        yield "[backend] backend", _try_service
+    elif config.inference.starts_server:
+        yield "[inference] launch", _try_launch
+    elif config.inference.engine in SERVER_ENGINES:
+        yield "[inference] engine", _try_servers
+    elif is_plugin("engine", config.inference.engine):
+        yield "[inference] engine", lambda c: _load("engine", c.inference.engine, c)
+    for where, name in models_of(config).items():
+        yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
+
+
+def _rewards(config: TrainConfig) -> list[str]:
+    return [term.type for term in config.reward.terms] or [config.reward.type]
+
+
+def _load(kind: str, name: str, config: TrainConfig) -> str:
+    REGISTRIES[kind].load(name, config.plugins.search_paths)
+    return f"{name} was imported"
+
+
+def _try_algorithm(config: TrainConfig) -> str:
+    from retrain.advantages import CreditAssigner  # noqa: PLC0415  (only where there is something to try)
+
+    CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
+    return f"{config.condition} was made"
+
+
+def _try_source(config: TrainConfig) -> str:
+    from retrain.data import build_source  # noqa: PLC0415
+
+    build_source(config.data, config.plugins.search_paths)
+    return f"{config.data.source} was made"
+
+
+def _try_reward(config: TrainConfig) -> str:
+    from retrain.rewards import load_reward, read_spec  # noqa: PLC0415
+
+    spec = read_spec(config.reward, config.plugins.search_paths)
+    terms = [term for term in spec.terms if term.type != "judge"]
+    for term in terms:
+        load_reward(term, spec.search_paths)
+    return f"{', '.join(term.name for term in terms)} was imported"
+
+
+def _try_environment(config: TrainConfig) -> str:
+    from retrain.environments import build_environment  # noqa: PLC0415
+
+    section = config.environment.model_copy(update={"auto_install": False})
+    make_importable(config.plugins.search_paths)
+    if config.environment.auto_install and section.provider == "verifiers" and not _is_installed(section.id):
+        if shutil.which("prime") or shutil.which("uv"):
+            return f"{section.id} is not installed; the run installs it"
+        raise RetrainError("neither the Prime CLI nor uv is on the path.  Try: pip install prime")
+    build_environment(section, config.plugins.search_paths, lambda line: None)
+    return f"{section.id or section.provider} was made"
+
+
+def _is_installed(id: str) -> bool:
+    from retrain.environments.verifiers import is_shipped, module_name  # noqa: PLC0415
+
+    return importlib.util.find_spec(module_name(id)) is not None or is_shipped(id)
+
+
+def _try_tokenizer(name: str, where: str) -> str:
+    from retrain.tokens import load_tokenizer  # noqa: PLC0415  (imports transformers)
+
+    return f"{name}: {len(load_tokenizer(name, where)):,} tokens"
+
+
+def _try_service(config: TrainConfig) -> str:
+    from tinker.lib.base_url import resolve_base_url  # noqa: PLC0415  (an optional extra)
+
+    url = str(resolve_base_url(config.model.base_url or None))
+    problem = _why_no_answer(f"{url}/api/v1/healthz", urllib.request.build_opener())
+    if problem:
+        raise RetrainError(f"the Tinker service at {url} does not answer: {problem}")
+    return f"{url} answers"
+
+
+def _try_servers(config: TrainConfig) -> str:
+    from retrain.inference_engine.http import wire  # noqa: PLC0415
+
+    kinds = {kind.name: kind for kind in (wire.VLLM, wire.SGLANG, wire.MLX, wire.MAX, wire.OPENAI)}
+    kind = kinds[config.inference.engine]
+    named = [part.strip().rstrip("/").removesuffix("/v1") for part in config.inference.url.split(",") if part.strip()]
+    if kind.name == "max" and not named:
+        raise RetrainError('MAX has no engine in this process, and url is empty.  Try: url = "http://localhost:8000"')
+    urls = named or [f"http://127.0.0.1:{kind.port}"]
+    for url in urls:
+        problem = _why_no_answer(f"{url}{kind.health}", urllib.request.build_opener(urllib.request.ProxyHandler({})))
+        if problem:
+            start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
+            raise RetrainError(f"no {kind.name} server answers at {url}: {problem}  Try: {start}")
+    return f"{', '.join(urls)} answered"
+
+
+def _try_launch(config: TrainConfig) -> str:
+    from retrain.inference_engine.http.launch import find_vllm  # noqa: PLC0415  (imports PyTorch)
+
+    return f"{find_vllm()} starts it"
+
+
+def _why_no_answer(url: str, opener: urllib.request.OpenerDirector) -> str:
+    """Why nothing answers there, or ""; whoever refuses us is there."""
+    try:
+        opener.open(url, timeout=ANSWER_S).close()
+    except urllib.error.HTTPError as error:
+        return f"it answered {error.code}." if error.code >= 500 else ""
+    except (OSError, ValueError) as error:
+        reason: Any = error.reason if isinstance(error, urllib.error.URLError) else error
+        return f"{reason}."
+    return ""

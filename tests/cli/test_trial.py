@@ -1,0 +1,131 @@
+"""What `retrain doctor` tries out, in a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.cli import trial
+from retrain.config import load_config
+
+HERE = {
+    "backend.devices": "cpu",
+    "model.model": "builtin:tiny",
+    "data.source": "arithmetic",
+    "training.max_tokens": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def outcomes(**options: Any) -> dict[str, tuple[str, str]]:
+    """What each trial said but that of the tokenizer, which one test is for."""
+    config = load_config(None, HERE | {key.replace("__", "."): value for key, value in options.items()})
+    found = {}
+    for where, attempt in trial._trials(config):
+        if "tokenizer" not in where:
+            try:
+                found[where] = (attempt(config), "")
+            except Exception as error:
+                found[where] = ("", str(error))
+    return found
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in ("/health", "/v1/models") else 404)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Healthy) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:
+    assert outcomes() == {}
+    assert [where for where, _ in trial._trials(load_config(None, HERE))] == ["[model] model, tokenizer"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx", "openai", "max"])
+def test_a_server_is_asked(engine: str, server: str) -> None:
+    there = outcomes(inference__engine=engine, inference__url=server)
+    assert there == {"[inference] engine": (f"{server} answered", "")}
+    away = outcomes(inference__engine=engine, inference__url="http://127.0.0.1:1")["[inference] engine"][1]
+    assert f"no {engine} server answers at http://127.0.0.1:1: " in away and "Try: " in away
+    assert outcomes(inference__engine=engine)["[inference] engine"][1]
+
+
+def test_a_server_to_start_needs_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    found = outcomes(inference__engine="vllm", inference__launch=True)
+    assert "no vllm command in this environment" in found["[inference] launch"][1]
+
+
+def test_plug_ins_are_imported_and_looked_at(folder: Path) -> None:
+    (folder / "tried_parts.py").write_text(
+        "class Source:\n    def __init__(self, section): pass\n    def load(self): return []\n"
+        "def score(response, reference): return 1.0\ndef advantage(rewards): return rewards\nnothing = 5\n"
+    )
+    sound = outcomes(
+        algorithm__advantage_mode="tried_parts.advantage",
+        data__source="tried_parts.Source",
+        reward__type="custom",
+        reward__custom_module="tried_parts",
+    )
+    assert {where: problem for where, (_, problem) in sound.items()} == {
+        "[algorithm]": "",
+        "[data] source": "",
+        "[reward]": "",
+    }
+    broken = outcomes(
+        algorithm__transform_mode="tried_parts.nothing",
+        data__source="tried_parts.nothing",
+        reward__type="custom",
+        reward__custom_module="no_such_module_here",
+    )
+    assert "is int, not a TransformSpec" in broken["[algorithm]"][1]
+    assert "must be a class that takes the [data] table" in broken["[data] source"][1]
+    assert "no_such_module_here" in broken["[reward]"][1]
+
+
+def test_an_environment_is_made(folder: Path) -> None:
+    made = outcomes(environment__provider="builtin", environment__id="guess-number")
+    assert made == {"[environment] provider": ("guess-number was made", "")}
+    assert outcomes(environment__provider="builtin", environment__id="nonsense")["[environment] provider"][1]
+
+
+def test_the_process_says_how_each_trial_went(folder: Path) -> None:
+    (folder / "tried_loudly.py").write_text("print('trial: hello')\ndef score(response, reference): return 1.0\n")
+    options = {"reward.type": "custom", "reward.custom_module": "tried_loudly"}
+    reward, tokenizer = trial.try_out(load_config(None, HERE | options))
+    assert (reward.where, reward.problem) == ("[reward]", "")
+    assert tokenizer == trial.Trial("[model] model, tokenizer", "builtin:tiny: 486 tokens")
+
+
+def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "tried_ending.py").write_text("import os\nos._exit(3)\n")
+    (folder / "tried_sleeping.py").write_text("import time\ntime.sleep(600)\n")
+    options = {"reward.type": "custom", "reward.custom_module": "tried_ending"}
+    (ended,) = trial.try_out(load_config(None, HERE | options))
+    assert (ended.where, ended.problem) == ("[reward]", "trying it ended with exit code 3")
+    monkeypatch.setattr(trial, "TRIAL_S", 3.0)
+    (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
+    assert (slow.is_known, slow.problem) == (False, "")

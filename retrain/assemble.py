@@ -16,6 +16,7 @@ from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
+from retrain.devices import check_devices, is_on_cpu
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -123,6 +124,8 @@ def assemble(
     console = console or Console()
     if supplied == NOTHING:
         check_before_loading(config, console.say)
+    if supplied.backend is None:
+        check_devices(config)
     with ExitStack() as stack:
         try:
             parts = _build(config, force_resume, console, stack, supplied)
@@ -326,7 +329,7 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
     if not config.backpressure.enabled:
         return NoBackPressure()
     # As the model is loaded: in bf16 on a GPU, in float32 on a CPU, unless told otherwise.
-    wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and config.backend.devices == "cpu")
+    wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and is_on_cpu(config.backend.devices))
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.config import TrainConfig
+from retrain.devices import is_on_cpu
 
 # Tokens a micro-batch has where memory allows: enough to keep the largest GPUs busy.
 MICRO_BATCH = 9216
@@ -240,8 +241,7 @@ class Workload:
 
 def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
     """The workload of a configuration; how long prompts are it cannot know."""
-    on_cpu = all(device.strip() == "cpu" for device in config.backend.devices.split(","))
-    width = {"fp32": 4, "bf16": 2, "auto": 4 if on_cpu else 2}[config.model.dtype]
+    width = {"fp32": 4, "bf16": 2, "auto": 4 if is_on_cpu(config.backend.devices) else 2}[config.model.dtype]
     return Workload(
         config.training.batch_size, config.training.group_size, prompt_tokens, config.training.max_tokens,
         config.model.lora_rank, config.lora.target_modules, width,

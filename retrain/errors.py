@@ -20,6 +20,8 @@ class RetrainError(Exception):
     """Root of every error that retrain raises on purpose."""
 
     exit_code = 1
+    next_step = ""
+    """A line to print below the message: how the run is resumed."""
 
 
 @dataclass(frozen=True)

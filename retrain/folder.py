@@ -16,6 +16,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.recording import drop_recordings
 from retrain.seeding import fresh_seed
 from retrain.tracking.jsonl import FILES, cut_logs
+from retrain.tracking.restore import restore_logs
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -71,7 +72,8 @@ class RunFolder:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():
                     _copy_logs(self.resumed, self.path)
-                cut_logs(self.path, self.checkpoint.state["log_sizes"])
+                short = cut_logs(self.path, self.checkpoint.state["log_sizes"])
+                restore_logs(self.path, short, self.checkpoint.step, self.config.condition, self.say)
                 drop_recordings(self.path, self.checkpoint.step)
                 Checkpoints(self.path, self.config.training.keep, self.say).drop_after(self.checkpoint.step)
             elif any(_holds_something(self.path / name) for name in RUN_FILES):

@@ -22,6 +22,7 @@ from retrain.evaluate import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.recording import write_recording
 from retrain.rollout import Rollouts
+from retrain.schedule import learning_rate
 from retrain.seeding import seed_everything
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
@@ -223,9 +224,23 @@ def resume(parts: Parts) -> Progress:
     parts.sepa.load_state_dict(state["sepa"])
     parts.backpressure.load_state_dict(state["backpressure"])
     progress = Progress(**state["progress"])
+    mention_other_schedule(parts, checkpoint.step, int(state.get("max_steps", parts.config.training.max_steps)))
     if state["configured_batch_size"] != parts.config.training.batch_size:
         progress.batch_size = parts.config.training.batch_size
     return progress
+
+
+def mention_other_schedule(parts: Parts, step: int, max_steps: int) -> None:
+    """Say how the learning rate jumps where a schedule is stretched or squeezed to another number of steps."""
+    config = parts.config
+    earlier = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": max_steps})})
+    before, now = learning_rate(earlier, step), learning_rate(config, step)
+    if before != now:
+        parts.console.say(
+            f"Note: [optimizer] schedule = {config.optimizer.schedule!r} runs over max_steps, which is "
+            f"{config.training.max_steps} where it was {max_steps}: the learning rate of step {step} is {now:.4g} in "
+            f"place of {before:.4g}."
+        )
 
 
 def save(parts: Parts, progress: Progress, status: str) -> None:
@@ -236,6 +251,7 @@ def save(parts: Parts, progress: Progress, status: str) -> None:
     state = {
         "progress": vars(progress).copy(),
         "configured_batch_size": parts.config.training.batch_size,
+        "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),

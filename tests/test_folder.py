@@ -347,6 +347,61 @@ def test_a_torn_last_line_is_cut_and_no_step_appears_twice(model: Path, run_fold
     assert len(rows(run_folder / "logs", "emergence/generations.jsonl")) == 48
 
 
+def resumed(model: Path, folder: Path, **overrides: Any) -> str:
+    """Two more steps of the run; what they said."""
+    logs = str(folder / "logs")
+    _, printed = train_quietly(fake_config(model, folder, training__max_steps=6, resume__from=logs, **overrides))
+    return printed
+
+
+def test_metrics_that_were_deleted_before_a_resume_are_missed_and_rebuilt(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    before = rows(logs)
+    (logs / "metrics.jsonl").unlink()
+    printed = resumed(model, run_folder)
+    assert f"Warning: {logs}/metrics.jsonl lost the rows of steps 0-3 since the checkpoint." in printed
+    assert "Those of steps 0-3 are rebuilt with rewards and evaluations alone." in printed
+    after = rows(logs)
+    assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
+    assert [row.get("rebuilt", False) for row in after] == [True] * 4 + [False] * 2
+    for old, new in zip(before, after[:4], strict=True):
+        kept = ("condition", "mean_reward", "correct_rate", "running_correct_rate")
+        assert [new[key] for key in kept] == pytest.approx([old[key] for key in kept])
+
+
+def test_metrics_that_were_shortened_keep_what_is_left_and_no_step_appears_twice(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    kept = (logs / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # The first two rows are gone, and a step of after the checkpoint is there.
+    (logs / "metrics.jsonl").write_text("".join(kept[2:]) + '{"step": 4}\n{"ste')
+    printed = resumed(model, run_folder)
+    assert "lost the rows of steps 0-1 since the checkpoint. Those of steps 0-1 are rebuilt" in printed
+    after = rows(logs)
+    assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
+    assert after[2] == json.loads(kept[2])
+
+
+def test_what_the_other_logs_do_not_have_is_said_to_be_gone(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl"):
+        (logs / name).unlink()
+    printed = resumed(model, run_folder)
+    assert "metrics.jsonl lost the rows of steps 0-3 since the checkpoint. The other logs do not have them." in printed
+    assert "generations.jsonl is shorter than at the checkpoint. What it lost cannot be rebuilt." in printed
+    assert [row["step"] for row in rows(logs)] == [4, 5]
+
+
+def test_summaries_are_rebuilt_from_completions_and_metrics_from_them(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    before, summaries = rows(logs), rows(logs, "emergence/steps.jsonl")
+    (logs / "metrics.jsonl").unlink()
+    (logs / "emergence" / "steps.jsonl").unlink()
+    assert "steps.jsonl lost the rows of steps 0-3" in resumed(model, run_folder)
+    rebuilt = rows(logs, "emergence/steps.jsonl")[:4]
+    assert rebuilt == [row | {"rebuilt": True} for row in summaries]
+    assert [row["correct_rate"] for row in rows(logs)[:4]] == [row["correct_rate"] for row in before]
+
+
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(model: Path, run_folder: Path) -> None:
     expected = rows_without_times(run_folder / "logs")
     (run_folder / "logs" / "checkpoints" / "step_000004" / "adapter" / "steps.txt").write_text("9")

@@ -221,7 +221,7 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
     assert run_command(fake_config(model, tmp_path)) == 1
     told = capsys.readouterr().err
     assert "scoring failed for 6 of 8 completions (error: ValueError: this response is cursed)" in told
-    assert f"To go on: retrain --resume {tmp_path / 'logs'}" in told
+    assert told.endswith(f"To go on: retrain --resume {tmp_path / 'logs'}\n"), "below the error"
     assert (tmp_path / "logs" / "checkpoints" / "step_000001" / "checkpoint.json").exists()
     play.script = by_index("right", "wrong")
     play.before_generate = staticmethod(lambda call: None)
@@ -529,9 +529,9 @@ def test_a_plain_error_before_training_saves_the_step_it_came_in(
     else:
         monkeypatch.setattr(episode, "maxrl", fail_at_its_place)
     if culprit == "engine":
-        with pytest.raises(RuntimeError, match="out of luck"):
+        with pytest.raises(RuntimeError, match="out of luck") as raised:
             run_command(fake_config(model, tmp_path))
-        assert f"To go on: retrain --resume {tmp_path / 'logs'}" in capsys.readouterr().err
+        assert raised.value.__notes__ == [f"To go on: retrain --resume {tmp_path / 'logs'}"], "below the traceback"
     else:
         with pytest.raises(PluginError, match="out of luck"):
             train_quietly(fake_config(model, tmp_path))
@@ -746,6 +746,22 @@ def test_a_run_that_reports_late_and_is_cut_has_the_rows_of_the_one_that_was_not
     play.before_generate = staticmethod(lambda now: None)
     train_quietly(fake_config(model, tmp_path, **late, resume__from=str(tmp_path / "logs")))
     assert rows_without_times(tmp_path / "logs") == rows_without_times(tmp_path / "whole")
+
+
+def test_a_resume_that_stretches_the_schedule_says_how_the_learning_rate_jumps(model: Path, tmp_path: Path) -> None:
+    linear = {"optimizer__schedule": "linear", "training__lr": 1e-3, "resume__from": str(tmp_path / "logs")}
+    train_quietly(fake_config(model, tmp_path, **linear | {"resume__from": ""}))
+    _, printed = train_quietly(fake_config(model, tmp_path, **linear, training__max_steps=8))
+    # Half of the new way is left where all of the old one was gone.
+    assert (
+        "Note: [optimizer] schedule = 'linear' runs over max_steps, which is 8 where it was 4: "
+        "the learning rate of step 4 is 0.0005 in place of 0."
+    ) in printed
+    _, printed = train_quietly(fake_config(model, tmp_path, **linear, training__max_steps=8))
+    assert "Note: [optimizer]" not in printed, "the same length"
+    train_quietly(fake_config(model, tmp_path))
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))
+    assert "Note: [optimizer]" not in printed, "a constant rate does not jump"
 
 
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:

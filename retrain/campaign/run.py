@@ -31,6 +31,7 @@ from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.options import options_by_path
+from retrain.devices import check_devices
 from retrain.distributed.place import refuse_alone
 from retrain.errors import CheckpointError, ConfigError
 from retrain.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
@@ -51,6 +52,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
         refuse_absent_parts(run.config)
+        if config.campaign is not None and config.campaign.executor == "local":
+            check_devices(run.config)
         refuse_alone(run.config)
         check_before_loading(run.config)
     if config.campaign is not None and config.campaign.stop_when:

@@ -161,7 +161,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except RetrainError as error:
-        click.echo(redact(f"error: {error}"), err=True)
+        click.echo(redact(f"error: {error}\n{error.next_step}".rstrip()), err=True)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone; that is no failure.

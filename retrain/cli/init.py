@@ -18,13 +18,13 @@ from retrain.errors import ConfigError
 _QUESTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "train": (
         ("model.model", "Model (Hugging Face id, folder, or builtin:tiny)"),
-        ("backend.devices", "Devices (gpu:0, cpu, ...)"),
+        ("backend.devices", "Devices (auto, gpu:0, cpu, ...)"),
         ("data.source", "Problems (math, gsm8k, arithmetic, or a dotted path)"),
         ("training.max_steps", "Training steps"),
     ),
     "campaign": (
         ("model.model", "Model (Hugging Face id, folder, or builtin:tiny)"),
-        ("backend.devices", "Devices (gpu:0, cpu, ...)"),
+        ("backend.devices", "Devices (auto, gpu:0, cpu, ...)"),
         ("data.source", "Problems (math, gsm8k, arithmetic, or a dotted path)"),
         ("campaign.max_steps", "Training steps of each run"),
     ),

@@ -24,6 +24,7 @@ from retrain.cli.explain import list_runs, measured_steps, runs_at_once, steps_o
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
+from retrain.devices import is_on_cpu
 from retrain.errors import ConfigError
 from retrain.model_files import find_model, read_facts
 from retrain.roofline import CARDS, REACHED, Card, detect_card, find_card, step_time
@@ -145,8 +146,7 @@ def choose_card(config: TrainConfig, given: Given) -> Card | None:
                 f"--card {given.card!r} is not in the table ({known}).  Try: --memory, --tflops, --bandwidth"
             )
     else:
-        on_cpu = all(device.strip() == "cpu" for device in config.backend.devices.split(","))
-        card = None if on_cpu else detect_card()
+        card = None if is_on_cpu(config.backend.devices) else detect_card()
     if (given.memory, given.tflops, given.bandwidth) == (None, None, None):
         return card
     base = card or Card("as given", 0.0, 0.0, 0.0)

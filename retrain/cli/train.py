@@ -131,10 +131,12 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         _say(f"Interrupted. {how_to_go_on(config)}".rstrip(), err=True)
         return 130
     except Exception as error:
-        # Wrong input would be refused again; anything else may have been a bad day.
-        refused = isinstance(error, RetrainError) and error.exit_code != RetrainError.exit_code
-        if how_to_go_on(config) and not refused:
-            _say(how_to_go_on(config), err=True)
+        # Below the message. Wrong input would be refused again; anything else may have been a bad day.
+        hint = how_to_go_on(config)
+        if hint and not isinstance(error, RetrainError):
+            error.add_note(hint)
+        elif isinstance(error, RetrainError) and error.exit_code == RetrainError.exit_code:
+            error.next_step = hint
         raise
     evaluation = result.last_evaluation
     held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""

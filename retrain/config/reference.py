@@ -43,7 +43,7 @@ class Template:
 
 
 _FIRST_RUN = {
-    "backend.devices": "gpu:0",
+    "backend.devices": "auto",
     "model.model": "Qwen/Qwen3-4B-Instruct-2507",
     "model.lora_rank": 32,
     "algorithm.advantage_mode": "maxrl",
@@ -112,7 +112,7 @@ TEMPLATES: dict[str, Template] = {
     "campaign": Template(
         "Five methods compared over several seeds.",
         {
-            "backend.devices": "gpu:0",
+            "backend.devices": "auto",
             "model.model": "Qwen/Qwen3-4B-Instruct-2507",
             "model.lora_rank": 32,
             "training.batch_size": 8,
@@ -128,7 +128,7 @@ TEMPLATES: dict[str, Template] = {
         },
     ),
     "squeeze": Template(
-        "The smallest adapter that keeps what was learnt (can be explained, not yet run).",
+        "The smallest adapter that keeps what was learnt.",
         {
             "model.lora_rank": 32,
             "squeeze.adapter_path": "/tmp/retrain_adapter",

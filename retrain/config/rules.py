@@ -65,14 +65,16 @@ def names_are_known(config: TrainConfig) -> Iterator[Problem]:
 
 
 def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
-    """`cpu`, `gpu:N`, or several of these with commas."""
+    """`auto`, `cpu`, `gpu:N`, or several of the last two with commas."""
     devices = [device.strip() for device in config.backend.devices.split(",")]
+    if devices == ["auto"]:
+        return
     bad = [device for device in devices if not _DEVICE.fullmatch(device)]
     if bad:
         yield Problem(
             "[backend] devices",
-            f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas.",
-            'Try: devices = "gpu:0"',
+            f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas; auto stands alone.",
+            'Try: devices = "auto"',
         )
     elif len(set(devices)) < len(devices) and set(devices) != {"cpu"}:
         yield Problem(

@@ -17,7 +17,10 @@ class Backend(Section):
     backend: str = option(
         "local", "Training backend: local (PyTorch and PEFT) or tinker (a remote service).", kind="backend"
     )
-    devices: str = option("gpu:0", "Devices, comma-separated; with two the first samples while the last trains.")
+    devices: str = option(
+        "gpu:0",
+        "auto (the first GPU, else the CPU), cpu, gpu:N, or several with commas: the first samples, the last trains.",
+    )
     adapter_path: str = option(
         "/tmp/retrain_adapter",
         "Folder that always holds the newest adapter in PEFT layout.",

@@ -11,6 +11,7 @@ import torch
 from retrain.backends.local import LocalBackend, check_server, make_engine
 from retrain.backends.local.model import Policy, load_policy
 from retrain.config import TrainConfig
+from retrain.devices import AUTO, device_names, find_missing
 from retrain.distributed.fsdp import ShardedLearner, shard
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.place import Place
@@ -39,12 +40,15 @@ class NoEngine:
 
 def find_device(config: TrainConfig, place: Place, say: Callable[[str], None]) -> torch.device:
     """The device of a rank: the GPU of its number on its machine, or of that place among several in the file."""
-    names = [name.strip() for name in config.backend.devices.split(",")]
+    names = device_names(config.backend.devices)
     count = torch.cuda.device_count()
-    if set(names) == {"cpu"} or not count:
-        if set(names) != {"cpu"}:
-            say(f"Warning: there is no GPU here; {place.local_world} ranks share the CPU.")
+    if set(names) == {"cpu"}:
         return torch.device("cpu")
+    if names == [AUTO] and not count:
+        say(f'Warning: devices = "auto" found no GPU; {place.local_world} ranks share the CPU.')
+        return torch.device("cpu")
+    if not count:
+        find_missing(config.backend.devices, count)
     numbers = [int(name[4:]) for name in names if name != "cpu"] if len(names) > 1 else list(range(count))
     if len(numbers) < place.local_world or max(numbers) >= count:
         listed = f", of which [backend] devices allows {len(numbers)}" if len(names) > 1 else ""

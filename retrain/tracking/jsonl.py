@@ -128,15 +128,17 @@ def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> None:
-    """Shorten the files to what they held at a checkpoint: later steps will be written again."""
+def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Shorten the files to what they held at a checkpoint: later steps will be written again.
+
+    Returns the names of those that hold less than that, because somebody else shortened or deleted them.
+    """
+    short = []
     for name in FILES:
-        path = log_dir / name
-        if not path.exists():
-            continue
-        if path.stat().st_size > sizes.get(name, 0):
-            os.truncate(path, sizes.get(name, 0))
-        # A file shorter than recorded was torn from outside; half a line would spoil the next.
-        held = path.read_bytes() if path.stat().st_size < sizes.get(name, 0) else b"\n"
-        if not held.endswith(b"\n"):
-            os.truncate(path, held.rfind(b"\n") + 1)
+        path, size = log_dir / name, sizes.get(name, 0)
+        held = path.stat().st_size if path.exists() else 0
+        if held < size:
+            short.append(name)
+        elif held > size:
+            os.truncate(path, size)
+    return short

@@ -13,6 +13,7 @@ from e2e.tiny import PlainTokenizer, config_for, policy_for, random_datums, rand
 from retrain.backends.local import LocalBackend, build, resolve_devices
 from retrain.backends.local.model import load_policy
 from retrain.backends.local.split import SplitBackend
+from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.types import Completion, Sampling
 
@@ -28,27 +29,59 @@ def build_on(tiny: Path, devices: str, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus", "expected", "warnings"),
+    ("text", "gpus", "expected"),
     [
-        ("cpu", 0, ["cpu"], 0),
-        ("cpu,cpu", 0, ["cpu", "cpu"], 0),
-        ("gpu:0", 0, ["cpu"], 1),
-        ("gpu:0,gpu:1", 0, ["cpu"], 1),
-        ("gpu:0,gpu:1", 1, ["cuda:0"], 1),
-        ("gpu:0", 1, ["cuda:0"], 0),
-        ("gpu:0, gpu:1", 2, ["cuda:0", "cuda:1"], 0),
-        ("gpu:3", 2, ["cpu"], 1),
-        ("gpu:1,gpu:0", 2, ["cuda:1", "cuda:0"], 0),
+        ("cpu", 0, ["cpu"]),
+        ("cpu,cpu", 0, ["cpu", "cpu"]),
+        ("gpu:0", 1, ["cuda:0"]),
+        ("gpu:0, gpu:1", 2, ["cuda:0", "cuda:1"]),
+        ("gpu:1,gpu:0", 2, ["cuda:1", "cuda:0"]),
+        ("gpu:0,cpu", 1, ["cuda:0", "cpu"]),
+        ("auto", 2, ["cuda:0"]),
+        ("auto", 0, ["cpu"]),
     ],
 )
-def test_devices_are_read_and_missing_ones_become_the_cpu(
-    text: str, gpus: int, expected: list[str], warnings: int, monkeypatch: pytest.MonkeyPatch
+def test_devices_are_those_of_the_file(
+    text: str, gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     said: list[str] = []
     assert [str(device) for device in resolve_devices(text, said.append)] == expected
-    assert len(said) == warnings
-    assert all(line.startswith("Warning: there is no gpu:") and "; using " in line for line in said)
+    on_cpu = ['Warning: devices = "auto" found no GPU, so this run is on the CPU.']
+    assert said == (on_cpu if (text, gpus) == ("auto", 0) else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        ("gpu:0", 0, 'devices = "gpu:0", but PyTorch finds no GPU here.  Try: devices = "cpu", or devices = "auto"'),
+        ("gpu:0,gpu:1", 1, 'devices = "gpu:0,gpu:1", but PyTorch finds 1 GPU here.  Try: devices = "gpu:0"'),
+        ("gpu:3", 2, 'devices = "gpu:3", but PyTorch finds 2 GPUs here.  Try: devices = "gpu:0"'),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(
+    text: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError) as refused:
+        resolve_devices(text, quiet)
+    assert f"[backend] {message}" in str(refused.value)
+
+
+def test_the_default_file_on_a_machine_without_a_gpu_names_the_line_to_write_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "retrain.toml").write_text("")
+    assert run([]) == 2
+    printed = capsys.readouterr()
+    assert 'Try: devices = "cpu", or devices = "auto"' in printed.err
+    assert printed.out == ""
+    assert not (tmp_path / "logs").exists()
+    (tmp_path / "retrain.toml").write_text("[campaign]\nseeds = [1]\n")
+    assert run([]) == 2
+    assert 'Try: devices = "cpu", or devices = "auto"' in capsys.readouterr().err
 
 
 def test_a_cloned_policy_keeps_the_reason_why_it_attends_by_itself(tiny: Path) -> None:

@@ -71,10 +71,11 @@ def test_a_cpu_configuration_on_a_machine_without_gpu_is_well(capsys: pytest.Cap
 
 def test_a_gpu_that_is_not_there_is_missing_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
-    code, checks = _examine(capsys)
+    code, checks = _examine(capsys, "--devices", "gpu:0")
     assert code == 1
     assert "--devices cpu" in checks["gpu:0"]["fix"]
     assert _examine(capsys, "--devices", "cpu")[0] == 0
+    assert _examine(capsys)[0] == 0, "what the starter file says: auto"
 
 
 def test_gpu_memory_is_shown_and_a_second_gpu_missed(
@@ -211,7 +212,7 @@ def test_offline_a_model_that_is_not_cached_is_missing(
 
 def test_the_plain_report_ends_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
-    assert run(["doctor"]) == 1
+    assert run(["doctor", "--devices", "gpu:0"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 missing."
     assert any(line.startswith("missing  gpu:0") and "--devices cpu" in line for line in lines)

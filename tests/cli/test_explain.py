@@ -64,7 +64,7 @@ def test_a_training_run_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None
     data = _explain(capsys)
     assert (data["kind"], data["condition"], data["file"]) == ("train", "maxrl+gtpo_sepa", "retrain.toml")
     assert data["step"] == {"prompts": 4, "completions": 32, "max_tokens": 32 * 1024}
-    assert data["engine"] == {"name": "pytorch", "url": None, "backend": "local", "devices": "gpu:0"}
+    assert data["engine"] == {"name": "pytorch", "url": None, "backend": "local", "devices": "auto"}
     assert {"path": "training.max_steps", "value": 20, "default": 500} in data["changed"]
     assert data["blockers"] == []
     assert "logs/train/metrics.jsonl" in data["files"]

@@ -30,7 +30,7 @@ _BREAKS: dict[str, tuple[str, str, str, str]] = {
         "Try: max_tokens = 2048",
     ),
     "an unknown method": ('"gtpo_sepa"', '"gtpo_sepia"', "[algorithm] transform_mode", "Did you mean 'gtpo_sepa'?"),
-    "an impossible device": ('"gpu:0"', '"tpu"', "[backend] devices", 'Try: devices = "gpu:0"'),
+    "an impossible device": ('"auto"', '"tpu"', "[backend] devices", 'Try: devices = "auto"'),
     "an unfinished reward": ('type = "match"', 'type = "custom"', "[reward] custom_module", "Try: custom_module ="),
     "a group of one": ("group_size = 8", "group_size = 1", "[training] group_size", "Try: group_size = 16"),
     "a broken line": ("max_steps = 20", "max_steps = = 20", "(line", "^"),

@@ -42,7 +42,7 @@ def values_for(option: Option) -> st.SearchStrategy[Any]:
             [option.default, *REGISTRIES[option.kind].builtins, "my_package.part", "my_package:part"]
         )
     if option.key == "devices":
-        return st.sampled_from(["cpu", "gpu:0", "gpu:0,gpu:1"])
+        return st.sampled_from(["auto", "cpu", "gpu:0", "gpu:0,gpu:1"])
     return _of_type(option.field.annotation, _metadata(option.field))
 
 

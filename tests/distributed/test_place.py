@@ -84,7 +84,8 @@ def test_sharding_over_one_process_is_refused(tables: dict[str, Any]) -> None:
     ("devices", "gpus", "local", "expected"),
     [
         ("cpu", 8, (1, 2), "cpu"),
-        ("gpu:0", 0, (1, 2), "cpu"),
+        ("auto", 0, (1, 2), "cpu"),
+        ("auto", 8, (1, 2), "cuda:1"),
         ("gpu:0", 8, (3, 4), "cuda:3"),
         ("gpu:4,gpu:6", 8, (1, 2), "cuda:6"),
     ],
@@ -95,6 +96,13 @@ def test_a_rank_has_a_device_of_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
     assert find_device(config, Place(local[0], local[1], *local), lambda line: None) == torch.device(expected)
+
+
+def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = build_config({"backend": {"devices": "gpu:0"}}, {}, "run.toml")
+    with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
+        find_device(config, Place(0, 2, 0, 2), lambda line: None)
 
 
 @pytest.mark.parametrize(("devices", "gpus"), [("gpu:0", 2), ("gpu:0,gpu:1", 8), ("gpu:0,gpu:1,gpu:9", 8)])

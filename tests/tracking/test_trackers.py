@@ -23,6 +23,7 @@ from retrain.errors import CheckpointError, ConfigError, MissingExtraError
 from retrain.tracking import EveryFew, Trackers, metric_name
 from retrain.tracking.console import Console, step_line
 from retrain.tracking.jsonl import DEBUG, FILES, JsonlTracker, cut_logs
+from retrain.tracking.restore import restore_logs
 from retrain.types import Completion, Example, Group, Score, StepMetrics
 
 METRICS: StepMetrics = {
@@ -207,17 +208,23 @@ def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path
     tracker.finish()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "lo')
-    cut_logs(tmp_path, sizes)
+    assert cut_logs(tmp_path, sizes) == []
     assert {name: (tmp_path / name).stat().st_size for name in FILES if name != DEBUG} == sizes
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
-@pytest.mark.parametrize(("torn", "left"), [(b'{"step": 0}\n{"st', b'{"step": 0}\n'), (b'{"st', b""), (b"", b"")])
-def test_a_line_torn_before_its_checkpoint_is_cut_too(tmp_path: Path, torn: bytes, left: bytes) -> None:
+@pytest.mark.parametrize(("torn", "left"), [(b'{"step": 0}\n{"st', [0]), (b'{"st', []), (b"", [])])
+def test_a_line_torn_before_its_checkpoint_is_cut_too_and_said_to_be_lost(
+    tmp_path: Path, torn: bytes, left: list[int]
+) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(torn)
-    cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == left
-    assert not (tmp_path / "eval.jsonl").exists()
+    short = cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10})
+    assert short == ["metrics.jsonl", "eval.jsonl"]
+    said: list[str] = []
+    restore_logs(tmp_path, short, 2, "grpo+none", said.append)
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == left
+    assert (tmp_path / "eval.jsonl").read_bytes() == b""
+    assert len(said) == 2 and all(line.startswith("Warning: ") for line in said)
 
 
 @pytest.mark.parametrize("call", ["log", "sizes"])

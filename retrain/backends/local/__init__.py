@@ -17,6 +17,7 @@ from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
 from retrain.config.rules import samples_apart
+from retrain.devices import AUTO, device_names, find_missing
 from retrain.distributed.place import find_place
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
@@ -124,13 +125,11 @@ class LocalBackend:
 
 
 def resolve_devices(text: str, say: Callable[[str], None]) -> list[torch.device]:
-    """Devices in torch's terms. One that is not there is left out, with a warning; if none is left, it is the CPU."""
-    names = [part.strip() for part in text.split(",")]
-    missing = [name for name in names if name != "cpu" and int(name[4:]) >= torch.cuda.device_count()]
-    there = [name for name in names if name not in missing]
-    if missing:
-        instead = ", ".join(there) or "the CPU"
-        say(
-            f"Warning: there is no {', '.join(missing)} here ({torch.cuda.device_count()} GPUs found); using {instead}."
-        )
-    return [torch.device("cpu") if name == "cpu" else torch.device("cuda", int(name[4:])) for name in there or ["cpu"]]
+    """Devices in torch's terms. One that is not there is refused; `auto` is the first GPU, or else the CPU."""
+    names = device_names(text)
+    if names == [AUTO]:
+        names = ["gpu:0"] if torch.cuda.device_count() else ["cpu"]
+        if names == ["cpu"]:
+            say('Warning: devices = "auto" found no GPU, so this run is on the CPU.')
+    find_missing(text, torch.cuda.device_count())
+    return [torch.device("cpu") if name == "cpu" else torch.device("cuda", int(name[4:])) for name in names]

@@ -55,6 +55,7 @@ def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     sent = []
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("retrain.tracking.wandb.log_squeeze", lambda config, folder, found: sent.append(found))
     tables = {"squeeze": {}, "logging": {"wandb_project": "tests"}}
     run_with(FakeExecutor(with_adapter), campaign_config(tmp_path / "a", tables), monkeypatch)

@@ -291,22 +291,6 @@ def test_something_else_at_the_port_is_told_apart(rig: Make, server: Loopback, m
         rig(server).check()
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"attention_kernel": "flash"}, 'attention_kernel = "flash".*--attention-backend'),
-        ({"dtype": "fp8"}, 'dtype = "fp8".*--quantization'),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
-        ({"prefix_caching": False}, "prefix_caching = false.*--no-enable-prefix-caching"),
-    ],
-)
-def test_what_only_the_server_can_do_is_refused_with_its_flag(
-    rig: Make, server: Loopback, settings: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        rig(server, **settings)
-
-
 def test_a_sampling_option_that_the_server_means_otherwise_is_refused(rig: Make, server: Loopback) -> None:
     with pytest.raises(ConfigError, match=r"top_k = 5 cannot be had from engine = .openai."):
         rig(server, build=openai).check(replace(SAMPLING, top_k=5))

@@ -68,18 +68,19 @@ def test_a_gpu_that_is_not_there_is_refused(
     assert f"[backend] {message}" in str(refused.value)
 
 
-def test_the_default_file_on_a_machine_without_a_gpu_names_the_line_to_write_before_anything_is_loaded(
+def test_a_file_without_devices_on_a_machine_without_a_gpu_is_told_the_line_to_write_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "retrain.toml").write_text("")
+    short = '[model]\nmodel = "builtin:tiny"\n[data]\nsource = "arithmetic"\n[training]\nmax_tokens = 64\n'
+    (tmp_path / "retrain.toml").write_text(short)
     assert run([]) == 2
     printed = capsys.readouterr()
     assert 'Try: devices = "cpu", or devices = "auto"' in printed.err
     assert printed.out == ""
     assert not (tmp_path / "logs").exists()
-    (tmp_path / "retrain.toml").write_text("[campaign]\nseeds = [1]\n")
+    (tmp_path / "retrain.toml").write_text(f"{short}[campaign]\nseeds = [1]\n")
     assert run([]) == 2
     assert 'Try: devices = "cpu", or devices = "auto"' in capsys.readouterr().err
 

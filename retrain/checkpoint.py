@@ -22,12 +22,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from retrain.errors import CheckpointError
+from retrain.publishing import may_replace, publish_folder
 
 MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
-# A folder with one of these holds weights that a run published: an adapter, or a model trained as a whole.
-PUBLISHED_MARKS = ("adapter_config.json", "retrain.json")
 NOTES = "notes.json"
 
 
@@ -141,30 +140,20 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
     if not (checkpoint / "adapter").is_dir():
         # A backend of another kind may have none.
         return
-    if not _may_replace(adapter_path):
+    if not may_replace(adapter_path):
         say(
             f"Warning: {adapter_path} holds something other than an adapter, so it is left alone. "
             f"The adapter is in {checkpoint / 'adapter'}."
         )
         return
-    draft = adapter_path.with_name(f".{adapter_path.name}.{os.getpid()}")
     try:
-        _remove(draft)
-        shutil.copytree(checkpoint / "adapter", draft)
-        # A folder cannot be renamed over one that holds files, so the old one steps aside first.
-        _remove(adapter_path)
-        os.rename(draft, adapter_path)
+        publish_folder(adapter_path, lambda draft: _copy_into(checkpoint / "adapter", draft))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            _remove(draft)
         say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {checkpoint / 'adapter'}.")
 
 
-def _may_replace(adapter_path: Path) -> bool:
-    """Nothing there, an empty folder or an older adapter; never a folder that somebody named by mistake."""
-    if adapter_path.is_dir():
-        return any((adapter_path / mark).exists() for mark in PUBLISHED_MARKS) or not any(adapter_path.iterdir())
-    return not adapter_path.exists()
+def _copy_into(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
 def digest(path: Path) -> str:

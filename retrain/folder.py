@@ -25,7 +25,7 @@ LOCK_FILE = ".lock"
 FREE_TO_CHANGE = (
     "backend.devices", "backend.adapter_path", "training.max_steps", "training.epochs", "training.save_every",
     "training.keep", "training.record", "training.deterministic", "memory.", "distributed.", "eval.",
-    "reward.timeout_s", "reward.workers",
+    "reward.timeout_s", "reward.workers", "reward.memory_mb", "reward.pass_env",
     "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
     "reward.judge_completion_price", "logging.", "resume.", "plugins.",
     "inference.url", "model.base_url", "backend.max_concurrent", "backend.throttle_dir", "campaign.", "squeeze.",

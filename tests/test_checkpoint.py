@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,6 +197,49 @@ def test_the_newest_adapter_is_published_over_the_older_one(checkpoints: Checkpo
         assert (target / "mark").read_text() == mark
     assert sorted(path.name for path in target.parent.iterdir()) == ["adapter"]
     assert told == []
+
+
+def test_other_files_beside_a_published_adapter_stay(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    target, told = tmp_path / "adapter", []
+    publish_adapter(checkpoints.save(1, {}, write), target, told.append)
+    (target / "thesis.txt").write_text("years of work")
+    (target / "notes").mkdir()
+    (target / "notes" / "a.txt").write_text("more")
+    # A model that was cut into more files: with the new weights beside them, nobody knows which are meant.
+    (target / "model-00001-of-00002.safetensors").write_text("old")
+    checkpoint = checkpoints.save(2, {}, write)
+    (checkpoint / "adapter" / "mark").write_text("second")
+    publish_adapter(checkpoint, target, told.append)
+    assert (target / "thesis.txt").read_text() == "years of work"
+    assert (target / "notes" / "a.txt").read_text() == "more"
+    assert (target / "mark").read_text() == "second"
+    assert not (target / "model-00001-of-00002.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "adapter" in path.name) == ["adapter"]
+    assert told == []
+
+
+def test_a_link_to_the_place_of_the_adapter_stays_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "adapter").symlink_to(tmp_path / "disk")
+    publish_adapter(checkpoints.save(1, {}, write), tmp_path / "adapter", lambda _: None)
+    assert (tmp_path / "adapter").is_symlink()
+    assert (tmp_path / "disk" / "adapter_config.json").exists()
+
+
+def test_what_killed_publishes_left_is_swept_and_that_of_live_ones_stays(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as live:
+        gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+        dead = int(gone.stdout)
+        for name in (f".adapter.{dead}", f".removing_adapter_{dead}", f".adapter.{live.pid}", f".other.{dead}"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "x").write_text("")
+        publish_adapter(checkpoints.save(1, {}, write), tmp_path / "adapter", lambda _: None)
+        live.kill()
+    left = {path.name for path in tmp_path.iterdir()} & {f".adapter.{dead}", f".removing_adapter_{dead}"}
+    assert not left
+    assert (tmp_path / f".adapter.{live.pid}").is_dir() and (tmp_path / f".other.{dead}").is_dir()
 
 
 def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import click
 from retrain.campaign.child import PARENT
 from retrain.campaign.processes import CHILD
 from retrain.interrupts import SIGNALS
+from retrain.publishing import make_temporary
 
 # A rank is gone: rank 0 says so and ends by itself; else it is told to, and then it is killed with all the others.
 TELL_AFTER_S, KILL_AFTER_S = 20.0, 45.0
@@ -106,8 +106,9 @@ class Ranks:
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `retrain` with these arguments in several processes; its exit code."""
     command = [sys.executable, "-c", CHILD, *arguments]
-    with tempfile.TemporaryDirectory(prefix="retrain-ranks-") as folder:
-        ranks = Ranks(processes, command, Path(folder))
+    folder = make_temporary("retrain-ranks")
+    try:
+        ranks = Ranks(processes, command, folder)
         previous = {number: signal.signal(number, ranks.forward) for number in SIGNALS}
         try:
             return ranks.watch()
@@ -118,3 +119,5 @@ def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
             # Only now: a run that finds an earlier one in its folder moves it away as it starts.
             if log_dir.is_dir():
                 shutil.copytree(folder, log_dir / "ranks", dirs_exist_ok=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError
+from retrain.publishing import publish_folder
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
 
@@ -78,14 +77,12 @@ def _require_room(source: Path, target: Path) -> None:
 
 def _write(target: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Written beside and renamed: a kill leaves no half adapter under the name that was asked for."""
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+
+    def fill(draft: Path) -> None:
         save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(draft, target)
+
+    try:
+        publish_folder(target, fill)
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise ConfigError(f"[squeeze] output_path = {str(target)!r} cannot be written: {error}.") from error

@@ -67,9 +67,11 @@ def test_an_adapter_arrives_in_peft_layout_and_loads(server: TinkerServer, tiny:
 
 def test_a_second_download_replaces_the_first(server: TinkerServer, tmp_path: Path) -> None:
     folder = fetch_adapter(SAVED, tmp_path)
-    (folder / "stale").write_text("")
+    (folder / "adapter_model.bin").write_text("stale")
+    (folder / "notes.txt").write_text("mine")
     assert fetch_adapter(SAVED, tmp_path) == folder
-    assert not (folder / "stale").exists()
+    assert not (folder / "adapter_model.bin").exists()
+    assert (folder / "notes.txt").read_text() == "mine"
 
 
 def test_an_export_is_downloaded_as_it_is(server: TinkerServer, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -139,3 +141,16 @@ def test_other_launchers_train_too(tmp_path: Path, launcher: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(metrics_in(tmp_path)) == 1
+
+
+def test_the_folder_of_a_killed_launcher_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        folders = [tmp_path / "tmp" / f"retrain-ranks-{pid}-abc" for pid in (2**22 + 1, other.pid)]
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "rank_1.log").write_text("")
+        monkeypatch.setattr(launching, "CHILD", "import sys; sys.exit(3)")
+        assert launching.launch(2, [], tmp_path / "logs") == 3
+        other.kill()
+    assert list((tmp_path / "tmp").iterdir()) == [folders[1]]

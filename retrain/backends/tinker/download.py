@@ -6,9 +6,7 @@ out of the folder, too much data or a file that ends early is refused, and nothi
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ import httpx
 
 from retrain.backends.tinker import require_sdk
 from retrain.errors import BackendError, ConfigError
+from retrain.publishing import publish_folder
 
 if TYPE_CHECKING:
     from retrain.backends.tinker.service import Service
@@ -73,23 +72,19 @@ def _download_export(service: Service, export: str, target: Path) -> Path:
     urls = service.call(
         lambda: rest.get_external_weights_urls(export).result(), f"asking for the files of {export}"
     ).urls
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        places = plan_files(urls, draft)
-        draft.mkdir(parents=True)
+
+    def fill(draft: Path) -> None:
         left = MAX_BYTES
-        for name, place in places.items():
+        for name, place in plan_files(urls, draft).items():
             left -= _download_file(urls[name], place, left)
         missing = [name for name in NEEDED if not (draft / name).is_file()]
         if missing:
             raise BackendError(f"{export} is not an adapter in PEFT layout: it lacks {' and '.join(missing)}.")
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(draft, target)
+
+    try:
+        publish_folder(target, fill)
     except OSError as error:
         raise BackendError(f"{export} could not be written to {target}: {error}.") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return target
 
 

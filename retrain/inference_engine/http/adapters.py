@@ -14,6 +14,7 @@ from torch import Tensor
 from retrain.backends.local.model import Policy
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.wire import Adapter
+from retrain.publishing import make_temporary
 
 
 class AdapterFolder:
@@ -21,8 +22,12 @@ class AdapterFolder:
 
     def __init__(self, root: str, for_mlx: bool) -> None:
         try:
-            Path(root).mkdir(parents=True, exist_ok=True) if root else None
-            self.path = Path(tempfile.mkdtemp(prefix="retrain-adapters-", dir=root or None)).resolve()
+            if root:
+                # Perhaps on a disk of several machines: whose folders the others there are, nobody can tell.
+                Path(root).mkdir(parents=True, exist_ok=True)
+                self.path = Path(tempfile.mkdtemp(prefix="retrain-adapters-", dir=root)).resolve()
+            else:
+                self.path = make_temporary("retrain-adapters").resolve()
         except OSError as error:
             raise ConfigError(f"[inference] adapter_dir = {root!r} cannot be written to: {error.strerror}.") from error
         # Servers may run under another user.

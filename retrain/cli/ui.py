@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ import click
 from retrain.errors import ConfigError
 
 EVERY_S = 5.0
+_LOCAL = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,7 +24,11 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Read the folders anew for every answer."""
+        """Read the folders anew for every answer. Only a browser that means this machine is answered."""
+        if not _LOCAL.fullmatch(self.headers.get("Host", "")):
+            # Another name leads here when a web page has its own name point to 127.0.0.1, to read what is served.
+            self.send_error(403, "Only localhost, 127.0.0.1 and [::1] are answered")
+            return
         from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
         from retrain.report.page import as_json  # noqa: PLC0415
 
@@ -37,6 +43,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        """Every answer: what a browser may do with it. Completions are on the page, and nothing in one may run."""
+        from retrain.report.page import script_source  # noqa: PLC0415  (slow to import)
+
+        policy = (
+            f"default-src 'none'; script-src {script_source()}; style-src 'unsafe-inline'; img-src data:; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self.send_header("Content-Security-Policy", policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: the page asks every few seconds."""

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import base64
+import hashlib
+import http.client
 import json
 import re
 import threading
@@ -139,6 +142,37 @@ def test_the_live_page_reads_the_folders_anew(campaign: Path) -> None:
         assert after["version"] != before["version"]
         assert len(after["runs"][0]["steps"]) == 7
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8765", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:1", 200),
+        ("LOCALHOST", 200),
+        ("evil.example:8765", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost@evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_the_live_page_answers_only_names_of_this_machine(campaign: Path, host: str, status: int) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, (campaign,))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+        connection.request("GET", "/", headers={"Host": host})
+        answer = connection.getresponse()
+        page = answer.read().decode()
+        server.shutdown()
+    assert answer.status == status
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    if status == 200:
+        (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}';" in policy
 
 
 def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:

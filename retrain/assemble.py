@@ -42,6 +42,9 @@ from retrain.types import BoolArray, Example, Group, Sampling
 MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
 """Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
 
+MOST_REPEATS = 1000
+"""Of one example in one step."""
+
 
 class Problems(Protocol):
     """Where a run's examples come from, and what scores the answers to them."""
@@ -151,6 +154,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = problems.load(tokenizer)
+    _check_batch(config, examples)
     config = _count_steps(config, examples)
     backend = (supplied.backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
     if isinstance(backend, Closes):
@@ -182,6 +186,16 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
 
 def _find_problems(config: TrainConfig) -> Callable[[TrainConfig, Console], Problems]:
     return EnvironmentProblems if config.environment.provider else DataProblems
+
+
+def _check_batch(config: TrainConfig, examples: Sequence[Example]) -> None:
+    """Refuse a step that would take the same example over and over: a slip of the keyboard, and it would never end."""
+    size, count = config.training.batch_size, min(len(examples), config.training.max_examples or len(examples))
+    if size > MOST_REPEATS * count:
+        raise ConfigError(
+            f"[training] batch_size = {size} takes each of the {count} examples {size // count:,} times per step.  "
+            f"Try: batch_size = {count}"
+        )
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:

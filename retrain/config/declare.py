@@ -3,15 +3,26 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler
 from pydantic.config import JsonDict
+from pydantic_core import PydanticKnownError
 
 from retrain.config.toml import MAX_DEPTH, is_too_deep
 
 Table = dict[str, Any]
 
 # A 64-bit signed integer is the widest that TOML guarantees; numpy and torch seeds fit well inside it.
-Count = Annotated[int, Field(le=2**53)]
+LARGEST_COUNT = 2**53
+
+
+def _fits(value: int) -> int:
+    if value > LARGEST_COUNT:
+        raise PydanticKnownError("less_than_equal", {"le": LARGEST_COUNT})
+    return value
+
+
+# Not Field(le=...), which would take the place of an option's own bound.
+Count = Annotated[int, AfterValidator(_fits)]
 
 
 class Section(BaseModel):

@@ -11,6 +11,7 @@ from typing import Any
 from retrain.config.conditions import conditions_override_real_options
 from retrain.config.evaluation import evaluation_samples_differ, evaluation_temperature_is_one
 from retrain.config.options import all_options, options_by_path
+from retrain.config.paths import paths_can_be_used
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.config.urls import judge_address_holds_no_password, urls_are_urls
@@ -459,6 +460,7 @@ VALUE_RULES: tuple[Rule, ...] = (
     schedule_is_sound,
     ratio_cap_lets_ratios_of_one_pass,
     urls_are_urls,
+    paths_can_be_used,
     strategic_grams_can_be_read,
     templates_name_their_variables,
     judge_prompt_names_its_variables,

@@ -79,7 +79,7 @@ class Training(Section):
     )
     max_steps: Count = option(500, "Training steps in all.", ge=1, flag="--max-steps")
     epochs: float = option(0.0, "Passes over the examples in place of max_steps; 0 counts steps.", ge=0, le=1e6)
-    batch_size: Count = option(8, "Prompts a step.", ge=1)
+    batch_size: Count = option(8, "Prompts a step.", ge=1, le=1_000_000)
     group_size: Count = option(16, "Completions a prompt.", ge=1)
     max_tokens: Count = option(2048, "Most new tokens a completion.", ge=1)
     temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature")
@@ -455,7 +455,7 @@ class Backpressure(Section):
     throttle_margin: float = option(0.85, "Share of the best concurrency to aim at.", gt=0, le=1)
     increase_margin: float = option(0.5, "Grow only when below this share of the aim.", gt=0, le=1)
     min_batch_size: Count = option(1, "Smallest batch size it may choose.", ge=1)
-    max_batch_size: Count = option(64, "Largest batch size it may choose.", ge=1)
+    max_batch_size: Count = option(64, "Largest batch size it may choose.", ge=1, le=1_000_000)
     peak_gflops: float = option(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)
     peak_bw_gb_s: float = option(0.0, "Peak memory bandwidth in GB/s; 0 skips roofline hints.", ge=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("evaluation_is_not_on_training_problems", {"data": JSONL, "eval": {"every": 5, "path": "../a.jsonl"}}),
     ("evaluation_is_not_on_training_problems", {"data": JSONL, "eval": {"path": "a.jsonl"}}),
     ("backpressure_bounds_are_ordered", {"backpressure": {"enabled": True, "min_batch_size": 4, "max_batch_size": 4}}),
+    ("paths_can_be_used", {"logging": {"log_dir": "~/not there/yet"}, "data": {"path": "", "source": "math"}}),
     ("urls_are_urls", {"inference": {"engine": "vllm", "url": "http://localhost:8000, https://a.example/v1"}}),
     ("launch_device_follows_the_grammar", {"inference": {**LAUNCH, "launch_device": "cuda:1"}}),
     ("strategic_grams_can_be_read", {"logging": {"strategic_grams": '["wait", "let me check"]'}}),
@@ -277,9 +279,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "[eval] path is the file of [data] path.",
     ),
     (
-        "evaluation_is_not_on_training_problems",
-        {"data": {"source": "jsonl", "path": "\0"}, "eval": {"every": 5, "source": "jsonl", "path": "\0"}},
-        "[eval] path is the file of [data] path.",
+        "paths_can_be_used",
+        {"data": {"source": "jsonl", "path": "a\0b"}},
+        r"[data] path = 'a\x00b' holds a NUL character, which no path can have.  Try: another path",
+    ),
+    (
+        "paths_can_be_used",
+        {"plugins": {"search_paths": [".", "x" * 5000]}},
+        "xxx...' is longer than a path may be.",
     ),
     (
         "backpressure_bounds_are_ordered",
@@ -437,3 +444,19 @@ def test_a_condition_names_options_by_key_or_by_table() -> None:
         "model.lora_rank": 8,
         "backend.backend": "local",
     }
+
+
+@pytest.mark.parametrize("path", ["loop", "loop/further"])
+def test_a_path_that_leads_round_in_a_circle_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for table, key in (("logging", "log_dir"), ("backend", "adapter_path"), ("model", "model"), ("resume", "from")):
+        with pytest.raises(ConfigError, match="leads round in a circle of symbolic links") as caught:
+            build_config({table: {key: str(tmp_path / path)}}, {}, "run.toml")
+        assert f"[{table}] {key} = " in str(caught.value)
+
+
+def test_an_options_own_bound_holds_beside_that_of_all_counts() -> None:
+    with pytest.raises(ConfigError, match="batch_size must be <= 1000000, got 100000000"):
+        build_config({"training": {"batch_size": 100_000_000}}, {}, "run.toml")
+    with pytest.raises(ConfigError, match="workers must be <= 1024, got 5000"):
+        build_config({"reward": {"workers": 5000}}, {}, "run.toml")

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from retrain.errors import RetrainError
 from retrain.redaction import redact
 
-__all__ = ["main", "run", "suggest_command"]
+__all__ = ["let_threads_sleep", "main", "run", "suggest_command"]
 
 # Name -> (module that holds the click command `command`, one line for --help). Modules load only when chosen.
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -226,7 +226,7 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     for trial in trials:
         detail, _, fix = trial.problem.partition("Try: ")
         if trial.problem:
-            yield Check("parts", trial.where, "missing", detail.strip(), fix or f"mend what {trial.where} names")
+            yield Check("parts", trial.where, "missing", detail.strip(), fix or f"check {trial.where}")
         else:
             yield Check("parts", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 

@@ -187,7 +187,9 @@ def _try_service(config: TrainConfig) -> str:
     url = str(resolve_base_url(config.model.base_url or None))
     problem = _why_no_answer(f"{url}/api/v1/healthz", urllib.request.build_opener())
     if problem:
-        raise RetrainError(f"the Tinker service at {url} does not answer: {problem}")
+        raise RetrainError(
+            f"the Tinker service at {url} does not answer: {problem}  Try: check the network and [model] base_url"
+        )
     return f"{url} answers"
 
 

@@ -23,6 +23,7 @@ def test_a_batch_that_repeats_its_few_examples_without_end_is_refused(tmp_path: 
             "data.source": "jsonl",
             "data.path": str(tmp_path / "two.jsonl"),
             "training.batch_size": 1_000_000,
+            "training.max_tokens": 32,
             "logging.log_dir": str(tmp_path / "logs"),
             "reward.workers": 1,
         },

@@ -20,6 +20,8 @@ from retrain.tracking.restore import restore_logs
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
+# Folders are searched for runs this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
+SEARCH_DEPTH = 4
 
 # A resume may change these: they say how long, where and how fast, not what is being learnt.
 FREE_TO_CHANGE = (

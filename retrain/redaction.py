@@ -30,7 +30,8 @@ _SECRET_NAME = re.compile(
 # A shorter value is a word or a number, and would be hidden wherever it occurs.
 _SHORTEST_SECRET = 8
 
-_IN_URL = re.compile(r"(?<=://)[^\s/?#@'\"]*:[^\s/?#'\"]*@")
+# A name and a password, or a token in the place of the name.
+_IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )
@@ -44,7 +45,23 @@ _KEY_FORMATS = re.compile(
 
 def redact(text: str) -> str:
     """The text with passwords in URLs, keys of known formats, and every secret of this process's environment hidden."""
-    secrets = _find_secrets(tuple(os.environ.items()))
+    return _hide(text, _find_secrets(tuple(os.environ.items())))
+
+
+def redact_all(value: Any) -> Any:
+    """The same for every text in a row of a log."""
+    return _hide_all(value, _find_secrets(tuple(os.environ.items())))
+
+
+def _hide_all(value: Any, secrets: re.Pattern[str] | None) -> Any:
+    if isinstance(value, str):
+        return _hide(value, secrets)
+    if isinstance(value, Mapping):
+        return {key: _hide_all(item, secrets) for key, item in value.items()}
+    return [_hide_all(item, secrets) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _hide(text: str, secrets: re.Pattern[str] | None) -> str:
     if secrets is not None:
         text = secrets.sub(HIDDEN, text)
     # Whole completions go through here: a search for fixed text is ten times as fast as a pattern.
@@ -55,15 +72,6 @@ def redact(text: str) -> str:
     if "Bearer" in text:
         text = _IN_HEADER.sub(rf"\g<name>{HIDDEN}", text)
     return _KEY_FORMATS.sub(HIDDEN, text) if any(prefix in text for prefix in _KEY_PREFIXES) else text
-
-
-def redact_all(value: Any) -> Any:
-    """The same for every text in a row of a log."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {key: redact_all(item) for key, item in value.items()}
-    return [redact_all(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def public_environment(passed: Sequence[str] = ()) -> dict[str, str]:
@@ -86,7 +94,7 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
         if _SECRET_NAME.search(name) and not _is_named(name, PUBLIC_VARIABLES) and not os.path.isabs(value)
     }
     # A password of a URL may turn up without the URL.
-    urls = (found[0] for _, value in environment for found in _IN_URL.finditer(value))
-    values |= {url.removesuffix("@").partition(":")[2] for url in urls}
+    users = (found[0].removesuffix("@") for _, value in environment for found in _IN_URL.finditer(value))
+    values |= {user.partition(":")[2] or user for user in users}
     known = sorted((value for value in values if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, known))) if known else None

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
-from retrain.folder import CONFIG_FILE, FREE_TO_CHANGE
+from retrain.folder import CONFIG_FILE, FREE_TO_CHANGE, SEARCH_DEPTH
 from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
 
 Row = Mapping[str, Any]
@@ -68,13 +68,22 @@ class Measured:
     notes: tuple[str, ...] = field(default=())
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[RunRecord]:
-    """All runs in these folders, each with its condition. A run that is named twice is refused."""
+def find_runs(paths: Sequence[str | Path], tell_apart: bool = False) -> list[RunRecord]:
+    """All runs in these folders, each with its condition. A run that is named twice is refused.
+
+    Two of one condition and seed are refused as well, or, to `tell_apart`, named after their folders.
+    """
     runs = label_runs([run for path in paths for run in _find(Path(path).expanduser())])
     folders = Counter(run.path.resolve() for run in runs)
     twice = [str(folder) for folder, count in folders.items() if count > 1]
     if twice:
         raise ConfigError(f"{twice[0]} is named twice.")
+    if tell_apart:
+        repeated = Counter((run.condition, run.seed) for run in runs)
+        return [
+            replace(run, condition=f"{run.condition} in {run.path}") if repeated[run.condition, run.seed] > 1 else run
+            for run in runs
+        ]
     pairs: dict[tuple[str, int], RunRecord] = {}
     for run in runs:
         other = pairs.setdefault((run.condition, run.seed), run)
@@ -89,18 +98,24 @@ def find_runs(paths: Sequence[str | Path]) -> list[RunRecord]:
 def _find(path: Path) -> list[RunRecord]:
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}.")
-    if (path / MANIFEST).is_file():
-        return [
-            replace(read_run(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
-            for entry in read_manifest(path)["runs"]
-            if _is_run(path / entry["folder"])
-        ]
-    if _is_run(path):
-        return [read_run(path)]
-    below = [read_run(folder) for folder in sorted(path.iterdir()) if _is_run(folder)]
-    if not below:
+    found = list(_search(path, SEARCH_DEPTH))
+    if not found and not (path / MANIFEST).is_file():
         raise ConfigError(f"{path} is neither a run nor a campaign: it has no {CONFIG_FILE} with {METRICS}.")
-    return below
+    return found
+
+
+def _search(path: Path, depth: int) -> Iterator[RunRecord]:
+    """The run or the campaign that a folder is, or those below it."""
+    if (path / MANIFEST).is_file():
+        for entry in read_manifest(path)["runs"]:
+            if _is_run(path / entry["folder"]):
+                yield replace(read_run(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
+    elif _is_run(path):
+        yield read_run(path)
+    elif depth:
+        for folder in sorted(path.iterdir()):
+            if folder.is_dir() and not folder.name.startswith("."):
+                yield from _search(folder, depth - 1)
 
 
 def _is_run(path: Path) -> bool:

@@ -22,6 +22,7 @@ from retrain.types import Completion, Example, Group, Score
     [
         ("GET https://user:hunter2@host.example/v1 failed", "GET https://***@host.example/v1 failed"),
         ("postgres://u:p@ss@db/x", "postgres://***@db/x"),
+        ("https://0123456789abcdef@host/x ssh://git@host", "https://***@host/x ssh://git@host"),
         ("https://h/v1?api_key=abc123&x=1", "https://h/v1?api_key=***&x=1"),
         ("https://h/v1?x=1&access_token=abc", "https://h/v1?x=1&access_token=***"),
         ("Authorization: Bearer abcdefghijkl", "Authorization: Bearer ***"),

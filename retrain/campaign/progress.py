@@ -40,6 +40,18 @@ class RunProgress:
     """Time since it last logged a step."""
     turns: int = 1
     """Runs that step in turn over one model, itself among them."""
+    elapsed_seconds: float = 0.0
+    """Time since it was started, over all attempts, as far as its campaign knows."""
+    attempts: int = 1
+
+    @property
+    def overhead_seconds(self) -> float | None:
+        """What one start costs beside the steps: loading before the first, evaluating after the last."""
+        if self.step == 0 or self.step_seconds is None or not self.elapsed_seconds:
+            return None
+        waiting = self.quiet_seconds or 0.0 if self.status == "running" else 0.0
+        stepping = self.step * self.step_seconds
+        return max(0.0, self.elapsed_seconds - stepping - waiting) / max(1, self.attempts)
 
     @property
     def eta_seconds(self) -> float | None:
@@ -73,19 +85,22 @@ def read_progress(folder: Path) -> RunProgress:
 
 
 def taking_turns(runs: Mapping[str, RunProgress]) -> dict[str, RunProgress]:
-    """The same runs, of which only one steps at a time."""
+    """The same runs, of which only one steps at a time; what they waited for each other is no cost of starting."""
     running = sum(run.status == "running" for run in runs.values())
-    return {name: replace(run, turns=max(1, running)) for name, run in runs.items()}
+    return {name: replace(run, turns=max(1, running), elapsed_seconds=0.0) for name, run in runs.items()}
 
 
 def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
-    """Steps left of runs that go on or are to come, at the mean pace so far, so many runs at a time."""
+    """Starts and steps left of runs that go on or are to come, at what they took so far, so many runs at a time."""
     paces = [run.step_seconds for run in runs if run.step_seconds is not None]
+    overheads = [run.overhead_seconds for run in runs if run.overhead_seconds is not None]
     open_runs = [run for run in runs if run.status in ("running", "pending")]
     if not paces:
         return None
-    left = sum((run.max_steps or 0) - run.step for run in open_runs)
-    return left * sum(paces) / len(paces) / max(1, min(at_once, len(open_runs)))
+    steps = sum((run.max_steps or 0) - run.step for run in open_runs)
+    start = sum(overheads) / len(overheads) if overheads else 0.0
+    starts = sum(max(0.0, start - run.elapsed_seconds) for run in open_runs if run.step == 0)
+    return (steps * sum(paces) / len(paces) + starts) / max(1, min(at_once, len(open_runs)))
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:

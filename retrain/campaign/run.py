@@ -202,8 +202,19 @@ class Campaign:
         for name, run in self.runs.items():
             status = self.manifest[name]["status"]
             progress = read_progress(run.folder) if status != "pending" else RunProgress("pending")
-            shown[name] = replace(progress, status=status, max_steps=run.max_steps)
+            shown[name] = replace(
+                progress,
+                status=status,
+                max_steps=run.max_steps,
+                elapsed_seconds=self._elapsed(name),
+                attempts=self.manifest[name]["attempts"],
+            )
         return taking_turns(shown) if self.settings.share_model else shown
+
+    def _elapsed(self, name: str) -> float:
+        """Seconds that a run has taken, this time and before."""
+        current = time.monotonic() - self.running[name] if name in self.running else 0.0
+        return float(self.manifest[name]["seconds"]) + current
 
     def _conclude(self, stopped: bool) -> int:
         statuses = [self.manifest[name]["status"] for name in self.runs]

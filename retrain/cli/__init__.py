@@ -122,6 +122,8 @@ app = _Commands(
 def suggest_command(word: str) -> str:
     """A sentence that names the command that was perhaps meant, or ""."""
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
+    if close == [_TRAIN]:
+        return "Training needs no such word.  Try: retrain my_run.toml"
     return f"Did you mean `retrain {close[0]}`?" if close else ""
 
 
@@ -157,6 +159,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Abort:
         click.echo("Interrupted.", err=True)
         return 130
+    except click.NoSuchOption as error:
+        from retrain.config.synonyms import find_synonym  # noqa: PLC0415  (only a wrong flag needs it)
+
+        synonym, typed = find_synonym(error.option_name), error.option_name
+        if synonym is None:
+            error.show()
+        else:
+            click.UsageError(f"No such option '{typed}'. Did you mean '{synonym.flag}'?", error.ctx).show()
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code

@@ -214,6 +214,12 @@ def steps_of(config: TrainConfig) -> int:
 
 def measured_steps(config: TrainConfig) -> tuple[list[float], str]:
     """Seconds of logged steps of the same kind and size, the newest last, and where they are."""
+    rows, where = logged_steps(config)
+    return [float(row["step_time_s"]) for row in rows], where
+
+
+def logged_steps(config: TrainConfig) -> tuple[list[dict[str, Any]], str]:
+    """Rows of logged steps of the same kind and size, the newest last, and where they are."""
     log_dir = Path(config.logging.log_dir).expanduser()
     if config.campaign is None:
         folders, where = [log_dir], str(log_dir / "metrics.jsonl")
@@ -221,7 +227,7 @@ def measured_steps(config: TrainConfig) -> tuple[list[float], str]:
         folders, where = sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
     else:
         folders, where = sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
-    found: list[float] = []
+    found: list[dict[str, Any]] = []
     for folder in folders:
         if _takes_as_long(folder, config):
             found += _read_steps(folder / "metrics.jsonl", config.training.batch_size, config.training.group_size)
@@ -259,20 +265,20 @@ def _takes_as_long(folder: Path, config: TrainConfig) -> bool:
     return all(stored.get(path) == wanted[path] for path in costly)
 
 
-def _read_steps(path: Path, batch_size: int, group_size: int) -> list[float]:
+def _read_steps(path: Path, batch_size: int, group_size: int) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    seconds = []
+    rows = []
     for line in lines:
         try:
             step = json.loads(line)
             if (step["batch_size"], step["group_size"]) == (batch_size, group_size):
-                seconds.append(float(step["step_time_s"]))
+                rows.append(step | {"step_time_s": float(step["step_time_s"])})
         except (ValueError, KeyError, TypeError):
             continue  # a torn last line, or a log of something else
-    return seconds[-_MEASURED_STEPS:]
+    return rows[-_MEASURED_STEPS:]
 
 
 def list_files(config: TrainConfig) -> list[str]:

@@ -20,10 +20,11 @@ from retrain.capacity import (
     workload_of,
 )
 from retrain.cli.console import print_heading, print_json, print_table
-from retrain.cli.explain import list_runs, measured_steps, runs_at_once, steps_of
+from retrain.cli.explain import list_runs, logged_steps, measured_steps, runs_at_once, steps_of
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
+from retrain.cost import Prices, evaluation_tokens, logged_tokens, most_tokens
 from retrain.devices import is_on_cpu
 from retrain.errors import ConfigError
 from retrain.model_files import find_model, read_facts
@@ -39,6 +40,10 @@ _PARTS = {
 }
 
 
+_BILLED = {"prefill": "of prompts", "sample": "sampled", "train": "trained on"}
+_PRICE = click.FloatRange(min=0)
+
+
 @dataclass(frozen=True)
 class Given:
     """What the command line says of the card and of prompts; None is looked up."""
@@ -48,6 +53,7 @@ class Given:
     tflops: float | None
     bandwidth: float | None
     prompt_tokens: int
+    prices: Prices | None = None
 
 
 @click.command("plan", short_help="Say what a run needs.", context_settings={"max_content_width": 110})
@@ -62,6 +68,9 @@ class Given:
     "--bandwidth", type=click.FloatRange(min=0, min_open=True), default=None, help="Its memory traffic, in GB/s."
 )
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=PROMPT_TOKENS, help="Tokens of a long prompt.")
+@click.option("--prefill-price", type=_PRICE, default=None, help="What a service takes for a million prompt tokens.")
+@click.option("--sample-price", type=_PRICE, default=None, help="What it takes for a million sampled tokens.")
+@click.option("--train-price", type=_PRICE, default=None, help="What it takes for a million tokens trained on.")
 def command(
     config: str | None,
     as_json: bool,
@@ -70,20 +79,26 @@ def command(
     tflops: float | None,
     bandwidth: float | None,
     prompt_tokens: int,
+    prefill_price: float | None,
+    sample_price: float | None,
+    train_price: float | None,
     **parameters: Any,
 ) -> None:
     """Say what CONFIG (./retrain.toml when it is left out) needs, with any flags that training takes.
 
-    The JSON has these keys, null where nothing can be known: file, model (name, parameters, parameters_from), card
-    (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits, total,
-    fits; bytes), training (micro_batch_tokens, recomputed_layers), largest_batch_size, step (completions, tokens,
-    seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds), campaign (conditions,
-    seeds, runs, workers, total_steps, seconds).
+    The JSON has these keys, null where nothing can be known: file, backend, model (name, parameters,
+    parameters_from), card (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache,
+    activations, logits, total, fits; bytes), training (micro_batch_tokens, recomputed_layers), largest_batch_size,
+    step (completions, tokens, seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps,
+    seconds), campaign (conditions, seeds, runs, workers, total_steps, seconds), cost (of a service that bills
+    tokens: prefill_tokens, sample_tokens, train_tokens and price of a step, tokens_from, run_price, campaign_price;
+    prices take all three of --prefill-price, --sample-price and --train-price).
     """
     load_environment(announce=not as_json)
     overrides = overrides_from(parameters)
     path = find_config(config, overrides)
-    given = Given(card, memory, tflops, bandwidth, prompt_tokens)
+    prices = _read_prices(prefill_price, sample_price, train_price)
+    given = Given(card, memory, tflops, bandwidth, prompt_tokens, prices)
     loaded = load_config(path, overrides)
     show_notes(loaded)
     data = plan(loaded, str(path), given)
@@ -102,9 +117,10 @@ def plan(config: TrainConfig, file: str, given: Given) -> dict[str, Any]:
         raise ConfigError(f"{file} is a LoRA rank analysis; there is no training in it to plan.")
     files = find_model(config.model.model)
     facts = read_facts(files)
-    card = choose_card(config, given)
-    work = workload_of(config, given.prompt_tokens)
     here = config.backend.backend == "local"
+    # Which card a service computes on nobody knows, so one that is here says nothing of it.
+    card = choose_card(config, given) if here or given.card or given.tflops else None
+    work = workload_of(config, given.prompt_tokens)
     bytes_there = int(card.memory * 1e9) if card is not None and card.memory else None
     memory = plan_memory(facts.shape, work, bytes_there) if facts.shape is not None and here else None
     if memory is not None and facts.parameters is not None:
@@ -114,6 +130,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> dict[str, Any]:
     step = _step(([], "") if named else measured_steps(config), facts.shape, work, card, memory)
     return {
         "file": file,
+        "backend": config.backend.backend,
         "model": {
             "name": config.model.model,
             "parameters": facts.parameters,
@@ -133,6 +150,40 @@ def plan(config: TrainConfig, file: str, given: Given) -> dict[str, Any]:
         "step": step,
         "run": {"steps": steps_of(config), "seconds": _times(step["seconds"], steps_of(config))},
         "campaign": _campaign(config, file, step["seconds"]),
+        "cost": _cost(config, file, work, given.prices),
+    }
+
+
+def _read_prices(prefill: float | None, sample: float | None, train: float | None) -> Prices | None:
+    named = {"--prefill-price": prefill, "--sample-price": sample, "--train-price": train}
+    missing = [name for name, price in named.items() if price is None]
+    if prefill is None or sample is None or train is None:
+        if len(missing) < len(named):
+            raise ConfigError(
+                f"a cost takes all three prices, and there is no {' and no '.join(missing)}.  Try: 0 for what is free"
+            )
+        return None
+    return Prices(prefill, sample, train)
+
+
+def _cost(config: TrainConfig, file: str, work: Workload, prices: Prices | None) -> dict[str, Any] | None:
+    """Tokens as a service bills them, and their price where prices were given; nothing for a run on this machine."""
+    if config.backend.backend == "local" and prices is None:
+        return None
+    rows, where = logged_steps(config)
+    logged = logged_tokens(rows, work)
+    step = logged or most_tokens(work)
+    steps = steps_of(config)
+    run = step.times(steps) + evaluation_tokens(config, work, step, steps)
+    runs = len(list_runs(config, file)) if config.campaign is not None else 1
+    return {
+        "prefill_tokens": round(step.prefill),
+        "sample_tokens": round(step.sample),
+        "train_tokens": round(step.train),
+        "tokens_from": f"the mean of {len(rows)} steps in {where}" if logged else "every completion at max_tokens",
+        "price": step.cost(prices) if prices is not None else None,
+        "run_price": run.cost(prices) if prices is not None else None,
+        "campaign_price": run.cost(prices) * runs if prices is not None and config.campaign is not None else None,
     }
 
 
@@ -215,9 +266,12 @@ def why_unknown(model: dict[str, Any]) -> str:
 def _print(data: dict[str, Any]) -> None:
     card, memory, step, run, campaign = (data[key] for key in ("card", "memory", "step", "run", "campaign"))
     named = f"{card['name']}, {card['memory']:.0f} GB" if card and card["memory"] else "no card known; try --card H100"
-    click.echo(f"{data['file']}: {data['model']['name']} on {named}")
+    here = data["backend"] == "local"
+    click.echo(f"{data['file']}: {data['model']['name']} on {named if here else data['backend']}")
     print_heading("Memory at the peak of a step")
-    if memory is None:
+    if not here:
+        click.echo(f"  that of {data['backend']}")
+    elif memory is None:
         click.echo(f"  unknown: {why_unknown(data['model'])}")
     else:
         rows = [(text, _gigabytes(memory[part])) for part, text in _PARTS.items()]
@@ -231,6 +285,7 @@ def _print(data: dict[str, Any]) -> None:
     rows = [("a step", f"{step['completions']:,} completions, at most {step['tokens']:,} tokens sampled")]
     if step["seconds"] is None:
         told = "the model's shape is unknown" if data["memory"] is None else "neither --card nor --tflops is known"
+        told = told if here else f"nobody knows the hardware of {data['backend']}.  Try: a run of 5 steps"
         rows.append(("seconds", f"unknown: no step has been measured, and {told}"))
     else:
         rows += [
@@ -246,6 +301,21 @@ def _print(data: dict[str, Any]) -> None:
                 f"{campaign['total_steps']:,} steps, {campaign['workers']} runs at a time{wall}",
             )
         )
+    print_table(("what", "value"), rows)
+    if data["cost"] is not None:
+        _print_cost(data["cost"])
+
+
+def _print_cost(cost: dict[str, Any]) -> None:
+    print_heading("Cost")
+    kinds = ", ".join(f"{cost[f'{kind}_tokens']:,} {text}" for kind, text in _BILLED.items())
+    rows = [("tokens of a step", f"{kinds}; {cost['tokens_from']}")]
+    if cost["price"] is None:
+        rows.append(("price", "unknown: --prefill-price, --sample-price and --train-price were not given"))
+    else:
+        rows += [("a step", f"{cost['price']:.4f}"), ("a run", f"{cost['run_price']:.2f}, evaluations included")]
+        if cost["campaign_price"] is not None:
+            rows.append(("the campaign", f"{cost['campaign_price']:.2f}"))
     print_table(("what", "value"), rows)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import click
 
 from retrain.cli.console import print_heading, print_json, print_table
+from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.config.options import all_options
 from retrain.plugins import REGISTRIES, Registry
 
@@ -18,13 +19,28 @@ class Part:
     """One name that can stand in a TOML."""
 
     name: str
-    status: Literal["ok", "broken", "shadowed"]
+    status: Literal["ok", "missing", "broken", "shadowed"]
     source: str
     """`built in`, or the package that declares the entry point and its version."""
     target: str
     """`module:attribute`."""
     reason: str = ""
-    """Why it is broken or shadowed."""
+    """Why it is broken or shadowed, or what is missing."""
+
+
+# Packages that built-in parts cannot do without.
+PACKAGES = {
+    ("backend", "local"): ("torch", "peft"),
+    ("backend", "tinker"): ("tinker",),
+    ("data", "gsm8k"): ("datasets",),
+    ("data", "hub"): ("datasets",),
+    ("data", "math"): ("datasets",),
+    ("engine", "pytorch"): ("torch", "peft"),
+    ("environment", "reasoning_gym"): ("reasoning-gym",),
+    ("environment", "verifiers"): ("verifiers",),
+    ("planning", "semantic"): ("sentence-transformers",),
+    ("reward", "math"): ("math-verify",),
+}
 
 
 @click.command("plugins", short_help="List built-in and installed parts.")
@@ -51,8 +67,18 @@ def command(as_json: bool) -> None:
 
 def list_parts(registry: Registry) -> list[Part]:
     """Built-ins, then what installed packages declare; the latter are imported, to know whether they work."""
-    built_in = [Part(name, "ok", "built in", target) for name, target in registry.builtins.items()]
+    built_in = [_check_builtin(registry.kind, name, target) for name, target in registry.builtins.items()]
     return built_in + [_check_entry_point(registry, point) for point in registry.discovered().values()]
+
+
+def _check_builtin(kind: str, name: str, target: str) -> Part:
+    for package in PACKAGES.get((kind, name), ()):
+        declared = requirements().get(package)
+        text = declared.text if declared is not None else package
+        _, problem = check_package(package, text)
+        if problem:
+            return Part(name, "missing", "built in", target, f"{package} {problem}: {pip_install(text)}")
+    return Part(name, "ok", "built in", target)
 
 
 def _check_entry_point(registry: Registry, point: EntryPoint) -> Part:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,7 @@ from retrain.campaign.progress import RunProgress, is_held, read_progress, secon
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
-from retrain.folder import CONFIG_FILE, RUN_FILES
-
-# Folders below logs are searched this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
-_DEPTH = 4
+from retrain.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def find_entries(logs: Path) -> list[Entry]:
     """Everything below a folder that is a run or a campaign, oldest first."""
     if not logs.is_dir():
         raise ConfigError(f"there is no folder {logs}.  Try: name the one that [logging] log_dir is in")
-    return sorted(_search(logs, _DEPTH), key=lambda entry: _changed(Path(entry.path)))
+    return sorted(_search(logs, SEARCH_DEPTH), key=lambda entry: _changed(Path(entry.path)))
 
 
 def _search(folder: Path, depth: int) -> Iterator[Entry]:
@@ -92,7 +90,7 @@ def read_campaign(folder: Path) -> Entry:
         table = read_table(folder)
         runs = {record["name"]: _read_run(folder, record) for record in table["runs"]}
         status, in_turn = table["status"], bool(table["config"]["campaign"]["share_model"])
-    except (RetrainError, KeyError, TypeError) as error:
+    except (RetrainError, KeyError, TypeError, ValueError) as error:
         return Entry(str(folder), "campaign", "unreadable", live, {}, str(error))
     if status == "running" and not live:
         status = "dead"
@@ -105,7 +103,21 @@ def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:
     # The manifest knows of failures and of runs on other machines; the lock knows who lives.
     if status == "running" and progress.status != "running" and not is_held(folder):
         status = progress.status
-    return replace(progress, status=status, condition=record["condition"], max_steps=record["max_steps"])
+    return replace(
+        progress,
+        status=status,
+        condition=record["condition"],
+        max_steps=record["max_steps"],
+        elapsed_seconds=_elapsed(record, status),
+        attempts=record["attempts"],
+    )
+
+
+def _elapsed(record: dict[str, Any], status: str) -> float:
+    seconds = float(record["seconds"])
+    if status != "running" or not record.get("started"):
+        return seconds
+    return seconds + max(0.0, (datetime.now(UTC) - datetime.fromisoformat(record["started"])).total_seconds())
 
 
 def describe(entry: Entry) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from retrain.config.needs import Note, unused_options
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
 from retrain.config.rules import find_conflicts
 from retrain.config.schema import TrainConfig
+from retrain.config.synonyms import find_synonym
 from retrain.config.toml import (
     MAX_DEPTH,
     format_key,
@@ -270,8 +271,13 @@ def _unknown_key(section: str, key: str) -> Problem:
     own = get_close_matches(key[:_SHOWN], [option.key for option in options if option.section == section], n=1)
     homes = [option.where for option in options if option.key == key]
     near = get_close_matches(key[:_SHOWN], [option.key for option in options], n=1)
-    if homes:
+    synonym = find_synonym(key)
+    if synonym is not None and synonym.section == section:
+        hint = f"Did you mean {synonym.key}?"
+    elif homes:
         hint = f"Did you mean {homes[0]}?"
+    elif synonym is not None:
+        hint = f"Did you mean {synonym.where}?"
     elif key in TrainConfig.model_fields:
         hint = f"Did you mean the table [{key}]?"
     elif own:

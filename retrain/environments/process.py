@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -95,7 +95,7 @@ class EnvironmentProcess:
     def call(self, kind: str, *arguments: Any) -> Future[Mapping[str, Any]]:
         """Ask for something that has one reply."""
         answer: Future[Mapping[str, Any]] = Future()
-        number = self.listen(answer.set_result)
+        number = self.listen(lambda reply: _settle(answer, reply))
         answer.add_done_callback(lambda _: self.forget(number))
         self.send(kind, number, *arguments)
         return answer
@@ -124,16 +124,20 @@ class EnvironmentProcess:
 
     def _read(self) -> None:
         frames = FrameBuffer()
-        # The environment's code shares a process with the sender: bytes that are no reply end it.
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            while data := os.read(self._guarded.replies.fileno(), _READ_BYTES):
-                for body in frames.feed(data):
-                    reply = json.loads(body)
-                    with self._lock:
-                        listener = self._listeners.get(reply["number"])
-                    if listener is not None:
-                        listener(reply)
-        self._bury()
+        try:
+            # The environment's code shares a process with the sender: bytes that are no reply end it.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                while data := os.read(self._guarded.replies.fileno(), _READ_BYTES):
+                    for body in frames.feed(data):
+                        self._hand_on(json.loads(body))
+        finally:
+            self._bury()
+
+    def _hand_on(self, reply: Mapping[str, Any]) -> None:
+        with self._lock:
+            listener = self._listeners.get(reply["number"])
+        if listener is not None:
+            listener(reply)
 
     def _bury(self) -> None:
         code = self._guarded.stop()
@@ -170,6 +174,11 @@ class EnvironmentProcess:
                 self._printed.append(redact(text))
                 if not self.was_unresponsive:
                     self.say(redact(text))
+
+
+def _settle(answer: Future[Mapping[str, Any]], reply: Mapping[str, Any]) -> None:
+    with contextlib.suppress(InvalidStateError):  # whoever asked has given up
+        answer.set_result(reply)
 
 
 def _is_noise(line: str) -> bool:

@@ -27,6 +27,7 @@ FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 ENDLESS = 4096
 """Examples drawn from a set that never ends, when max_train_examples does not say."""
 
+NEVER = 10**9
 # Name -> default. What a setting means beyond GRPOConfig.
 MODEL = {"name": "", "model_name_or_path": "", "tokenizer_kwargs": None}
 LORA = {"lora_rank": 0, "lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
@@ -52,9 +53,9 @@ def run_settings(settings: Mapping[str, Any], say: Callable[[str], None]) -> GRP
     label = settings.get("name") or settings["model_name_or_path"]
     say(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.examples)} prompts")
     result = trainer.train()
-    say(f"Done: {result.global_step} steps, logs in {trainer.args.output_dir}.")
-    if trainer.held_out and not trainer.config().eval.every:
-        say(f"Held-out reward: {trainer.evaluate()['eval_reward']:.4f}")
+    rewards = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
+    held_out = f", held-out reward {rewards[0]:.4f} before and {rewards[-1]:.4f} after" if rewards else ""
+    say(f"Done: {result.global_step} steps{held_out}, logs in {trainer.args.output_dir}.")
     return trainer
 
 
@@ -66,6 +67,9 @@ def build_trainer(settings: Mapping[str, Any]) -> GRPOTrainer:
     model, lora, data = ({**usual, **_of(settings, usual)} for usual in (MODEL, LORA, DATA))
     _refuse_incomplete(model, lora, data)
     _refuse_unfit(lora, data)
+    if data["val_split"] and "eval_strategy" not in settings:
+        # Before the first step and after the last, by the run itself, which has the model loaded.
+        settings = {**settings, "eval_strategy": "steps", "eval_steps": NEVER}
     args = GRPOConfig(**_of(settings, arguments))
     name = str(model["model_name_or_path"])
     return GRPOTrainer(

@@ -38,7 +38,7 @@ PLACES = ("training.seed", "logging.log_dir", "backend.adapter_path", "resume.fr
 
 def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
     """Everything one page shows of runs and campaigns. `live` is how often the page should ask again, in seconds."""
-    runs = find_runs(folders)
+    runs = find_runs(folders, tell_apart=True)
     groups, note = collect_groups(runs)
     columns, differences = differing_options(runs)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

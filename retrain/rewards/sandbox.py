@@ -30,7 +30,7 @@ from retrain.types import Score, StepMetrics
 # Importing a user's module may load a model of its own; that is allowed, hanging there is not.
 START_LIMIT_S = 300.0
 _LONGEST_WAIT_S = 1.0
-_MISSED_KEY = re.compile(r"^KeyError: '(\w+)'$", re.MULTILINE)
+_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
 
 
 def count_cores() -> int:
@@ -218,12 +218,13 @@ class RewardPool(BatchReward):
             self.first_error = score.detail
 
     def _hint_at_variable(self, detail: str) -> str:
-        """A line for a reward that missed a variable which this process has and its workers are not given."""
-        missed = [name for name in _MISSED_KEY.findall(detail) if name in os.environ]
-        if not missed or missed[0] in public_environment(self._start.pass_env):
+        """A line for an error that names a variable which this process has and its workers are not given."""
+        named = [name for name in _VARIABLE.findall(detail) if name in os.environ]
+        hidden = [name for name in named if name not in public_environment(self._start.pass_env)] if named else []
+        if not hidden:
             return ""
-        names = json.dumps([*self._start.pass_env, missed[0]])
-        return f"\nRewards do not see {missed[0]}.  Try: [reward] pass_env = {names}"
+        names = json.dumps([*self._start.pass_env, hidden[0]])
+        return f"\nRewards do not see {hidden[0]}.  Try: [reward] pass_env = {names}"
 
 
 class _Batch:

@@ -120,6 +120,74 @@ def test_a_remote_backend_needs_no_memory_here(capsys: pytest.CaptureFixture[str
     assert plan(capsys, "--card", "H100")["memory"] is None
 
 
+TINKER = '[model]\nmodel = "./model"\n[backend]\nbackend = "tinker"\n[training]\nmax_steps = 10\nbatch_size = 2\n'
+TINKER += "group_size = 4\nmax_tokens = 100\n"
+PRICES = ("--prefill-price", "1", "--sample-price", "10", "--train-price", "100")
+
+
+def test_a_step_on_a_service_costs_its_tokens_at_the_prices_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER)
+    cost = plan(capsys, "--prompt-tokens", "50", *PRICES)["cost"]
+    # 2 prompts of 50; 8 completions of 100; 8 rows of 150.
+    assert [cost[f"{kind}_tokens"] for kind in ("prefill", "sample", "train")] == [100, 800, 1200]
+    assert cost["tokens_from"] == "every completion at max_tokens"
+    assert cost["price"] == pytest.approx((100 * 1 + 800 * 10 + 1200 * 100) / 1e6)
+    assert cost["run_price"] == pytest.approx(10 * cost["price"])
+    assert cost["campaign_price"] is None
+    # Three evaluations (before step 0, before step 5, after step 9) of 4 problems, 3 completions each.
+    write(TINKER + "[eval]\nevery = 5\nmax_examples = 4\nsamples = 3\n")
+    evaluated = plan(capsys, "--prompt-tokens", "50", *PRICES)["cost"]
+    assert evaluated["run_price"] - cost["run_price"] == pytest.approx(3 * (4 * 50 * 1 + 12 * 100 * 10) / 1e6)
+
+
+def test_logged_steps_say_how_many_tokens_there_really_are(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER)
+    row = {
+        "batch_size": 2,
+        "group_size": 4,
+        "step_time_s": 3.0,
+        "tokens_per_s": 80.0,
+        "sample_time_s": 2.0,
+        "num_datums": 4,
+    }
+    write(json.dumps(row) + "\n", "logs/train/metrics.jsonl")
+    write(TINKER, "logs/train/config.toml")
+    data = plan(capsys, "--prompt-tokens", "50", *PRICES)
+    # 160 tokens in 8 completions; 4 rows of 50 + 20.
+    assert [data["cost"][f"{kind}_tokens"] for kind in ("prefill", "sample", "train")] == [100, 160, 280]
+    assert data["step"]["seconds"] == 3.0
+    assert run(["plan", "--prompt-tokens", "50", *PRICES]) == 0
+    text = capsys.readouterr().out
+    assert "100 of prompts, 160 sampled, 280 trained on; the mean of 1 steps in" in text
+    assert "0.0297" in text, "a step"
+
+
+def test_without_prices_a_service_has_tokens_and_no_price_and_a_local_run_neither(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan(capsys)["cost"] is None
+    write(TINKER)
+    data = plan(capsys)
+    assert (data["cost"]["price"], data["cost"]["run_price"]) == (None, None)
+    assert data["step"]["seconds"] is None
+    assert run(["plan"]) == 0
+    text = capsys.readouterr().out
+    assert "on tinker" in text and "that of tinker" in text
+    assert "nobody knows the hardware of tinker" in text
+    assert "--prefill-price, --sample-price and --train-price were not given" in text
+    assert run(["plan", "--sample-price", "1"]) == 2
+    assert "there is no --prefill-price and no --train-price" in capsys.readouterr().err
+
+
+def test_a_campaign_on_a_service_costs_all_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        TINKER.replace("max_steps = 10\n", "") + "[campaign]\nseeds = [1, 2, 3]\nmax_steps = 10\n"
+        '[[campaign.conditions]]\nadvantage_mode = "grpo"\n[[campaign.conditions]]\nadvantage_mode = "maxrl"\n'
+    )
+    cost = plan(capsys, *PRICES)["cost"]
+    assert cost["campaign_price"] == pytest.approx(6 * cost["run_price"])
+
+
 def test_a_squeeze_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     write('[squeeze]\nadapter_path = "nowhere"\n')
     assert run(["plan"]) == 2

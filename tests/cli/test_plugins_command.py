@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrain.cli import run
+from retrain.cli.plugins import PACKAGES
 from retrain.plugins import REGISTRIES
 
 
@@ -34,7 +35,27 @@ def test_built_ins_are_listed_under_their_option_one_line_each(capsys: pytest.Ca
     assert "advantage  [algorithm] advantage_mode" in lines
     for kind, registry in REGISTRIES.items():
         for name in registry.builtins:
-            assert any(line.split()[:3] == [kind, name, "ok"] for line in lines), (kind, name)
+            states = [line.split()[2] for line in lines if line.split()[:2] == [kind, name]]
+            assert states in (["ok"], ["missing"]), (kind, name)
+
+
+def test_a_part_whose_package_is_not_installed_is_missing_and_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(name: str, requirement: str) -> tuple[str, str]:
+        return ("", "not installed") if name in ("tinker", "sentence-transformers") else ("1.0", "")
+
+    monkeypatch.setattr("retrain.cli.plugins.check_package", check)
+    assert run(["plugins", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    states = {(kind, part["name"]): part for kind in data for part in data[kind]["parts"]}
+    assert states["backend", "tinker"]["status"] == states["planning", "semantic"]["status"] == "missing"
+    assert "pip install" in states["backend", "tinker"]["reason"] and "tinker" in states["backend", "tinker"]["reason"]
+    assert states["backend", "local"]["status"] == states["reward", "match"]["status"] == "ok"
+
+
+def test_every_part_that_needs_a_package_is_built_in() -> None:
+    assert all(name in REGISTRIES[kind].builtins for kind, name in PACKAGES)
 
 
 def test_the_options_that_name_a_part_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ def test_the_starter_tree_runs_at_once(configs: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert run(["grpo", "configs/run/tiny.yaml", *QUICK, "max_val_examples=4", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
-    assert "tiny on arithmetic: 16 prompts" in shown and "Done: 1 steps, logs in logs/grpo." in shown
-    assert "Held-out reward: " in shown
+    assert "tiny on arithmetic: 16 prompts" in shown
+    last = shown.splitlines()[-1]
+    assert re.fullmatch(r"Done: 1 steps, held-out reward \S+ before and \S+ after, logs in logs/grpo\.", last)
+    assert shown.count("Loading train model") == 1, "evaluating loads no model of its own"
     (row,) = [json.loads(line) for line in Path("logs/grpo/metrics.jsonl").read_text().splitlines()]
     assert row["num_datums"] > 0 and "rewards/match/mean" in row and "kl_ref" in row
 

@@ -42,6 +42,21 @@ def test_a_page_holds_all_its_data_and_names_no_other_host(campaign: Path) -> No
     assert not re.search(r'(src|href)="https?:', page)
 
 
+def test_a_folder_of_folders_is_searched_and_runs_alike_are_told_apart(tmp_path: Path) -> None:
+    for name in ("train", "train.1", "sweeps/2026/grpo_s1"):
+        write_run(tmp_path / name, 1)
+    write_run(tmp_path / "sweeps" / "other", 2)
+    (tmp_path / ".hidden").mkdir()
+    assert run(["status", str(tmp_path)]) == 0
+    runs = collect([tmp_path])["runs"]
+    assert len(runs) == 4
+    alike = [f"grpo+gtpo_sepa in {tmp_path / name}" for name in ("train", "train.1", "sweeps/2026/grpo_s1")]
+    assert sorted(one["condition"] for one in runs) == sorted([*alike, "grpo+gtpo_sepa"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a run nor a campaign"):
+        collect([tmp_path / "empty"])
+
+
 def test_text_of_a_completion_cannot_end_the_script_it_stands_in(campaign: Path) -> None:
     page = build_page(collect([campaign]))
     assert "</script><b>" not in page

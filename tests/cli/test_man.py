@@ -25,6 +25,7 @@ TOPICS = [
     "options",
     "quickstart",
     "configuration",
+    "rewards",
     "campaigns",
     "squeeze",
     "plugins",

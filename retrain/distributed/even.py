@@ -38,6 +38,9 @@ class EvenLearner(RankedLearner):
         super().__init__(policy, config, say)
         self.mirror = mirror
 
+    def warm_up(self, ways: set[str]) -> None:
+        """Nothing: ranks may need it at different times, and a pass of one waits for all of them."""
+
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter that learns, by name and as a whole; every rank must go through all of them."""
         raise NotImplementedError

@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from retrain.backends.local.model import Policy
+from retrain.types import Datum
+
+# Two sizes, so that the number of tokens is known to vary, and large enough for kernels that suit real batches.
+WARM_UP_TOKENS = (1536, 2304)
+WARM_UP_LENGTH = 256
 
 
 def compile_layers(causal_lm: Any) -> None:
@@ -23,3 +31,13 @@ def compile_layers(causal_lm: Any) -> None:
         # Runs that share a model ask for this more than once; compiling anew would forget what was compiled.
         if type(module).__name__ in kinds and module._compiled_call_impl is None:
             module.compile()
+
+
+def datums_for_warm_up(policy: Policy, tokens: int) -> list[Datum]:
+    """Sequences of so many tokens in all, worth nothing."""
+    length = min(WARM_UP_LENGTH, policy.context_length)
+    ids = np.arange(length) % policy.vocabulary
+    prompt, completion = ids[: length // 2], ids[length // 2 :]
+    zeros = np.zeros(len(completion), dtype=np.float32)
+    datum = Datum(prompt, completion, zeros, zeros, np.ones(len(completion), dtype=bool))
+    return [datum] * (tokens // length)

@@ -42,7 +42,7 @@ class Determinism:
             heads = int(policy.causal_lm.config.get_text_config().num_attention_heads)
             self.least_sequences = BUSY * torch.cuda.get_device_properties(policy.device).multi_processor_count / heads
             os.environ.setdefault(_WORKSPACE, ":4096:8")
-            _fix_generated_kernels(self.is_required)
+            _fix_generated_kernels()
 
     @contextmanager
     def kernels(self, sequences: int, longest: int) -> Iterator[None]:
@@ -84,18 +84,11 @@ class Determinism:
         self.say(f"Warning: this run will not repeat to the bit: {str(error).split('.')[0]}.")
 
 
-def _fix_generated_kernels(also_after_a_resume: bool) -> None:
-    """Let compiled layers be the same kernels in every process that sees the same shapes in the same order.
+def _fix_generated_kernels() -> None:
+    """Let a layer be compiled to the same kernels in every process: they are otherwise chosen by timing them."""
+    import torch._inductor.config as inductor  # noqa: PLC0415  (seconds, which only a GPU needs)
 
-    A resumed process has not seen the first shapes, which are compiled as they are. For it to run the same kernels,
-    sizes must be symbolic from the start, which compiles more slowly.
-    """
-    import torch._dynamo.config as dynamo  # noqa: PLC0415  (seconds, which only a GPU needs)
-    import torch._inductor.config as inductor  # noqa: PLC0415
-
-    # Kernels are otherwise chosen by timing them, and two choices round differently.
     inductor.deterministic = True
-    dynamo.assume_static_by_default = not also_after_a_resume
 
 
 def _warns_only() -> bool:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from retrain.backends.local.compiling import compile_layers
+from retrain.backends.local.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
 from retrain.backends.local.determinism import Determinism
 from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
@@ -67,8 +67,11 @@ class Learner:
         # Layers are able to recompute from the start; `_train_mode` says which of them do.
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layers = [m for m in policy.adapted.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if policy.device.type == "cuda" and not policy.own_attention:
+        self.is_compiled = policy.device.type == "cuda" and not policy.own_attention
+        if self.is_compiled:
             compile_layers(policy.causal_lm)
+        self.warm: set[str] = set()
+        """Ways of running the layers that have been compiled for the shapes of `warm_up`."""
         self.trained = self.make_trained(policy)
         self.optimizer = self.make_optimizer(policy, config, self.trained)
         offload = config.memory.offload_untrained_models
@@ -140,6 +143,7 @@ class Learner:
         packs = [self.pack(batch) for batch in batches]
         references = self._reference_logprobs(packs)
         self._train_mode(True)
+        self.warm_up({"recomputing" if layer.training else "training" for layer in self.layers})
         for batch, packed, expected in zip(batches, packs, references, strict=True):
             longest = max(map(length_of, batch))
             with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(packed.rows, longest):
@@ -154,11 +158,30 @@ class Learner:
         self._train_mode(False)
         return totals
 
+    def warm_up(self, ways: set[str]) -> None:
+        """Run the layers on the same shapes in every process before they are first run in one of these ways.
+
+        Compiled kernels differ with the shapes that were seen first. A resumed process would see others first, and
+        round differently from then on.
+        """
+        if not self.is_compiled or not self.determinism.is_on or ways <= self.warm:
+            return
+        self.warm |= ways
+        with torch.random.fork_rng([self.policy.device]):
+            for tokens in WARM_UP_TOKENS:
+                packed = self.pack(datums_for_warm_up(self.policy, tokens))
+                with self.determinism.kernels(packed.rows, 0):
+                    logprobs = self.logprobs(packed)
+                    if logprobs.requires_grad:
+                        self.backward(0.0 * logprobs.sum())
+        self.optimizer.clear()
+
     def _reference_logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Of the whole step before any of it is trained on: the reference takes the policy's place once."""
         if self.reference is None:
             return [None] * len(packs)
         with self.reference.in_place():
+            self.warm_up({"reference"})
             return [self.logprobs(packed) for packed in packs]
 
     def _train_mode(self, on: bool) -> None:

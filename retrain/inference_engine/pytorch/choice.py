@@ -134,9 +134,11 @@ def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, sh
         return EagerDecoder(
             policy, lambda: CachedForward(model, choice.cache_dtype, share), choice.cache_dtype, choice.description
         )
+    decoder = GraphDecoder(model, load_kernels(), choice.cache_dtype, share, choice.description)
     if policy.device.type == "cuda":
         compile_layers(model.causal_lm)
-    return GraphDecoder(model, load_kernels(), choice.cache_dtype, share, choice.description)
+        decoder.warm_up()
+    return decoder
 
 
 def load_kernels() -> Kernels:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,9 @@ LARGEST = 1024
 CAPACITY_BLOCK = 128
 # Free memory goes up and down: only so many times more rows are worth a new cache and new graphs.
 WORTH_GROWING = 1.25
+# Batches of two sizes, so that rows and prompt tokens are known to vary.
+WARM_UP_ROWS = (24, 12)
+WARM_UP_LENGTH = 64
 
 
 class Kernels(Protocol):
@@ -99,6 +103,18 @@ class GraphDecoder:
         self.room = 0
         """Bytes that were free for a cache when the first batch was drawn."""
         self.release()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile for the same batches in every process, so that no kernel depends on which batch came first."""
+        prompt = np.arange(min(WARM_UP_LENGTH, self.model.policy.context_length - 2)) % self.model.policy.vocabulary
+        for rows in WARM_UP_ROWS:
+            # Prompts that differ are prefilled one by one.
+            prompts = [np.roll(prompt, row) for row in range(rows)]
+            sampling = Sampling(max_tokens=2)
+            self.draw([Row(ids, 0, n, sampling.max_tokens) for n, ids in enumerate(prompts)], sampling, _ignore)
+        self.release()
+        self.room = 0
 
     def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
         """Draw every row; those that do not fit at once enter as others finish."""
@@ -348,6 +364,10 @@ class _Decode:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         stores = self.cache.layers[layer]
         return self.kernels.decode_attention(query, (key, value), stores, self.cached, scoring, self.splits)
+
+
+def _ignore(phase: str, done: int, total: int) -> None:
+    pass
 
 
 def _bucket(rows: int, largest: int) -> int:

@@ -33,6 +33,8 @@ Place = tuple[str, int | None, int]
 _LOOK_S = 0.25
 # An event loop that has not turned for this long is blocked; whose fault that is, is known only to whoever ran in it.
 _BLOCKED_S = 1.0
+# One that has not turned for this long when the run is over is not waited for.
+_GONE_S = 3.0
 
 
 class RolloutTimeout(RolloutError):
@@ -94,9 +96,14 @@ class RemoteEnvironment:
             self._watching.cancel()
         process = self._process
         if process is not None and process.is_alive and process is self._opened:
-            reply = await asyncio.wrap_future(process.call("close"))
-            if reply["kind"] == "error":
-                self.say(f"The environment could not be closed: {reply['detail']}")
+            answer = asyncio.wrap_future(process.call("close"))
+            while not answer.done() and time.monotonic() - self._liveness.beat_at < _GONE_S:
+                await asyncio.wait([answer], timeout=_LOOK_S)
+            if not answer.done():
+                answer.cancel()
+                self.say("The environment does not respond and was ended without being closed.")
+            elif answer.result()["kind"] == "error":
+                self.say(f"The environment could not be closed: {answer.result()['detail']}")
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ def test_the_example_is_two_conditions_with_five_seeds() -> None:
     assert len({run.condition for run in runs}) == 2
 
 
+@pytest.mark.slow
 def test_the_example_runs_with_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_ctrl_c_leaves_checkpoints_and_a_resume_needs_no_file(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+@pytest.mark.slow
 def test_runs_save_and_end_when_the_campaign_is_killed(tmp_path: Path) -> None:
     write_slow_campaign(tmp_path, 400)
     process = start(tmp_path, "campaign.toml")

@@ -86,6 +86,7 @@ def test_the_files_that_retrain_writes_get_no_note(template: str, folder: Path) 
     load_config("mine.toml", strict=True)
 
 
+@pytest.mark.slow
 def test_a_campaign_table_can_be_added_to_the_demo(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = '\n[campaign]\nseeds = [1]\nmax_steps = 1\nconditions = [{ advantage_mode = "grpo" }]\n'
     (folder / "mine.toml").write_text(starter("demo") + own)

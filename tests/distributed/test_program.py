@@ -15,6 +15,7 @@ EXACT = ("mean_reward", "correct_rate", "num_datums", "max_token_hit_rate", "run
 CLOSE = ("loss", "grad_norm", "ratio_mean", "exec_entropy_mean")
 
 
+@pytest.mark.slow
 def test_two_ranks_run_what_one_does_and_one_or_four_go_on_with_it(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("alone", "two", "one", "four")}
     folders["alone"].mkdir()

@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("more", [{}, {"distributed__fsdp": True}], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_take_the_steps_of_a_single_process(
     model: Path, tmp_path: Path, world: int, more: dict[str, Any]
 ) -> None:

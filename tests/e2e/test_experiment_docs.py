@@ -71,6 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_research_guide_work(capsys: pytest.CaptureFixture[str]) -> None:
     given = list(commands("research-guide.md"))
     for words in given:
@@ -97,6 +98,7 @@ def test_the_commands_of_the_back_pressure_page_work(folder: Path) -> None:
     assert '"bp_action": "explore"' in (folder / "logs" / "train" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_campaign_page_work(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = "logs/campaign_20261115_101500"
     settings = RUN.replace('adapter_path = "adapter"\n', "").replace("max_steps = 2\n", "")
@@ -125,6 +127,7 @@ def test_the_commands_of_the_capacity_page_work(capsys: pytest.CaptureFixture[st
     assert "median" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_logging_page_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -218,8 +218,8 @@ def cut_at_random(bench: Bench, number: int, seed: int) -> None:
 
 
 @pytest.mark.threads
-def test_five_runs_killed_at_random_instants_end_as_the_run_that_was_never_cut(bench: Bench) -> None:
-    cut_at_random(bench, 5, seed=1)
+def test_two_runs_killed_at_random_instants_end_as_the_run_that_was_never_cut(bench: Bench) -> None:
+    cut_at_random(bench, 2, seed=1)
 
 
 @pytest.mark.slow
@@ -259,6 +259,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_delicate_point_costs_nothing(bench: Bench) -> None:
     for point in POINTS:
         logs, _ = begin(bench, point)

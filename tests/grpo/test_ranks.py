@@ -55,6 +55,7 @@ def play(folder: Path, launcher: list[str], per_device: int) -> tuple[list[dict[
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     alone, end = play(tmp_path, [], 8)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -151,6 +151,7 @@ def test_a_server_that_dies_on_the_way_ends_the_run_with_a_checkpoint(
     assert_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_takes_its_server_along(with_vllm: None, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, training__max_steps=500)
     (tmp_path / "run.toml").write_text(dump_config(config))

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-FloatArray = NDArray[np.floating[Any]]
-IntArray = NDArray[np.integer[Any]]
-BoolArray = NDArray[np.bool_]
+    FloatArray = NDArray[np.floating[Any]]
+    IntArray = NDArray[np.integer[Any]]
+    BoolArray = NDArray[np.bool_]
+else:
+    # Processes that score start often and compute nothing with arrays; loading numpy is half of their start.
+    FloatArray = IntArray = BoolArray = Any
 
 Metric = float | int | str | bool | None
 StepMetrics = dict[str, Metric]

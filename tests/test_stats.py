@@ -73,6 +73,7 @@ def test_under_no_effect_any_verdict_is_as_rare_as_alpha_says(noise: str, condit
     assert np.mean(alarms) <= ALPHA + 0.01
 
 
+@pytest.mark.slow
 def test_whole_campaigns_without_effect_raise_few_false_alarms_and_those_with_one_are_found() -> None:
     rng = np.random.default_rng(4)
     false, found = 0, 0

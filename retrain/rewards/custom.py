@@ -6,7 +6,6 @@ the example carries under those names.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from retrain.errors import PluginError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from retrain.rewards import Reward
 
 EXTRAS = ("prompt", "meta")
@@ -81,6 +82,8 @@ async def _wait_for(result: Awaitable[object]) -> object:
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     # One loop for the life of the process, so that an HTTP client kept between calls stays usable.
+    import asyncio  # noqa: PLC0415  (most rewards are plain functions, and their processes start without it)
+
     return asyncio.new_event_loop()
 
 

@@ -87,7 +87,7 @@ def config_for(server: TinkerServer, folder: Path, **overrides: Any) -> TrainCon
         "training.lr": 1e-2,
         "training.save_every": 2,
         "reward.type": "custom",
-        "reward.custom_module": "e2e.fakes",
+        "reward.custom_module": "e2e.scores",
         "reward.custom_function": "score_length",
         "reward.workers": 1,
         "logging.log_dir": str(folder / "logs"),
@@ -306,6 +306,7 @@ def test_a_turn_that_fails_says_so_to_its_conversation(server: TinkerServer, tmp
     assert isinstance(turns.answers[0], BackendError) and "no such thing" in str(turns.answers[0])
 
 
+@pytest.mark.slow
 def test_a_cut_run_goes_on_as_if_it_had_not_been_cut(server: TinkerServer, tmp_path: Path) -> None:
     whole, _ = train_quietly(config_for(server, tmp_path, logging__log_dir=str(tmp_path / "whole")))
     assert len([row for row in rows(whole.log_dir) if row["num_datums"]]) >= 3
@@ -343,12 +344,14 @@ def test_an_interrupt_while_sampling_saves_and_exits_130(server: TinkerServer, t
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_states_beyond_keep_are_deleted_from_the_service(server: TinkerServer, tmp_path: Path) -> None:
     train_quietly(config_for(server, tmp_path, training__save_every=1, training__keep=1))
     # One more than is kept: the newest was not yet sealed when the rest was tidied up.
     assert [path.rpartition("/")[2][:11] for path in server.states] == ["step_000003", "step_000004"]
 
 
+@pytest.mark.slow
 def test_a_service_that_cannot_delete_is_told_and_forgiven(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path, training__save_every=1, training__keep=1)
     original = server.answer_checkpoint
@@ -645,6 +648,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_torch(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path, training__max_steps=2, eval__every=2, eval__max_examples=2)
     (tmp_path / "run.toml").write_text(dump_config(config))

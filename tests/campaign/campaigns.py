@@ -25,7 +25,7 @@ def campaign_config(folder: Path | None, tables: dict[str, Any] | None = None, *
         "model": {"model": "builtin:tiny"},
         "training": {"batch_size": 2, "group_size": 4, "max_tokens": 32, "save_every": 2},
         "data": {"source": "arithmetic"},
-        "reward": {"type": "custom", "custom_module": "e2e.fakes", "workers": 1},
+        "reward": {"type": "custom", "custom_module": "e2e.scores", "workers": 1},
         "plugins": {"search_paths": [".", str(TESTS)]},
         "campaign": {"seeds": [1, 2], "max_steps": 4, "conditions": [GRPO, MAXRL]} | campaign,
     }

@@ -81,6 +81,7 @@ def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
     assert "not_there" in (tmp_path / "c" / "runs" / "maxrl+none_s1" / "stderr.log").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_checkpoints_and_a_resume_needs_no_file(tmp_path: Path) -> None:
     write_slow_campaign(tmp_path, 400)
     process = start(tmp_path, "campaign.toml")

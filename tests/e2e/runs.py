@@ -24,7 +24,7 @@ def write_problems(folder: Path, problems: list[dict[str, str]] | None = None) -
 
 
 def fake_config(model: Path, folder: Path, **overrides: Any) -> TrainConfig:
-    """Four steps of two prompts with four answers each, scored by `e2e.fakes.score`; overrides are `section__key`."""
+    """Four steps of two prompts with four answers each, scored by `e2e.scores.score`; overrides are `section__key`."""
     small: dict[str, Any] = {
         "backend.backend": "e2e.fakes.build",
         "backend.adapter_path": str(folder / "adapter"),
@@ -40,7 +40,7 @@ def fake_config(model: Path, folder: Path, **overrides: Any) -> TrainConfig:
         "training.max_tokens": 64,
         "training.save_every": 2,
         "reward.type": "custom",
-        "reward.custom_module": "e2e.fakes",
+        "reward.custom_module": "e2e.scores",
         "reward.workers": 1,
         "logging.log_dir": str(folder / "logs"),
     }

@@ -20,7 +20,7 @@ def test_a_real_run_explores_settles_and_goes_on_where_it_was_cut(tmp_path: Path
         "training__save_every": 5,
         "data__source": "arithmetic",
         "reward__type": "custom",
-        "reward__custom_module": "e2e.fakes",
+        "reward__custom_module": "e2e.scores",
         "reward__custom_function": "score_length",
         "reward__workers": 1,
         "logging__log_dir": str(tmp_path / "logs"),

@@ -117,7 +117,7 @@ def make_bench(server: RunServer, model: Path, folder: Path, **overrides: Any) -
         "eval.every": 3,
         "eval.max_examples": 4,
         "reward.type": "custom",
-        "reward.custom_module": "e2e.fakes",
+        "reward.custom_module": "e2e.scores",
         "reward.custom_function": "score_length",
         "reward.workers": 1,
     }

@@ -55,7 +55,7 @@ def config_for(model: Path | str, folder: Path, **overrides: Any) -> TrainConfig
         "training.lr": 1e-2,
         "training.save_every": 2,
         "reward.type": "custom",
-        "reward.custom_module": "e2e.fakes",
+        "reward.custom_module": "e2e.scores",
         "reward.custom_function": "score_length",
         "reward.workers": 1,
         "algorithm.advantage_mode": "grpo",
@@ -107,7 +107,10 @@ def test_a_run_trains_the_teaching_and_logs_the_student(model: Path, tmp_path: P
         assert row["transcript"][3]["content"] == row["completion"]
 
 
-@pytest.mark.parametrize("kind", ["base", "other", "split", "whole", "parts"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("base", "split", "whole")]
+
+
+@pytest.mark.parametrize("kind", ["other", "parts", *SLOW])
 def test_a_resumed_run_is_equal_to_the_bit(kind: str, model: Path, other: Path, tmp_path: Path) -> None:
     """The run that was never cut remembers what the resumed one has forgotten; questions come again in both."""
     own: dict[str, Any] = {

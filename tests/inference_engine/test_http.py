@@ -458,7 +458,7 @@ def test_the_newest_policy_is_proved(rig: Make, server: Loopback) -> None:
     assert one.engine.metrics()["policy_proof"] is None, "asked again, there is nothing new"
 
 
-@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+@pytest.mark.parametrize("meaning", [pytest.param("sampled", marks=pytest.mark.slow), "raw"])
 @pytest.mark.parametrize("swap", ["the base model", "the previous adapter", "neither"])
 def test_an_adapter_swapped_behind_our_back_is_caught_at_once(
     rig: Make, server: Loopback, swap: str, meaning: str

@@ -131,6 +131,7 @@ def test_a_server_that_never_answers_is_ended_after_the_wait(
     assert_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_on_the_way_ends_the_run_with_a_checkpoint(
     with_vllm: None, model: Path, tmp_path: Path
 ) -> None:

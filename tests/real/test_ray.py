@@ -43,7 +43,7 @@ save_every = 2
 source = "arithmetic"
 [reward]
 type = "custom"
-custom_module = "e2e.fakes"
+custom_module = "e2e.scores"
 workers = 1
 [plugins]
 search_paths = [".", {tests!r}]

@@ -112,7 +112,7 @@ def test_a_public_model_trains(
     monkeypatch.syspath_prepend(next(installed.glob("lib/python3*/site-packages")))
     model = convert_gguf(next(installed.rglob("*.gguf")), tmp_path / "smollm2")
     small = {"training__max_steps": 2, "training__max_tokens": 16, "reward__type": "custom"}
-    own = {"reward__custom_module": "e2e.fakes", "reward__custom_function": "score_length"}
+    own = {"reward__custom_module": "e2e.scores", "reward__custom_function": "score_length"}
     with serve_vllm(vllm_python, model, tmp_path) as server:
         result, _ = train_quietly(run_on("vllm", server.url, model, tmp_path, **small, **own))
     metrics = rows(result.log_dir)

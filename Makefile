@@ -24,6 +24,7 @@ test: $(DEV_STAMP)
 
 test-slow: $(DEV_STAMP)
 	$(PYTEST) -n auto -m slow
+	RETRAIN_FUZZ=full $(PYTEST) -n auto tests/config tests/advantages/test_pipeline.py tests/backends/test_prefix.py
 	$(BIN)/mkdocs build --strict
 
 test-gpu: $(DEV_STAMP)

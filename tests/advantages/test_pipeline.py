@@ -11,6 +11,7 @@ from retrain.advantages import CreditAssigner, compute_advantages
 from retrain.config.schema import Algorithm, Gtpo, Hicra
 from retrain.errors import ConfigError, RolloutError
 from retrain.types import Group
+from tests.fuzz import examples
 
 from . import plain
 from .groups import completion, group
@@ -45,7 +46,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Group], list[list[np.ndarray]]]:
     return groups, masks_PG
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     step=steps(),
     advantage=st.sampled_from(["grpo", "maxrl"]),

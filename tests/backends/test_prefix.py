@@ -20,6 +20,7 @@ from retrain.backends.local.learner import Learner
 from retrain.backends.local.packing import Load, pack, split_by_tokens
 from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.types import Datum
+from tests.fuzz import examples
 
 CPU = torch.device("cpu")
 # (prompt, its completions): a completion of one token feeds nothing of its own to the model.
@@ -103,7 +104,7 @@ def test_prompts_are_repeated_where_sharing_saves_next_to_nothing() -> None:
     assert pack(datums, CPU, False).token_ids.shape[1] == 2 * 90
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=6

@@ -64,6 +64,7 @@ def write_slow_campaign(folder: Path, steps: int) -> None:
     (folder / "campaign.toml").write_text(dump_config(config))
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
     broken = MAXRL | {"reward": {"custom_module": "not_there"}}
     config = campaign_config(tmp_path / "c", seeds=[1], conditions=[GRPO, broken], parallel=True)

@@ -26,6 +26,7 @@ def test_there_is_one_for_every_kind_that_is_promised() -> None:
     assert set(promised) <= set(REGISTRIES)
 
 
+@pytest.mark.slow
 def test_every_scaffold_passes_its_own_test(tmp_path: Path) -> None:
     for kind in SCAFFOLDS:
         assert (

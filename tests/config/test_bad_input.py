@@ -14,6 +14,7 @@ from retrain.config import TrainConfig, build_config, dump_config
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options
 from retrain.config.toml import format_value, parse_toml
 from retrain.errors import ConfigError
+from tests.fuzz import examples
 
 from .documented import ANNOTATED
 
@@ -70,7 +71,7 @@ def outcome(text: str) -> ConfigError | TrainConfig:
 
 @given(options, odd_values)
 @example(all_options()[0], "\ud800")
-@settings(FUZZ, max_examples=900)
+@settings(FUZZ, max_examples=examples(900))
 def test_a_wrong_value_names_its_key(option: Option, value: str) -> None:
     found = outcome(f"[{option.section}]\n{option.key} = {value}\n")
     if isinstance(found, ConfigError):
@@ -80,7 +81,7 @@ def test_a_wrong_value_names_its_key(option: Option, value: str) -> None:
 
 
 @given(options.flatmap(lambda option: st.tuples(st.just(option), typos(option.key), typos(option.section))))
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=examples(500))
 def test_a_misspelt_key_or_table_is_named(drawn: tuple[Option, str, str]) -> None:
     option, key, section = drawn
     default = format_value(option.default)
@@ -128,13 +129,13 @@ def mutated_files(draw: st.DrawFn) -> str:
 
 
 @given(mutated_files())
-@settings(FUZZ, max_examples=800)
+@settings(FUZZ, max_examples=examples(800))
 def test_a_mutated_file_is_valid_or_refused_with_a_place(text: str) -> None:
     outcome(text)
 
 
 @given(st.text(st.sampled_from("[]{}=.,\"'\\\n #ab_-+:0123456789eTZxtrufalsin\t\r\x00é"), max_size=60))
-@settings(FUZZ, max_examples=300)
+@settings(FUZZ, max_examples=examples(300))
 def test_any_text_is_a_configuration_or_refused_with_a_place(text: str) -> None:
     outcome(text)
 

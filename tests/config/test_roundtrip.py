@@ -14,6 +14,7 @@ from retrain.config import TrainConfig, build_config, dump_config
 from retrain.config.options import OPTIONAL_SECTIONS, all_options
 from retrain.config.toml import format_key, format_value, parse_toml
 from retrain.errors import ConfigError
+from tests.fuzz import examples
 
 from .strategies import sections, tables, texts
 
@@ -21,14 +22,14 @@ SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 
 
 @given(sections(most=25))
-@settings(SLOW_START, max_examples=300)
+@settings(SLOW_START, max_examples=examples(300))
 def test_any_configuration_survives_being_written_and_read(chosen: dict[str, dict[str, Any]]) -> None:
     config = TrainConfig.model_validate(chosen)
     assert TrainConfig.model_validate(parse_toml(dump_config(config), "dumped")) == config
 
 
 @given(tables, st.lists(tables, min_size=1, max_size=3))
-@settings(SLOW_START, max_examples=200)
+@settings(SLOW_START, max_examples=examples(200))
 def test_tables_of_arguments_survive_with_dates_and_nesting(
     args: dict[str, Any], conditions: list[dict[str, Any]]
 ) -> None:
@@ -41,7 +42,7 @@ def test_tables_of_arguments_survive_with_dates_and_nesting(
 
 
 @given(sections(most=4))
-@settings(SLOW_START, max_examples=200)
+@settings(SLOW_START, max_examples=examples(200))
 def test_what_the_checks_accept_is_accepted_again_when_read_back(chosen: dict[str, dict[str, Any]]) -> None:
     try:
         config = build_config(chosen, {}, "generated")

@@ -41,6 +41,7 @@ def test_two_ranks_run_what_one_does_and_one_or_four_go_on_with_it(tmp_path: Pat
     assert names == {path.name for path in (folders["alone"] / "log" / "checkpoints" / "step_000002").rglob("*")}
 
 
+@pytest.mark.slow
 def test_fsdp2_runs_the_program_and_a_single_process_goes_on_with_it(tmp_path: Path) -> None:
     code, printed, _ = run_program(2, tmp_path, training__max_steps=2, distributed__fsdp=True, model__lora_rank=0)
     assert code == 0, printed
@@ -50,9 +51,13 @@ def test_fsdp2_runs_the_program_and_a_single_process_goes_on_with_it(tmp_path: P
     assert len(metrics_in(tmp_path)) == 3
 
 
-@pytest.mark.parametrize(
-    "broken", [Break(1, "Train"), Break(1, "Sample"), Break(1, "Train", "kill"), Break(2, "Build", "kill")], ids=str
-)
+SLOW_BREAKS = [
+    pytest.param(broken, marks=pytest.mark.slow, id=str(broken))
+    for broken in (Break(1, "Sample"), Break(1, "Train", "kill"), Break(2, "Build", "kill"))
+]
+
+
+@pytest.mark.parametrize("broken", [Break(1, "Train"), *SLOW_BREAKS], ids=str)
 def test_a_rank_that_dies_ends_all_and_is_named_first(tmp_path: Path, broken: Break) -> None:
     code, printed, seconds = run_program(3, tmp_path, broken, training__max_steps=9)
     assert code == 1

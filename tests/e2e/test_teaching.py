@@ -191,6 +191,7 @@ class Parrot(ScriptedEngine):
         super().__init__(lambda prompt, index, rng: tokenizer.decode(prompt).partition("=? ")[2])
 
 
+@pytest.mark.slow
 def test_the_embedded_teacher_learns_what_its_student_is_rewarded_for(tmp_path: Path) -> None:
     def build(*given: Any) -> LocalBackend:
         backend = build_local(*given)

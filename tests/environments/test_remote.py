@@ -215,7 +215,7 @@ log_dir = "logs"
 """
 
 
-@pytest.mark.parametrize("when", ["build", "regex"])
+@pytest.mark.parametrize("when", ["build", pytest.param("regex", marks=pytest.mark.slow)])
 def test_a_run_whose_environment_holds_the_gil_can_be_stopped(tmp_path: Path, when: str) -> None:
     (tmp_path / "run.toml").write_text(TOML.format(when=when, here=HERE))
     with subprocess.Popen(

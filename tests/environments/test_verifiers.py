@@ -160,6 +160,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(args: dict[str, Any], messag
         load_split(build("troubled", args=args), section, "train")
 
 
+@pytest.mark.slow
 def test_an_environment_without_splits_has_nothing_to_evaluate_on() -> None:
     config = build_config(
         {

@@ -228,9 +228,8 @@ def test_a_completion_ends_where_the_context_ends(rig: Rig) -> None:
     assert {len(c.token_ids_T) for c in group if c.finish_reason == "length"} <= {3}
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_fifty_steps_leave_no_tensor_behind(family: str, tmp_path: Path) -> None:
     rig = build_rig(family, tmp_path)
     prompts, counts = random_prompts((4, 6)), []

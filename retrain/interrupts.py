@@ -62,6 +62,10 @@ class Interrupts:
         """Begin what `held` will go on with and end."""
         self.holding = True
 
+    def give_up(self) -> None:
+        """What was held never happened: the state is that of the boundary before it."""
+        self.holding = False
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let nothing in between. An error inside leaves `between_steps` false: the step is half done."""

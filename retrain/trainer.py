@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from retrain.advantages import Credit
+from retrain.agreement import DisagreementError, unsignalled
 from retrain.assemble import NOTHING, Parts, Supplied, assemble
 from retrain.backends import ReportsLate
 from retrain.checkpoint import publish_adapter, read_notes, write_state_file
@@ -21,15 +22,19 @@ from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
 from retrain.interrupts import Interrupts
 from retrain.recording import write_recording
+from retrain.repeats import refuse_repeats
 from retrain.rollout import Rollouts
 from retrain.schedule import learning_rate
-from retrain.seeding import seed_everything
+from retrain.seeding import derive_seed, seed_everything
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
-from retrain.types import Datum, Group, Segment, StepMetrics
+from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics
 
 # What a backend may tell about the sampler of a step, and about its own update.
-OPTIONAL_METRICS = ("lr", "kl_ref", "staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl")
+OPTIONAL_METRICS = (
+    *("lr", "kl_ref", "staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl"),
+    *("rows_checked", "rows_excluded", "rows_mismatch_max"),
+)
 
 
 @dataclass
@@ -101,6 +106,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
             last = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
             first = first or last
             rollouts = parts.rollouts.collect(engine, step, progress.batch_size)
+            repeats = count_repeats(parts, rollouts.groups)
             parts.sepa.observe_correct_rate(rollouts.correct_rate)
             sepa_lambda = parts.sepa.resolve_lambda(step)
             masks = parts.planning.of(rollouts.groups) if parts.planning else None
@@ -116,13 +122,23 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
         with interrupts.held():
             training_started = time.perf_counter()
             parts.console.progress("training", 0, len(datums))
-            outcome = parts.backend.train_step(datums, step)
+            looked_at = rows_to_look_at(parts, rollouts.groups, credit, datums, step)
+            try:
+                outcome = parts.backend.train_step([*datums, *looked_at], step)
+            except DisagreementError as error:
+                # A step that was refused never happened either, so what came before it is worth keeping.
+                if error.is_whole and not parts.backend.capabilities.reports_late:
+                    parts.order.load_state_dict(cursor)
+                    parts.sepa.load_state_dict(schedule)
+                    interrupts.give_up()
+                raise
             train_time = time.perf_counter() - training_started
             parts.sepa.update(credit.exec_entropy_var)
             note(parts, progress, rollouts, outcome)
             metrics = describe(parts, progress, rollouts, credit, outcome)
             metrics |= {
                 "num_datums": len(datums),
+                "repeated_completions": repeats,
                 "sepa_lambda": sepa_lambda,
                 "train_time_s": train_time,
                 "step_time_s": time.perf_counter() - started,
@@ -153,17 +169,49 @@ def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = Fal
     excluded = set(credit.excluded)
     datums = []
     for at in range(len(groups)) if all_groups else credit.live():
-        group = groups[at]
-        for index, completion in enumerate(group.completions_G):
-            if (at, index) in excluded or not len(completion.token_ids_T):
-                continue
-            advantages_T = credit.token_advantages_PG[at][index]
-            mask_T = completion.sampled_T if completion.sampled_T is not None else np.ones(len(advantages_T), bool)
-            for row in completion.segments or (Segment(group.prompt_ids, 0, len(advantages_T)),):
-                part = slice(row.start, row.stop)
-                ids_T, logprobs_T = completion.token_ids_T[part], completion.logprobs_T[part]
-                datums.append(Datum(row.prompt_ids, ids_T, logprobs_T, advantages_T[part], mask_T[part]))
+        for index, completion in enumerate(groups[at].completions_G):
+            if (at, index) not in excluded and len(completion.token_ids_T):
+                datums += rows_of(groups[at], at, index, credit.token_advantages_PG[at][index])
     return datums
+
+
+def count_repeats(parts: Parts, groups: Sequence[Group]) -> int:
+    """Completions that repeat another of their group; raises where that is beyond chance."""
+    if parts.config.training.temperature == 0:
+        return 0
+    capabilities = parts.backend.capabilities
+    return refuse_repeats(groups, capabilities.checks_rows and capabilities.sampled_logprobs)
+
+
+def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list[Datum]:
+    """The rows that one completion of group number `at` is trained as."""
+    completion = group.completions_G[index]
+    mask_T = completion.sampled_T if completion.sampled_T is not None else np.ones(len(advantages_T), bool)
+    datums = []
+    for row in completion.segments or (Segment(group.prompt_ids, 0, len(advantages_T)),):
+        part = slice(row.start, row.stop)
+        ids_T, logprobs_T = completion.token_ids_T[part], completion.logprobs_T[part]
+        datums.append(Datum(row.prompt_ids, ids_T, logprobs_T, advantages_T[part], mask_T[part], at, index))
+    return datums
+
+
+def rows_to_look_at(
+    parts: Parts, groups: Sequence[Group], credit: Credit, datums: Sequence[Datum], step: int
+) -> list[Datum]:
+    """A few rows that are not trained on, drawn from the seed: their log-probs are compared with the trainer's too."""
+    if not parts.backend.capabilities.checks_rows:
+        return []
+    trained = {(datum.group, datum.index) for datum in datums}
+    others = [
+        replace(row, mask_T=np.zeros_like(row.mask_T), check_T=row.mask_T)
+        for at, group in enumerate(groups)
+        for index, completion in enumerate(group.completions_G)
+        if (at, index) not in trained and len(completion.token_ids_T)
+        for row in rows_of(group, at, index, np.zeros(len(completion.token_ids_T)))
+        if row.mask_T.any()
+    ]
+    tokens = sum(len(datum.prompt_ids) + len(datum.completion_ids_T) for datum in datums)
+    return unsignalled(others, tokens, derive_seed(parts.config.training.seed, "proof", step))
 
 
 def note(parts: Parts, progress: Progress, rollouts: Rollouts, outcome: StepMetrics) -> None:

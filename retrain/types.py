@@ -133,3 +133,8 @@ class Datum:
     advantages_T: FloatArray
     mask_T: BoolArray
     """True on tokens that take part in the loss."""
+    group: int = -1
+    index: int = -1
+    """Which completion of which group of the step this is, or is a part of; -1: none, its log-probs are made up."""
+    check_T: BoolArray | None = None
+    """On a row that is not trained on, the tokens whose log-probs are compared with the trainer's all the same."""

@@ -27,6 +27,10 @@ class Capabilities:
     reports_late: bool = False
     """Whether `train_step` returns before its step has finished: what it says of the loss is of the step before. Such a
     backend is also a `ReportsLate`, or the rows before its checkpoints hold the step before's numbers."""
+    checks_rows: bool = False
+    """Whether `train_step` compares the log-probs of rows that have a `check_T` with its own."""
+    sampled_logprobs: bool = True
+    """Whether log-probs are of the distribution that was sampled from, so that they tell how likely a repeat was."""
 
 
 class Backend(Protocol):

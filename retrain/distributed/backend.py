@@ -86,10 +86,14 @@ class RankedBackend:
         usable = [datum for datum in datums if datum.mask_T.any()]
         size = Size.of(usable)
         parts = share_datums(usable, self.hub.place.world)
+        if self.learner.is_whole:
+            # A pass of sharded ranks takes all of them, so there nobody looks at rows that are not trained on.
+            parts[0] += [datum for datum in datums if datum.check_T is not None]
         self.hub.tell({rank: Train(part, size, step) for rank, part in enumerate(parts) if rank})
         with self.hub.explained():
             told = self.learner.take_step(parts[0], size, step)
         self.hub.collect()
+        self.learner.refuse_disagreement()
         return told | {"staleness": 0} | watched(self.own.engine)
 
     def save(self, path: Path) -> None:

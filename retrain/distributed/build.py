@@ -10,6 +10,7 @@ import torch
 
 from retrain.backends.local import LocalBackend, check_server, make_engine
 from retrain.backends.local.model import Policy, load_policy
+from retrain.backends.local.precision import make_agreement
 from retrain.config import TrainConfig
 from retrain.devices import AUTO, device_names, find_missing
 from retrain.distributed.fsdp import ShardedLearner, shard
@@ -79,6 +80,8 @@ def build_rank(
     if isinstance(engine, Remote):
         context = check_server(engine, config, say)
         backend.capabilities = replace(backend.capabilities, context_length=context, gives_entropies=False)
+    learner.agreement = make_agreement(config, learner.policy, engine, say)
+    backend.capabilities = replace(backend.capabilities, checks_rows=True)
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, ranks={place.world}).")
     return backend
 

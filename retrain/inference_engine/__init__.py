@@ -9,7 +9,17 @@ from typing import Protocol, runtime_checkable
 
 from retrain.types import Completion, IntArray, Sampling, StepMetrics
 
-__all__ = ["Described", "InferenceEngine", "KeepsSizes", "Progress", "Remote", "ServesTurns", "Turn", "Turns"]
+__all__ = [
+    "Described",
+    "InferenceEngine",
+    "KeepsSizes",
+    "Measured",
+    "Progress",
+    "Remote",
+    "ServesTurns",
+    "Turn",
+    "Turns",
+]
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, how much of it is done, and how much there is; cheap enough to call often."""
@@ -41,6 +51,16 @@ class Remote(Protocol):
 
     def metrics(self) -> StepMetrics:
         """What was seen since this was asked last: `policy_proof` and how far its log-probs are from the trainer's."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine whose distance from the trainer was measured before training."""
+
+    @property
+    def mismatch_at_start(self) -> float:
+        """Mean difference of its log-probs from the trainer's, under the same weights."""
         ...
 
 

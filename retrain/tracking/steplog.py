@@ -9,7 +9,10 @@ from retrain.tracking import Tracker
 from retrain.types import Group, StepMetrics
 
 # What the optimiser step alone can say. A backend that trains while the next step is sampled says it a step late.
-TRAINED = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm", "lr", "kl_ref")
+TRAINED = (
+    *("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm", "lr", "kl_ref"),
+    *("rows_checked", "rows_excluded", "rows_mismatch_max"),
+)
 
 
 class StepLog:

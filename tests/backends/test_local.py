@@ -174,7 +174,7 @@ def test_split_mode_resumes_to_the_bit(tiny: Path, tmp_path: Path, cut: int) -> 
 def test_an_error_on_the_training_thread_is_raised_at_the_next_step(tiny: Path) -> None:
     backend = build_on(tiny, "cpu,cpu")
 
-    def fail(datums: Any, step: int) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("the other thread")
 
     backend.learner.step = fail

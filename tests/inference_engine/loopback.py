@@ -48,6 +48,11 @@ class Loopback:
     delay_s: float = 0.0
     faults: list[Callable[[dict[str, Any]], Reply | bytes | None]] = field(default_factory=list)
     """Each is used up by one completion request, and answers in place of it; None lets the request through."""
+    alter: Callable[[dict[str, Any], list[dict[str, Any]]], list[dict[str, Any]]] = lambda body, choices: choices
+    """What stands between server and client: it is given a request and its choices, and gives what is sent."""
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
+    """What becomes of a request before the server sees it."""
+    sends_prompt_ids: bool = True
     serves_instead: str = ""
     """An adapter that is used whatever is asked for, as if somebody had swapped it."""
     port: int = 0
@@ -187,7 +192,8 @@ class Loopback:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         if len(body["prompt"]) + body["max_tokens"] > self.context:
             return 400, {"error": {"message": f"This model's maximum context length is {self.context} tokens."}}
-        return 200, {"choices": self.choices(body, self.adapters.get(model))}
+        choices = self.choices(self.change(body), self.adapters.get(model))
+        return 200, {"choices": self.alter(body, choices)}
 
     def choices(self, body: dict[str, Any], adapter: dict[str, Any] | None) -> list[dict[str, Any]]:
         sampling = Sampling(
@@ -216,5 +222,6 @@ class Loopback:
             choice: dict[str, Any] = {"index": index, "text": completion.text, "finish_reason": "stop"}
             choice["token_ids"] = completion.token_ids_T.tolist() if self.sends_ids else None
             choice["logprobs"] = {"token_logprobs": [float(v) for v in logprobs]} if self.sends_logprobs else None
+            choice["prompt_token_ids"] = body["prompt"] if self.sends_prompt_ids else None
             choices.append(choice)
         return choices

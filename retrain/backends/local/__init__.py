@@ -13,6 +13,7 @@ from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, load_policy
+from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
@@ -54,9 +55,10 @@ def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None],
     learner = Learner(policy, config, say)
     engine = make_engine(config, mirror or policy, tokenizer, say, progress)
     context = check_server(engine, config, say) if isinstance(engine, Remote) else policy.context_length
+    learner.agreement = make_agreement(config, policy, engine, say)
     backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
     backend.capabilities = replace(
-        backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
+        backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote), checks_rows=True
     )
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from retrain.agreement import Agreement, Finding, Gaps
 from retrain.backends.local.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
-from retrain.backends.local.determinism import Determinism
+from retrain.backends.local.determinism import Determinism, sum_by_row
 from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.model import Policy
@@ -22,6 +24,7 @@ from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, pa
 from retrain.backends.local.prefix import takes_uneven_lengths
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
+from retrain.capacity import MICRO_BATCH
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.sampling import training_distribution
@@ -77,25 +80,84 @@ class Learner:
         offload = config.memory.offload_untrained_models
         self.reference = self.make_reference(policy, config.kl, offload, self.trained) if config.kl.beta else None
         self.packs_tightly = takes_uneven_lengths(policy)
+        self.agreement: Agreement | None = None
+        """What compares the sampler's log-probs with ours; nothing does where the caller makes them up."""
+        self.finding: Finding | None = None
+        """What it found in the last step."""
 
-    def step(self, datums: Sequence[Datum], step: int = 0) -> StepMetrics:
-        """Forward, backward and update over all datums; the learning rate is that of the run's `step`."""
-        usable = [datum for datum in datums if datum.mask_T.any()]
-        return self.take_step(usable, Size.of(usable), step)
+    def step(self, datums: Sequence[Datum], step: int = 0, staleness: int = 0) -> StepMetrics:
+        """Forward, backward and update over all datums; the learning rate is that of the run's `step`.
 
-    def take_step(self, datums: Sequence[Datum], size: Size, step: int) -> StepMetrics:
-        """The same over datums that are the whole step, or this process's share of a step of that size."""
+        `staleness` counts the updates since the datums were sampled.
+        """
+        told = self.take_step(datums, Size.of([datum for datum in datums if datum.mask_T.any()]), step, staleness)
+        self.refuse_disagreement()
+        return told
+
+    def refuse_disagreement(self) -> None:
+        """Raise where the last step was not applied, since sampler and trainer disagreed."""
+        if self.finding is not None and self.finding.refused:
+            raise self.finding.error()
+
+    def take_step(self, datums: Sequence[Datum], size: Size, step: int, staleness: int = 0) -> StepMetrics:
+        """The same over datums that are the whole step, or this process's share of a step of that size.
+
+        A step that is refused moves nothing; whoever called finds out with `refuse_disagreement`.
+        """
         lr = learning_rate(self.config, step)
         told: StepMetrics = {"loss": 0.0, "ratio_mean": None, "ratio_max": None, "kl_sample_train": None}
         norm: float | None = 0.0
+        usable = [datum for datum in datums if datum.mask_T.any()]
+        looked_at = self._look_at([datum for datum in datums if datum.check_T is not None])
+        self.finding = None
         if size.rows:
-            totals = self._backward_within_memory(datums, size)
-            self.share(totals)
-            told = totals.metrics()
+            told = self._agreed_gradients(usable, size, looked_at, staleness)
+        elif self.agreement is not None and looked_at is not None:
+            self.finding = self.agreement.judge(Gaps.between([], []), looked_at, staleness)
+        if self.finding is not None and self.finding.refused:
+            self.optimizer.clear()
+            return told
+        if size.rows:
             norm = self.optimizer.step(lr)
         if self.reference is not None:
             self.reference.follow(step)
+        told |= self.finding.metrics() if self.finding is not None else {}
         return {**told, "lr": lr, "grad_norm": norm, "skipped": int(norm is None)}
+
+    def _agreed_gradients(
+        self, datums: Sequence[Datum], size: Size, looked_at: Gaps | None, staleness: int
+    ) -> StepMetrics:
+        """Gradients of the rows that sampler and trainer agree on; rows that they do not are left out, as zeros."""
+        totals = self._backward_within_memory(datums, size)
+        self.share(totals)
+        if self.agreement is None:
+            return totals.metrics()
+        self.finding, own = self.judge(self.agreement, totals.gaps(), looked_at, staleness)
+        if self.finding.excluded and not self.finding.refused:
+            off = {id(datum) for datum, out in zip(totals.datums, self.finding.off[own], strict=True) if out}
+            totals = self._backward_within_memory([datum for datum in datums if id(datum) not in off], size)
+            self.share(totals)
+        told = totals.metrics()
+        shift = self.agreement.shift(told, totals.tokens, staleness)
+        if not self.finding.refused and self.finding.gaps.are_all_sampled:
+            self.finding = replace(self.finding, shift=shift)
+        return told
+
+    @torch.no_grad()
+    def _look_at(self, datums: Sequence[Datum]) -> Gaps | None:
+        """Compare rows that are not trained on."""
+        if self.agreement is None or not datums:
+            return None
+        own: dict[int, np.ndarray] = {}
+        for batch in split_by_tokens(datums, MICRO_BATCH):
+            values = self.logprobs(self.pack(batch)).float().cpu().numpy()
+            parts = np.split(values, np.cumsum([len(datum.completion_ids_T) for datum in batch])[:-1])
+            own |= {id(datum): part for datum, part in zip(batch, parts, strict=True)}
+        return Gaps.between(datums, [own[id(datum)] for datum in datums])
+
+    def judge(self, agreement: Agreement, own: Gaps, looked_at: Gaps | None, staleness: int) -> tuple[Finding, slice]:
+        """What the gaps of all processes come to, and which of them are this one's; here there is one process."""
+        return agreement.judge(own, looked_at, staleness), slice(0, len(own.tokens))
 
     def share(self, totals: Totals) -> None:
         """Add gradients and totals up over the processes of a run; here there is one."""
@@ -156,6 +218,7 @@ class Learner:
             self.optimizer.gather()
             totals.add(loss.detach(), token_batch)
         self._train_mode(False)
+        totals.datums = [datum for batch in batches for datum in batch]
         return totals
 
     def warm_up(self, ways: set[str]) -> None:
@@ -227,6 +290,10 @@ class Totals:
         """Loss, ratios, divergence from the sampler, divergence from the reference, tokens."""
         self.largest = torch.zeros((), dtype=torch.float64, device=device)
         self.has_reference = False
+        self.rows: list[Tensor] = []
+        """For each micro-batch, (rows, 3): tokens, the sum of |Δ| of log-probs, and the largest."""
+        self.datums: Sequence[Datum] = ()
+        """Whose rows these are."""
 
     @torch.no_grad()
     def add(self, loss: Tensor, batch: TokenBatch) -> None:
@@ -242,10 +309,25 @@ class Totals:
             strayed = torch.where(taken, divergence(batch.logprobs, batch.reference_logprobs).double(), 0.0)
         self.sums += torch.stack([loss.double(), ratio.sum(), apart.sum(), strayed.sum(), taken.sum()])
         self.largest = torch.maximum(self.largest, ratio.max())
+        apart = torch.where(taken, chosen.abs().nan_to_num(0.0), 0.0)
+        sums = sum_by_row(torch.stack([taken.double(), apart], 1), batch.row, batch.rows)
+        largest = torch.zeros_like(sums[:, 0]).scatter_reduce_(0, batch.row, apart, "amax")
+        self.rows.append(torch.cat([sums, largest[:, None]], 1))
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens took part."""
+        return float(self.sums[4])
+
+    def gaps(self) -> Gaps:
+        """How far sampler and trainer are apart on each row."""
+        table = torch.cat(self.rows).cpu().numpy() if self.rows else np.zeros((0, 3))
+        return Gaps.of(self.datums, table)
 
     def metrics(self) -> StepMetrics:
         """Loss, means over tokens, and the largest ratio."""
         loss, ratios, apart, strayed, tokens = self.sums.tolist()
+        tokens = max(tokens, 1.0)
         told: StepMetrics = {
             "loss": loss,
             "ratio_mean": ratios / tokens,

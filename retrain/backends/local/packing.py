@@ -231,7 +231,11 @@ def _sequence(datum: Datum) -> IntArray:
 
 def packed_logprobs(policy: Policy, packed: MicroBatch, sampling: Sampling) -> Tensor:
     """Log-probs of a micro-batch's completion tokens under a policy as it is now."""
+    return token_logprobs(policy, predicting_states(policy, packed), packed.targets, sampling, packed.history)
+
+
+def predicting_states(policy: Policy, packed: MicroBatch) -> Tensor:
+    """The hidden state before each completion token of a micro-batch."""
     hidden = policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
     # The first tokens of a group's completions are all predicted by one state, the last of their shared prompt.
-    predicting = gather_rows(hidden, packed.predicting)
-    return token_logprobs(policy, predicting, packed.targets, sampling, packed.history)
+    return gather_rows(hidden, packed.predicting)

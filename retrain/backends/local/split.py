@@ -53,8 +53,9 @@ class SplitBackend:
         """Wait for the step before, hand its weights to the sampler, and start this one. Reports the step before."""
         self._wait()
         self._mirror(step)
-        told = self.reported | {"staleness": step - self.sampled} | watched(self.engine)
-        self.pending = self.thread.submit(self.learner.step, datums, step)
+        staleness = step - self.sampled
+        told = self.reported | {"staleness": staleness} | watched(self.engine)
+        self.pending = self.thread.submit(self.learner.step, datums, step, staleness)
         return told
 
     def settle(self) -> StepMetrics:

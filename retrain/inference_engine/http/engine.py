@@ -28,9 +28,9 @@ from retrain.inference_engine.http.wire import OPTIONS, Adapter, Ask, Wire
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling, StepMetrics
 
-# Completions rescored for a server at each call, and how far apart a sound server and trainer may be on average:
-# this much, or this many times what they were apart at the start.
-PROOF_ROWS = 4
+# Completions rescored for a server at each call, more of them where they are short; and how far apart a sound server
+# and trainer may be on average: this much, or this many times what they were apart at the start.
+PROOF_ROWS, PROOF_TOKENS = 4, 512
 LEAST_LIMIT, TIMES_AT_START = 0.05, 10.0
 
 Drawn = tuple[Server, Row]
@@ -126,6 +126,11 @@ class HttpEngine:
             "mismatch_kl": sum(verdict.mismatch_kl for verdict in verdicts) / len(verdicts),
         }
 
+    @property
+    def mismatch_at_start(self) -> float:
+        """Mean difference of the servers' log-probs from the trainer's, under the base model."""
+        return self.survey.mismatch
+
     def shutdown(self) -> None:
         """Take our adapters off the servers and the disk."""
         if self.client.is_closed:
@@ -190,10 +195,16 @@ class HttpEngine:
         """Rows whose log-probs are of the distribution that was sampled from."""
         if sampling.is_greedy:
             return [replace(row, logprobs_T=np.zeros_like(row.logprobs_T)) for row in rows]
-        if self.survey.reported(sampling) == replace(sampling, n=1, seed=0):
+        reported = self.survey.reported(sampling)
+        if reported == replace(sampling, n=1, seed=0):
             return rows
-        scored = self.scorer.logprobs(rows, sampling)
-        return [replace(row, logprobs_T=own) for row, own in zip(rows, scored, strict=True)]
+        # What the server is off by in what it reports goes into what is sampled from: no row escapes the trainer's
+        # comparison, and the ratio accounts for the server's rounding.
+        own, theirs = self.scorer.logprobs_under(rows, (sampling, reported))
+        return [
+            replace(row, logprobs_T=sampled_T + (row.logprobs_T - reported_T))
+            for row, sampled_T, reported_T in zip(rows, own, theirs, strict=True)
+        ]
 
     def _prove(self, drawn: Sequence[Drawn], sampling: Sampling) -> None:
         """Rescore a few completions of each server under the newest, the previous and the base weights.
@@ -204,9 +215,7 @@ class HttpEngine:
             return
         reported = self.survey.reported(sampling)
         for server in self.fleet.servers:
-            own = [row for one, row in drawn if one is server]
-            # Spread over the prompts.
-            rows = own[:: max(1, len(own) // PROOF_ROWS)][:PROOF_ROWS]
+            rows = _some([row for one, row in drawn if one is server], derive_seed(sampling.seed, "proof"))
             if not rows:
                 continue
             newest = np.concatenate(self.scorer.logprobs(rows, reported))
@@ -253,3 +262,15 @@ class HttpEngine:
                 f'[training] {" and ".join(both)} cannot be had together from engine = "{self.wire.name}": it cuts by '
                 f"them in another order than the trainer.  Try: {both[-1]} = {getattr(defaults, both[-1])}"
             )
+
+
+def _some(rows: Sequence[Row], seed: int) -> list[Row]:
+    """A few rows, drawn at random, or all where there are no more."""
+    chosen: list[Row] = []
+    tokens = 0
+    for at in np.random.default_rng(seed).permutation(len(rows)):
+        if len(chosen) >= PROOF_ROWS and tokens >= PROOF_TOKENS:
+            break
+        chosen.append(rows[int(at)])
+        tokens += len(chosen[-1].token_ids_T)
+    return chosen

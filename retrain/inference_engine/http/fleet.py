@@ -109,7 +109,10 @@ class Fleet:
     def _problem_with(self, answers: list[Answer], ask: Ask) -> str:
         if len(answers) != ask.sampling.n:
             return f"it sent {len(answers)} of {ask.sampling.n} completions"
+        asked = ask.prompt_ids.tolist()
         for answer in answers:
+            if answer.prompt_ids is not None and answer.prompt_ids != asked:
+                return "it sent the completion of another prompt"
             if len(answer.token_ids) != len(answer.logprobs):
                 return f"it sent {len(answer.logprobs)} log-probs for {len(answer.token_ids)} tokens"
             if not 0 < len(answer.token_ids) <= ask.sampling.max_tokens:

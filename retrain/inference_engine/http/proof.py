@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import pack, packed_logprobs, split_by_tokens
+from retrain.backends.local.packing import pack, predicting_states, split_by_tokens
 from retrain.capacity import MICRO_BATCH
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
@@ -81,22 +82,28 @@ class PolicyScorer:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row], sampling: Sampling) -> list[FloatArray]:
         """One array a row, under the distribution that `sampling` describes."""
+        return self.logprobs_under(rows, (sampling,))[0]
+
+    @torch.no_grad()
+    def logprobs_under(self, rows: Sequence[Row], samplings: Sequence[Sampling]) -> list[list[FloatArray]]:
+        """The same under several distributions, by one pass over the model."""
         datums = [
             Datum(r.prompt_ids, r.token_ids_T, r.logprobs_T, r.logprobs_T, np.ones(len(r.token_ids_T), bool))
             for r in rows
         ]
         numbered = {id(datum): at for at, datum in enumerate(datums)}
-        scored: list[FloatArray] = [np.empty(0)] * len(rows)
-        device = self.policy.device
+        scored: list[list[FloatArray]] = [[np.empty(0)] * len(rows) for _ in samplings]
+        device, penalised = self.policy.device, any(one.repetition_penalty != 1.0 for one in samplings)
         for batch in split_by_tokens(datums, MICRO_BATCH):
-            packed = pack(batch, device, sampling.repetition_penalty != 1.0, share=not self.policy.own_attention)
-            values = packed_logprobs(self.policy, packed, sampling)
-            parts = np.split(values.float().cpu().numpy(), np.cumsum([len(d.completion_ids_T) for d in batch])[:-1])
-            for datum, part in zip(batch, parts, strict=True):
-                scored[numbered[id(datum)]] = part
+            packed = pack(batch, device, penalised, share=not self.policy.own_attention)
+            edges = np.cumsum([len(d.completion_ids_T) for d in batch])[:-1]
+            states = predicting_states(self.policy, packed)
+            for of_sampling, sampling in zip(scored, samplings, strict=True):
+                values = token_logprobs(self.policy, states, packed.targets, sampling, packed.history)
+                for datum, part in zip(batch, np.split(values.float().cpu().numpy(), edges), strict=True):
+                    of_sampling[numbered[id(datum)]] = part
         return scored
 
     def snapshot(self) -> State:

@@ -40,6 +40,8 @@ class Answer:
 
     token_ids: list[int]
     logprobs: list[float]
+    prompt_ids: list[int] | None = None
+    """The prompt that it completes, from servers that tell."""
 
 
 class Lacking(Exception):
@@ -158,7 +160,7 @@ def _read_choices(reply: Any) -> list[Answer]:
             raise Lacking("token ids")
         if not told or not told.get("token_logprobs"):
             raise Lacking("log-probs")
-        answers.append(Answer(ids, told["token_logprobs"]))
+        answers.append(Answer(ids, told["token_logprobs"], choice.get("prompt_token_ids")))
     return answers
 
 

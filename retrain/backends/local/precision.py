@@ -1,0 +1,40 @@
+"""How closely the engine's log-probs must follow the trainer's: as their precision allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from retrain.agreement import DRIFT, EIGHT_BITS, FLOAT32, HALF, Agreement, Tolerance
+from retrain.backends.local.model import Policy
+from retrain.config import TrainConfig
+from retrain.inference_engine import InferenceEngine, Measured, Remote
+
+# Mean difference of a server's log-probs from the trainer's when a run starts: above these it is no float32, no bf16.
+EXACT, ROUGH = 1e-3, 0.03
+
+
+def make_agreement(
+    config: TrainConfig, policy: Policy, engine: InferenceEngine, say: Callable[[str], None]
+) -> Agreement:
+    """What compares the rows of a run's steps."""
+    return Agreement(find_tolerance(config, policy, engine), say)
+
+
+def find_tolerance(config: TrainConfig, policy: Policy, engine: InferenceEngine) -> Tolerance:
+    """By the coarser of both sides. A server's precision is not known but measured: by its distance at the start."""
+    if config.lora.dropout:
+        return DRIFT
+    is_exact = policy.dtype == torch.float32
+    if isinstance(engine, Measured):
+        if engine.mismatch_at_start > ROUGH:
+            return EIGHT_BITS
+        return FLOAT32 if is_exact and engine.mismatch_at_start < EXACT else HALF
+    inference = config.inference
+    if isinstance(engine, Remote) or inference.engine != "pytorch":
+        return HALF
+    precisions = {inference.dtype, inference.kv_cache_dtype}
+    if precisions & {"fp8", "fp4", "int8"}:
+        return EIGHT_BITS
+    return FLOAT32 if is_exact and precisions == {"auto"} else HALF

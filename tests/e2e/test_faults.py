@@ -1,0 +1,223 @@
+"""Servers that answer well-formed nonsense: whatever they do, no wrong gradient is applied.
+
+Something stands between the server and the run from the second step on. Either the run stops with the weights of the
+first step, or the row is left out, or what was done is harmless: the run is then the one that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inference_engine.loopback import Loopback
+from safetensors.torch import load_file
+
+from retrain.errors import RolloutError
+
+from .runs import rows, rows_without_times, train_quietly
+from .test_servers import config_of
+from .tiny import write_model, write_tokenizer
+
+Choices = list[dict[str, Any]]
+Alter = Callable[[dict[str, Any], Choices], Choices]
+
+GROUP, PROMPTS, TOKENS = 8, 4, 24
+SMALL = {
+    "training__group_size": GROUP, "training__batch_size": PROMPTS, "training__max_tokens": TOKENS,
+    "training__max_steps": 3, "training__save_every": 1, "training__keep": 9, "reward__custom_function": "score_length",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("served"), "qwen3"))
+
+
+@pytest.fixture(params=["sampled", "raw"])
+def server(model: Path, request: pytest.FixtureRequest) -> Iterator[Loopback]:
+    with Loopback(model, meaning=request.param) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def calm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of the run that nobody disturbs, for each mode of log-probs."""
+    folders = {}
+    for meaning in ("sampled", "raw"):
+        with Loopback(model, meaning=meaning) as running:
+            result, _ = train_quietly(config_of(running, tmp_path_factory.mktemp(meaning), **SMALL))
+            folders[meaning] = Path(result.log_dir)
+    return folders
+
+
+def weights(log_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(str(log_dir / "checkpoints" / f"step_{step:06d}" / "adapter" / "adapter_model.safetensors"))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+class FromSecondStep:
+    """Alters the answers to every request for a group after those of the first step."""
+
+    def __init__(self, alter: Alter) -> None:
+        self.alter = alter
+        self.seen = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, body: dict[str, Any], choices: Choices) -> Choices:
+        with self.lock:
+            self.seen += body["n"] == GROUP
+            if body["n"] != GROUP or self.seen <= PROMPTS:
+                return choices
+        return self.alter(body, choices)
+
+
+def set_logprob(body: dict[str, Any], choices: Choices) -> Choices:
+    choices[-1]["logprobs"]["token_logprobs"][3] -= 3.0
+    return choices
+
+
+def raise_logprob(body: dict[str, Any], choices: Choices) -> Choices:
+    told = choices[-1]["logprobs"]["token_logprobs"]
+    told[3] = told[3] / 2
+    return choices
+
+
+def set_id(body: dict[str, Any], choices: Choices) -> Choices:
+    choices[-1]["token_ids"][3] = 3 + (choices[-1]["token_ids"][3] + 40) % 100
+    return choices
+
+
+def swap_contents(body: dict[str, Any], choices: Choices) -> Choices:
+    """The ids of one choice with the log-probs of another."""
+    first, last = choices[0], choices[-1]
+    shared = min(len(first["token_ids"]), len(last["token_ids"]))
+    told = first["logprobs"]["token_logprobs"], last["logprobs"]["token_logprobs"]
+    told[0][:shared], told[1][:shared] = told[1][:shared], told[0][:shared]
+    return choices
+
+
+def duplicate(body: dict[str, Any], choices: Choices) -> Choices:
+    return [*choices[:-1], {**choices[0], "index": GROUP - 1}]
+
+
+def drop(body: dict[str, Any], choices: Choices) -> Choices:
+    return choices[:-1]
+
+
+class SwapPrompts:
+    """Gives every other request the answer of the one before it, and the other way round."""
+
+    def __init__(self, with_ids: bool) -> None:
+        self.with_ids = with_ids
+        self.barrier = threading.Barrier(2)
+        self.lock = threading.Lock()
+        self.held: list[tuple[list[int], Choices]] = []
+
+    def __call__(self, body: dict[str, Any], choices: Choices) -> Choices:
+        with self.lock:
+            self.held.append((body["prompt"], choices))
+        try:
+            self.barrier.wait(10)
+        except threading.BrokenBarrierError:
+            return choices
+        with self.lock:
+            other = next(one for prompt, one in reversed(self.held) if prompt != body["prompt"])
+        return [{**c, "prompt_token_ids": c["prompt_token_ids"] if self.with_ids else None} for c in other]
+
+
+def check_stopped(server: Loopback, calm: dict[str, Path], tmp_path: Path, told: str) -> None:
+    """The run ends before its second step, with the weights of the first."""
+    config = config_of(server, tmp_path, **SMALL)
+    with pytest.raises(RolloutError, match=told):
+        train_quietly(config)
+    log_dir = Path(config.logging.log_dir)
+    assert [row["step"] for row in rows(log_dir)] == [0]
+    assert sorted(path.name for path in (log_dir / "checkpoints").iterdir())[-1] == "step_000001"
+    assert same(weights(log_dir, 1), weights(calm[server.meaning], 1))
+
+
+DISAGREES = r"(?s)log-probs of \d+ of \d+ rows are not the trainer's: group \d+, completion \d+ is .* off at one token"
+
+# The proof of the policy comes first; it may have looked at the row already.
+ANY = f"{DISAGREES}|does not sample from the newest policy"
+
+
+@pytest.mark.parametrize(
+    ("alter", "told"),
+    [
+        (set_logprob, DISAGREES + ".*one log-prob"),
+        (raise_logprob, DISAGREES + ".*one log-prob"),
+        (set_id, ANY),
+        (swap_contents, ANY),
+        (duplicate, "completion 7 of group .* repeats completion 0"),
+        (drop, "it sent 7 of 8 completions"),
+        (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
+        (SwapPrompts(with_ids=False), ANY),
+    ],
+)
+def test_what_is_altered_on_the_way_stops_the_run_before_anything_is_trained_on_it(
+    server: Loopback, calm: dict[str, Path], tmp_path: Path, alter: Alter, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    server.alter = FromSecondStep(alter)
+    check_stopped(server, calm, tmp_path, told)
+
+
+def shuffle(body: dict[str, Any], choices: Choices) -> Choices:
+    order = np.random.default_rng(0).permutation(len(choices))
+    return [choices[at] for at in order]
+
+
+def set_text(body: dict[str, Any], choices: Choices) -> Choices:
+    return [{**choice, "text": "something else"} for choice in choices]
+
+
+def round_logprobs(body: dict[str, Any], choices: Choices) -> Choices:
+    for choice in choices:
+        choice["logprobs"]["token_logprobs"] = [round(v, 4) for v in choice["logprobs"]["token_logprobs"]]
+    return choices
+
+
+@pytest.mark.parametrize("alter", [shuffle, set_text])
+def test_reordered_choices_and_altered_texts_change_nothing(
+    server: Loopback, calm: dict[str, Path], tmp_path: Path, alter: Alter
+) -> None:
+    server.alter = FromSecondStep(alter)
+    result, _ = train_quietly(config_of(server, tmp_path, **SMALL))
+    assert rows_without_times(result.log_dir) == rows_without_times(calm[server.meaning])
+    assert same(weights(Path(result.log_dir), 3), weights(calm[server.meaning], 3))
+
+
+def test_log_probs_rounded_to_four_digits_are_within_the_tolerance(server: Loopback, tmp_path: Path) -> None:
+    server.alter = FromSecondStep(round_logprobs)
+    result, _ = train_quietly(config_of(server, tmp_path, **SMALL))
+    metrics = rows(result.log_dir)
+    assert [row["rows_excluded"] for row in metrics] == [0, 0, 0]
+    assert all(row["ratio_max"] < 1.001 for row in metrics)
+
+
+@pytest.mark.parametrize("altered", [set_logprob, set_id])
+def test_one_row_that_disagrees_is_left_out_counted_and_shown(
+    server: Loopback, calm: dict[str, Path], tmp_path: Path, altered: Alter
+) -> None:
+    once = threading.Lock()
+
+    def alter(body: dict[str, Any], choices: Choices) -> Choices:
+        return altered(body, choices) if once.acquire(blocking=False) else choices
+
+    server.alter = FromSecondStep(alter)
+    result, printed = train_quietly(config_of(server, tmp_path, **SMALL))
+    metrics = rows(result.log_dir)
+    assert [row["rows_excluded"] for row in metrics] == [0, 1, 0]
+    assert metrics[1]["rows_mismatch_max"] > 0.02
+    assert metrics[1]["ratio_max"] < 1.02, "what is left agrees"
+    assert "completion 7 is" in printed
+    assert "left out of the loss" in printed

@@ -85,9 +85,11 @@ def run_or_save(parts: Parts, progress: Progress, interrupts: Interrupts) -> Tra
     """Every step that is left, or a checkpoint where they end."""
     try:
         return run_steps(parts, progress, interrupts)
-    except BaseException:
-        # Whatever it was, between steps the state is whole and worth keeping.
-        if interrupts.between_steps:
+    except BaseException as error:
+        late = parts.backend.capabilities.reports_late
+        refused = isinstance(error, DisagreementError) and (late or not error.is_whole)
+        # Whatever it was, between steps the state is whole and worth keeping; but for a step that was counted as done.
+        if interrupts.between_steps and not refused:
             interrupts.hold()
             save(parts, progress, "interrupted")
         raise

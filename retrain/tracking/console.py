@@ -19,6 +19,8 @@ LIVE_EVERY_S = 0.1
 # The share of a step from which scoring is shown as what holds it up, unless it took less than this long.
 SLOW_SCORING = 0.2
 SHORTEST_SCORING_S = 1.0
+# Importance ratios beyond this are no rounding on fresh weights, and no single update on older ones.
+FAR_RATIO, FAR_STALE_RATIO = 2.0, 10.0
 
 
 class Console:
@@ -62,6 +64,8 @@ class Console:
             right = sum(score.outcome == "right" for score in group.scores_G)
             self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}")
         self.say(step_line(step, metrics))
+        for line in health_lines(metrics):
+            self.say(line)
         if scoring_share(metrics) >= SLOW_SCORING and not self.warned_of_scoring:
             self.warned_of_scoring = True
             self.say("  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)")
@@ -109,6 +113,21 @@ def step_line(step: int, metrics: StepMetrics) -> str:
     if metrics.get("eval_pass_at_1") is not None:
         parts.insert(4, f"held-out={100 * float(metrics['eval_pass_at_1'] or 0):.1f}%")
     return " | ".join(parts)
+
+
+def health_lines(metrics: StepMetrics) -> list[str]:
+    """What of the step's numbers should worry whoever reads it."""
+    lines = []
+    ratio, stale = float(metrics.get("ratio_max") or 1.0), bool(metrics.get("staleness"))
+    if ratio > (FAR_STALE_RATIO if stale else FAR_RATIO):
+        why = "more than one update should move it" if stale else "though sampler and trainer have the same weights"
+        lines.append(f"  Warning: ratio_max={ratio:.1f} is far from 1, {why}")
+    if left_out := int(metrics.get("rows_excluded") or 0):
+        lines.append(
+            f"  Warning: {left_out} of {metrics['rows_checked']} rows left out: the sampler's log-probs are up to "
+            f"{float(metrics['rows_mismatch_max'] or 0):.3g} from the trainer's"
+        )
+    return lines
 
 
 def scoring_share(metrics: StepMetrics) -> float:

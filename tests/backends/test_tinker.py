@@ -28,6 +28,7 @@ from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
 from retrain.backends.local.learner import Learner
 from retrain.backends.tinker import build
 from retrain.backends.tinker.backend import TinkerBackend
+from retrain.backends.tinker.losses import cancelling
 from retrain.backends.tinker.service_loss import service_loss
 from retrain.cli import run
 from retrain.config import TrainConfig, load_config
@@ -39,7 +40,7 @@ from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.tokens import load_tokenizer
 from retrain.types import Completion, Datum, Sampling
 
-from .tinker_server import KEY, Refused, TinkerServer
+from .tinker_server import KEY, LOSSES, Refused, Sampler, TinkerServer
 
 # The SDK leaves the connection open that it asks for its own settings with.
 pytestmark = [
@@ -203,16 +204,90 @@ def test_a_run_prints_records_and_keeps_what_it_should(
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
 
 
-def test_gradient_update_and_sampler_are_submitted_before_any_is_done(server: TinkerServer, tmp_path: Path) -> None:
+def test_update_and_sampler_are_submitted_together_once_the_gradient_is_known(
+    server: TinkerServer, tmp_path: Path
+) -> None:
     config = config_for(server, tmp_path)
     backend = backend_for(config)
     release = threading.Event()
     server.worker.submit(release.wait, 20)
     step = threading.Thread(target=backend.train_step, args=(off_policy_datums(config), 0))
     step.start()
-    wait_for(lambda: server.paths()[-3:] == ["forward_backward", "optim_step", "save_weights_for_sampler"])
+    wait_for(lambda: server.paths()[-1] == "forward_backward")
+    again = threading.Event()
+    # The gradient is done, and nothing after it until this is.
+    server.worker.submit(again.wait, 20)
     release.set()
+    wait_for(lambda: server.paths()[-3:] == ["forward_backward", "optim_step", "save_weights_for_sampler"])
+    again.set()
     step.join(20)
+
+
+class Tampering:
+    """Alters one log-prob of the last completion of some groups, counted from one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: range) -> None:
+        self.groups, self.seen, respond = groups, 0, Sampler.response
+
+        def response(sampler: Sampler, prompt: Any, drawn: Any) -> Any:
+            sent = respond(sampler, prompt, drawn)
+            self.seen += 1
+            if self.seen in self.groups:
+                told = np.frombuffer(sent.sequences[-1].logprobs, np.float32).copy()
+                told[0] -= 3.0
+                sent.sequences[-1].logprobs = told.tobytes()
+            return sent
+
+        monkeypatch.setattr(Sampler, "response", response)
+
+
+def test_altered_log_probs_stop_the_run_before_the_service_takes_the_step(
+    server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tampering(monkeypatch, range(9, 1000))
+    config = config_for(server, tmp_path, training__batch_size=8, training__group_size=8)
+    with pytest.raises(RolloutError, match=r"rows are not the trainer's: group \d, completion 7 is .*one log-prob"):
+        train_quietly(config)
+    assert server.paths().count("optim_step") == 1
+    assert [row["step"] for row in rows(tmp_path / "logs")] == [0]
+
+
+def test_one_altered_row_is_taken_back_from_the_service(
+    server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tampering(monkeypatch, range(10, 11))
+    config = config_for(server, tmp_path, training__batch_size=8, training__group_size=8)
+    result, printed = train_quietly(config)
+    metrics = rows(result.log_dir)
+    assert sum(row["rows_checked"] for row in metrics) > 0
+    assert sum(row["rows_excluded"] for row in metrics) <= 1
+    assert "are not the trainer's" in printed or metrics[1]["rows_mismatch_max"] < 0.1, "unless nobody looked at it"
+
+
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_a_row_that_is_taken_back_leaves_no_gradient(kind: Any, cap: float) -> None:
+    rng = np.random.default_rng(0)
+    own_T = rng.normal(size=12).astype(np.float32) - 2
+    mask_T = np.arange(12) > 2
+    told_T = (own_T - rng.normal(size=12)).astype(np.float32)
+    datum = Datum(np.arange(3), np.arange(12), told_T, rng.normal(size=12), mask_T)
+    loss = Loss(type=kind, ratio_cap=cap)
+    logprobs = torch.tensor(own_T, requires_grad=True)
+    total = torch.zeros(())
+    for row, wanted in (
+        (datum, service_loss(loss)),
+        (cancelling(loss, datum, own_T), service_loss(Loss(type="importance_sampling"))),
+    ):
+        inputs = {
+            "logprobs": torch.tensor(np.where(mask_T, row.logprobs_T, 0.0)),
+            "advantages": torch.tensor(np.where(mask_T, row.advantages_T, 0.0)),
+            "sequence_ratio_mask": torch.tensor(mask_T.astype(np.float32)),
+        }
+        total = total + LOSSES[wanted.name](logprobs, inputs, dict(wanted.settings or {}))
+    total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.abs().max() < 1e-5
 
 
 def test_all_prompts_are_in_flight_at_once(server: TinkerServer, tmp_path: Path) -> None:
@@ -311,7 +386,7 @@ def test_a_cut_run_goes_on_as_if_it_had_not_been_cut(server: TinkerServer, tmp_p
     whole, _ = train_quietly(config_for(server, tmp_path, logging__log_dir=str(tmp_path / "whole")))
     assert len([row for row in rows(whole.log_dir) if row["num_datums"]]) >= 3
     config = config_for(server, tmp_path)
-    server.faults["forward_backward"] = on_call(4, refuse(422, "the machine fell over"))
+    server.faults["optim_step"] = on_call(4, refuse(422, "the machine fell over"))
     with pytest.raises(BackendError, match="the machine fell over"):
         train_quietly(config)
     server.faults.clear()

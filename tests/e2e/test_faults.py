@@ -18,6 +18,9 @@ from inference_engine.loopback import Loopback
 from safetensors.torch import load_file
 
 from retrain.errors import RolloutError
+from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.tracking.console import health_lines
+from retrain.types import Completion, Sampling
 
 from .runs import rows, rows_without_times, train_quietly
 from .test_servers import config_of
@@ -171,6 +174,42 @@ def test_what_is_altered_on_the_way_stops_the_run_before_anything_is_trained_on_
     check_stopped(server, calm, tmp_path, told)
 
 
+class Sharper:
+    """Lets the server sample otherwise than it was asked to, from the second step on."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes, self.seen = changes, 0
+
+    def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.seen += body["n"] == GROUP
+        return body | self.changes if body["n"] == GROUP and self.seen > PROMPTS else body
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 4}])
+def test_sampling_that_nobody_asked_for_stops_the_run(
+    server: Loopback, calm: dict[str, Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    server.change = Sharper(**changes)
+    check_stopped(server, calm, tmp_path, f"{ANY}|does not sample as it was asked to")
+
+
+@pytest.mark.parametrize("held", ["the first adapter", "another model"])
+def test_other_weights_stop_the_run(server: Loopback, calm: dict[str, Path], tmp_path: Path, held: str) -> None:
+    choices, first = server.choices, dict[str, torch.Tensor]()
+
+    def stale(body: dict[str, Any], adapter: dict[str, torch.Tensor] | None) -> Choices:
+        if adapter is not None and body["n"] == GROUP:
+            noise = 0.0 if held == "the first adapter" else 0.3
+            if not first:
+                first.update({name: tensor.clone() for name, tensor in adapter.items()})
+            elif any(not torch.equal(tensor, first[name]) for name, tensor in adapter.items()):
+                adapter = {name: tensor + noise * torch.randn_like(tensor) for name, tensor in first.items()}
+        return choices(body, adapter)
+
+    server.choices = stale  # type: ignore[method-assign]
+    check_stopped(server, calm, tmp_path, ANY)
+
+
 def shuffle(body: dict[str, Any], choices: Choices) -> Choices:
     order = np.random.default_rng(0).permutation(len(choices))
     return [choices[at] for at in order]
@@ -221,3 +260,50 @@ def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     assert metrics[1]["ratio_max"] < 1.02, "what is left agrees"
     assert "completion 7 is" in printed
     assert "left out of the loss" in printed
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_step_ahead_rows_that_stand_out_from_the_drift_are_found(
+    server: Loopback, tmp_path: Path, every: bool
+) -> None:
+    once = threading.Lock()
+
+    def alter(body: dict[str, Any], choices: Choices) -> Choices:
+        return set_logprob(body, choices) if every or once.acquire(blocking=False) else choices
+
+    server.alter = FromSecondStep(alter)
+    config = config_of(server, tmp_path, training__async_steps=1, **SMALL)
+    if every:
+        with pytest.raises(RolloutError, match=DISAGREES):
+            train_quietly(config)
+        assert len(rows(config.logging.log_dir)) <= 2
+    else:
+        result, _ = train_quietly(config)
+        assert [row["rows_excluded"] for row in rows(result.log_dir)] == [0, 1, 0]
+
+
+def test_the_engine_in_this_process_is_compared_like_any_other(model: Path, tmp_path: Path) -> None:
+    with Loopback(model) as unused:
+        config = config_of(unused, tmp_path, inference__engine="pytorch", inference__url="", **SMALL)
+    generate = PyTorchEngine.generate
+
+    def altered(engine: PyTorchEngine, prompts: Any, sampling: Sampling) -> list[list[Completion]]:
+        groups = generate(engine, prompts, sampling)
+        for group in groups:
+            group[-1].logprobs_T[3] -= 3.0
+        return groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PyTorchEngine, "generate", altered)
+        with pytest.raises(RolloutError, match=DISAGREES + ".*one log-prob"):
+            train_quietly(config)
+    assert rows(config.logging.log_dir) == []
+
+
+def test_a_ratio_far_from_one_is_a_warning_on_the_console() -> None:
+    assert health_lines({"ratio_max": 1.4, "staleness": 0, "rows_excluded": 0}) == []
+    assert "ratio_max=20.0 is far from 1, though" in health_lines({"ratio_max": 20.0, "staleness": 0})[0]
+    assert health_lines({"ratio_max": 5.0, "staleness": 1}) == []
+    assert "more than one update" in health_lines({"ratio_max": 20.0, "staleness": 1})[0]
+    told = {"ratio_max": 1.0, "rows_excluded": 2, "rows_checked": 64, "rows_mismatch_max": 3.21}
+    assert "2 of 64 rows left out" in health_lines(told)[0]

@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,27 @@ import tinker
 from tinker import types
 from transformers import AutoConfig, GenerationConfig
 
+from retrain.agreement import HALF, Agreement, Finding, Gaps, compared
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
 from retrain.backends.tinker.limits import describe_uncapped, refuse_unsupported
-from retrain.backends.tinker.losses import denominator, step_metrics, to_service
+from retrain.backends.tinker.losses import cancelling, completion_logprobs, denominator, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
-from retrain.backends.tinker.service_loss import service_loss
+from retrain.backends.tinker.service_loss import ServiceLoss, service_loss
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
 from retrain.checkpoint import NOTES
 from retrain.config import TrainConfig
+from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.schedule import learning_rate
-from retrain.types import Datum, StepMetrics
+from retrain.types import Datum, FloatArray, StepMetrics
 
 # Where neither the service nor the model's configuration tells, nothing is refused for its length.
 _UNKNOWN_CONTEXT = 1 << 30
+# Rows that are left out are taken back by this, whatever the loss.
+IMPORTANCE_SAMPLING = Loss(type="importance_sampling")
 
 
 def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
@@ -55,11 +59,20 @@ def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], No
 class _Step:
     """A training step under way on the service."""
 
-    number: int
     datums: Sequence[Datum]
+    looked_at: Sequence[Datum]
     divisor: float
+    staleness: int
     gradient: Any
-    update: Any
+    glance: Any
+    """The log-probs of rows that are not trained on."""
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """What became of it."""
+
+    told: StepMetrics
     sampler: Future[tinker.SamplingClient]
 
 
@@ -79,9 +92,18 @@ class TinkerBackend:
         self.throttle = engine.throttle
         self.say = say
         self.lag = config.training.async_steps
-        self.capabilities = Capabilities(context_length=context, gives_entropies=False, reports_late=self.lag > 0)
+        training = config.training
+        self.capabilities = Capabilities(
+            context_length=context,
+            gives_entropies=False,
+            reports_late=self.lag > 0,
+            checks_rows=True,
+            # The service reports log-probs from before temperature and cuts.
+            sampled_logprobs=(training.temperature, training.top_p, training.top_k) == (1.0, 1.0, 0),
+        )
+        self.agreement = Agreement(HALF, say)
         self.training: tinker.TrainingClient | None = None
-        self.under_way: _Step | None = None
+        self.under_way: Future[_Applied] | None = None
         self.next_sampler: Future[tinker.SamplingClient] | None = None
         self.sampled_after = -1
         """Training steps that the engine's weights have behind them; -1 before there are any weights."""
@@ -117,7 +139,7 @@ class TinkerBackend:
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """Submit gradient, update and the next sampler's weights together, then wait for the first two."""
+        """Submit the gradient, and once its rows are found to agree update and next sampler; wait for the update."""
         with self.throttle.slot():
             if self.under_way is not None:
                 self.reported = self._finish_step()
@@ -125,7 +147,8 @@ class TinkerBackend:
             usable = [datum for datum in datums if datum.mask_T.any()]
             reported = self.reported
             if usable:
-                self.under_way = self._submit(usable, step)
+                looked_at = [datum for datum in datums if datum.check_T is not None]
+                self.under_way = self._submit(usable, looked_at, step)
             else:
                 self.reported = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0}
                 # Nothing moves, so what is sampled from now is what comes after this step too.
@@ -202,37 +225,74 @@ class TinkerBackend:
         assert self.training is not None, "create or load comes first"
         return self.training
 
-    def _submit(self, datums: Sequence[Datum], step: int) -> _Step:
-        """Three requests in one go: the service takes them in the order they were made."""
-        loss, wanted = self.config.loss, service_loss(self.config.loss)
-        divisor = denominator(loss, datums, self.config.training.max_tokens)
-        rows = [to_service(datum, divisor, wanted) for datum in datums]
-        settings = dict(wanted.settings) if wanted.settings is not None else None
+    def _submit(self, datums: Sequence[Datum], looked_at: Sequence[Datum], step: int) -> Future[_Applied]:
+        """The gradient now; what follows from it waits on a thread of its own, since rows are compared in between."""
+        wanted = service_loss(self.config.loss)
+        divisor = denominator(self.config.loss, datums, self.config.training.max_tokens)
         self.lost = True  # until the service says that all went well
-        gradient = self._client.forward_backward(rows, wanted.name, settings)
-        update = self._client.optim_step(
-            types.AdamParams(
-                learning_rate=learning_rate(self.config, step),
-                beta1=self.config.optimizer.beta1,
-                beta2=self.config.optimizer.beta2,
-                eps=self.config.optimizer.eps,
-                weight_decay=self.config.training.weight_decay,
-                grad_clip_norm=loss.grad_clip,
-            )
-        )
+        # Before the gradient: the service takes requests in the order they were made.
+        zeros = [replace(datum, mask_T=compared(datum)) for datum in looked_at]
+        glance = self._client.forward(*_request(zeros, 1.0, wanted)) if zeros else None
+        gradient = self._client.forward_backward(*_request(datums, divisor, wanted))
+        staleness = max(0, step - self.sampled_after)
+        under_way = _Step(datums, looked_at, divisor, staleness, gradient, glance)
+        return in_background(lambda: self._apply(under_way, step))
+
+    def _apply(self, step: _Step, number: int) -> _Applied:
+        """Move the weights by a gradient whose rows agree with what was sampled."""
+        output = self.service.wait(step.gradient, "training")
+        logprobs, reported = completion_logprobs(step.datums, output), output.metrics.get("loss:sum")
+        datums, finding = step.datums, self._compare(step, logprobs)
+        if finding is not None and logprobs is not None and finding.excluded:
+            off = finding.off[: finding.trained]
+            # The sum on the service holds these rows already.
+            back = [
+                cancelling(self.config.loss, d, own) for d, own, out in zip(datums, logprobs, off, strict=True) if out
+            ]
+            self._client.forward_backward(*_request(back, step.divisor, service_loss(IMPORTANCE_SAMPLING)))
+            datums = [datum for datum, out in zip(datums, off, strict=True) if not out]
+            logprobs = [own for own, out in zip(logprobs, off, strict=True) if not out]
+            reported = None
+        update = self._client.optim_step(self._adam(number))
         sampler = in_background(self._client.save_weights_and_get_sampling_client)
-        return _Step(step, datums, divisor, gradient, update, sampler)
+        told = self.service.wait(update, "training").metrics or {}
+        norm = next((value for key, value in told.items() if key.rpartition("/")[2].startswith("grad_norm")), None)
+        metrics = step_metrics(self.config.loss, datums, logprobs, reported, step.divisor)
+        rows = finding.metrics() if finding is not None else {}
+        return _Applied({**metrics, **rows, "grad_norm": norm, "skipped": 0}, sampler)
+
+    def _compare(self, step: _Step, logprobs: Sequence[FloatArray] | None) -> Finding | None:
+        """What the service's own log-probs say of the rows; raises where it must not train on them."""
+        if logprobs is None:
+            return None
+        looked_at = None
+        if step.glance is not None:
+            seen = completion_logprobs(step.looked_at, self.service.wait(step.glance, "training"))
+            looked_at = Gaps.between(step.looked_at, seen) if seen is not None else None
+        finding = self.agreement.judge(Gaps.between(step.datums, logprobs), looked_at, step.staleness)
+        if finding.refused:
+            # The gradient stays on the service, so what it holds is not what came before the step.
+            raise finding.error(is_whole=False)
+        return finding
+
+    def _adam(self, step: int) -> types.AdamParams:
+        return types.AdamParams(
+            learning_rate=learning_rate(self.config, step),
+            beta1=self.config.optimizer.beta1,
+            beta2=self.config.optimizer.beta2,
+            eps=self.config.optimizer.eps,
+            weight_decay=self.config.training.weight_decay,
+            grad_clip_norm=self.config.loss.grad_clip,
+        )
 
     def _finish_step(self) -> StepMetrics:
         """Wait for the step under way; its sampler becomes the next one."""
         assert self.under_way is not None
         step, self.under_way = self.under_way, None
-        output = self.service.wait(step.gradient, "training")
-        told = self.service.wait(step.update, "training").metrics or {}
+        applied = self.service.wait(step, "training")
         self.lost = False
-        self.next_sampler = step.sampler
-        norm = next((value for key, value in told.items() if key.rpartition("/")[2].startswith("grad_norm")), None)
-        return {**step_metrics(self.config.loss, step.datums, output, step.divisor), "grad_norm": norm, "skipped": 0}
+        self.next_sampler = applied.sampler
+        return applied.told
 
     def _take_sampler(self, after: int) -> None:
         """Sample from the newest weights from now on."""
@@ -266,6 +326,12 @@ class TinkerBackend:
                 self.service.wait(rest.delete_checkpoint_from_tinker_path(old), f"deleting {old}")
             except (BackendError, ConfigError) as error:
                 self.say(f"Warning: {old} could not be deleted: {error}")
+
+
+def _request(datums: Sequence[Datum], divisor: float, wanted: ServiceLoss) -> tuple[Any, Any, Any]:
+    """Rows, loss and its settings, as the service takes them."""
+    rows = [to_service(datum, divisor, wanted) for datum in datums]
+    return rows, wanted.name, dict(wanted.settings) if wanted.settings is not None else None
 
 
 def find_context_length(service: Service, model: str, where: str = "[model] model") -> int:

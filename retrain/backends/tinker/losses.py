@@ -8,6 +8,7 @@ Log-probs are raw on both sides, whatever the temperature: the ratio compares on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import tinker
@@ -49,11 +50,9 @@ def to_service(datum: Datum, divisor: float, wanted: ServiceLoss) -> types.Datum
 
 
 def step_metrics(
-    loss: Loss, datums: Sequence[Datum], output: tinker.ForwardBackwardOutput, divisor: float
+    loss: Loss, datums: Sequence[Datum], logprobs: Sequence[FloatArray] | None, reported: float | None, divisor: float
 ) -> StepMetrics:
-    """Loss and ratios of a step, from what the service computed on the way."""
-    reported = output.metrics.get("loss:sum")
-    logprobs = _completion_logprobs(datums, output)
+    """Loss and ratios of a step, from the log-probs and the loss that the service computed on the way, if it tells."""
     if logprobs is None:
         if reported is None:
             raise BackendError(
@@ -88,7 +87,27 @@ def _objective(loss: Loss, log_ratio: FloatArray, logprobs: FloatArray, advantag
     return np.minimum(ratio * advantages, clipped * advantages)
 
 
-def _completion_logprobs(datums: Sequence[Datum], output: tinker.ForwardBackwardOutput) -> list[FloatArray] | None:
+def cancelling(loss: Loss, datum: Datum, own_T: FloatArray) -> Datum:
+    """A row whose gradient under importance_sampling is minus that of `datum` under `loss`; `own_T` are log-probs now.
+
+    Every loss moves a token by some weight times the gradient of its log-prob. At a ratio of 1 that weight is the
+    advantage, so what was added up on the service can be taken back.
+    """
+    log_ratio_T = np.where(datum.mask_T, own_T - datum.logprobs_T, 0.0).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if loss.type == "gspo":
+        log_ratio_T = np.full_like(log_ratio_T, log_ratio_T.sum() / max(1, int(datum.mask_T.sum())))
+    ratio_T, advantages_T = np.exp(log_ratio_T), datum.advantages_T
+    clipped_T = np.clip(ratio_T, 1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.type == "importance_sampling":
+        weight_T = np.minimum(ratio_T, loss.ratio_cap or np.inf) * advantages_T
+    elif loss.type == "cispo":
+        weight_T = clipped_T * advantages_T
+    else:
+        weight_T = np.where(ratio_T * advantages_T <= clipped_T * advantages_T, ratio_T * advantages_T, 0.0)
+    return replace(datum, logprobs_T=own_T, advantages_T=-weight_T)
+
+
+def completion_logprobs(datums: Sequence[Datum], output: tinker.ForwardBackwardOutput) -> list[FloatArray] | None:
     """The trained policy's log-prob of each completion token, where the service tells."""
     told = output.loss_fn_outputs
     if len(told) != len(datums) or not all("logprobs" in row for row in told):

@@ -101,6 +101,8 @@ class Service:
 
     def explain(self, error: Exception, doing: str) -> RetrainError:
         """An error of the SDK as one of ours, without the key whatever the service echoed."""
+        if isinstance(error, RetrainError):
+            return error
         text = redact(str(error) or type(error).__name__)
         where = f"the Tinker service at {self.url}"
         status = error.status_code if isinstance(error, tinker.APIStatusError) else None

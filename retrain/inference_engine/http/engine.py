@@ -22,7 +22,7 @@ from retrain.inference_engine import Progress, Turn, Turns
 from retrain.inference_engine.http.adapters import AdapterFolder
 from retrain.inference_engine.http.client import Client, gather_all
 from retrain.inference_engine.http.fleet import Fleet, Server
-from retrain.inference_engine.http.proof import PolicyScorer, Row, State, Verdict, judge
+from retrain.inference_engine.http.proof import PolicyScorer, Row, State, Surplus, Verdict, judge
 from retrain.inference_engine.http.startup import Startup, Survey
 from retrain.inference_engine.http.wire import OPTIONS, Adapter, Ask, Wire
 from retrain.seeding import derive_seed
@@ -53,6 +53,8 @@ class HttpEngine:
         self.previous: State = {}
         self.survey = Survey(context=policy.context_length)
         self.verdicts: list[Verdict] = []
+        self.surplus: dict[tuple[str, Sampling], Surplus] = {}
+        """What was seen of each server's sampling so far, by the distribution that it was asked for."""
 
     def check(self, sampling: Sampling, say: Callable[[str], None]) -> int:
         """Refuse, before any training, servers that are away, hold another model or cannot do what is needed."""
@@ -233,6 +235,22 @@ class HttpEngine:
                     f"(mean difference to the trainer's {verdict.mismatch_mean:.4f}). Nothing was trained on them.  "
                     "Try: see who else loads adapters there, restart it, and resume"
                 )
+            self._prove_sampling(server, rows, sampling)
+
+    def _prove_sampling(self, server: Server, rows: Sequence[Row], sampling: Sampling) -> None:
+        """Refuse tokens that were drawn at another temperature, or from fewer tokens, than was asked for."""
+        asked = replace(sampling, max_tokens=1, n=1, seed=0, first=0)
+        found = self.surplus.get((server.url, asked), Surplus()) + self.scorer.surplus(rows, asked)
+        self.surplus[server.url, asked] = found
+        if found.sharpening:
+            how = "likelier" if found.sharpening > 0 else "less likely"
+            raise RolloutError(
+                f"{server.url} does not sample as it was asked to: its tokens are {how} than temperature "
+                f"{sampling.temperature:g} explains (inverse temperature {found.sharpening:+.0%}, "
+                f"{abs(found.total) / found.variance**0.5:.0f} standard errors). It looks like another temperature, or "
+                "cuts such as top_k that nobody asked for. Nothing was trained on these samples.  "
+                "Try: see the server's own sampling defaults, restart it, and resume"
+            )
 
     def _completions(self, rows: Sequence[Row]) -> list[Completion]:
         texts = self.tokenizer.batch_decode([row.token_ids_T for row in rows], skip_special_tokens=True)

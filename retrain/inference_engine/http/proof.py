@@ -17,12 +17,18 @@ from torch import Tensor
 
 from retrain.backends.local.logprobs import token_logprobs
 from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import pack, predicting_states, split_by_tokens
+from retrain.backends.local.packing import MicroBatch, pack, predicting_states, split_by_tokens
 from retrain.capacity import MICRO_BATCH
+from retrain.inference_engine.pytorch.sampler import shape_logits
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
 # Standard errors by which older weights must fit better before a run is stopped; and the largest one worth judging by.
 SURE, TOO_VAGUE = 3.0, 0.15
+# Standard errors, and the share of the temperature, by which a server must sample otherwise than it was asked to.
+SURE_OF_TEMPERATURE, LEAST_SHARPENING = 5.0, 0.1
+
+# Tokens whose whole distribution exists at once.
+SURPLUS_SLICE = 256
 
 State = dict[str, Tensor]
 
@@ -76,6 +82,29 @@ def judge(server_T: FloatArray, newest_T: FloatArray, older: Mapping[str, FloatA
     return Verdict(1 - max(shares) if shares else None, mean, float(np.abs(gap).max()), kl, wrong)
 
 
+@dataclass(frozen=True)
+class Surplus:
+    """How much likelier sampled tokens are than the distribution lets one expect: Σ log p - E[log p], and its variance.
+
+    Log-probs from before temperature and cuts are right whatever was sampled from; this tells.
+    """
+
+    total: float = 0.0
+    variance: float = 0.0
+
+    def __add__(self, other: Surplus) -> Surplus:
+        return Surplus(self.total + other.total, self.variance + other.variance)
+
+    @property
+    def sharpening(self) -> float:
+        """By which share the inverse temperature seems to be off, where that is no chance; else 0."""
+        if not self.variance or abs(self.total) < SURE_OF_TEMPERATURE * math.sqrt(self.variance):
+            return 0.0
+        # dE[log p]/dβ = Var[log p] at β = 1, the inverse temperature in units of the one that was asked for.
+        share = self.total / self.variance
+        return share if abs(share) > LEAST_SHARPENING else 0.0
+
+
 class PolicyScorer:
     """Log-probs of given tokens under a policy, with its adapter as it is or with other values in it."""
 
@@ -89,22 +118,48 @@ class PolicyScorer:
     @torch.no_grad()
     def logprobs_under(self, rows: Sequence[Row], samplings: Sequence[Sampling]) -> list[list[FloatArray]]:
         """The same under several distributions, by one pass over the model."""
+        scored: list[list[FloatArray]] = [[np.empty(0)] * len(rows) for _ in samplings]
+        for numbers, packed, states in self._passes(rows, samplings):
+            edges = np.cumsum([len(rows[at].token_ids_T) for at in numbers])[:-1]
+            for of_sampling, sampling in zip(scored, samplings, strict=True):
+                values = token_logprobs(self.policy, states, packed.targets, sampling, packed.history)
+                for at, part in zip(numbers, np.split(values.float().cpu().numpy(), edges), strict=True):
+                    of_sampling[at] = part
+        return scored
+
+    @torch.no_grad()
+    def surplus(self, rows: Sequence[Row], sampling: Sampling) -> Surplus:
+        """How well the tokens fit the distribution that they should have been drawn from."""
+        found = Surplus()
+        for _, packed, states in self._passes(rows, (sampling,)):
+            for at in range(0, len(states), SURPLUS_SLICE):
+                part = slice(at, at + SURPLUS_SLICE)
+                wanted = packed.targets[part]
+                seen = None
+                if packed.history is not None:
+                    seen = packed.history.seen(at, min(at + SURPLUS_SLICE, len(states)), self.policy.vocabulary)
+                logprobs = shape_logits(self.policy.head(states[part]), sampling, seen, keep=wanted).log_softmax(1)
+                weights = logprobs.exp()
+                kept = torch.where(weights > 0, logprobs, 0.0).double()
+                mean = (weights * kept).sum(1)
+                variance = (weights * (kept - mean[:, None]) ** 2).sum(1)
+                chosen = kept.gather(1, wanted[:, None]).squeeze(1)
+                found += Surplus(float((chosen - mean).sum()), float(variance.sum()))
+        return found
+
+    def _passes(
+        self, rows: Sequence[Row], samplings: Sequence[Sampling]
+    ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
+        """Micro-batches: the numbers of their rows, what was fed, and the states that predict the tokens."""
         datums = [
             Datum(r.prompt_ids, r.token_ids_T, r.logprobs_T, r.logprobs_T, np.ones(len(r.token_ids_T), bool))
             for r in rows
         ]
         numbered = {id(datum): at for at, datum in enumerate(datums)}
-        scored: list[list[FloatArray]] = [[np.empty(0)] * len(rows) for _ in samplings]
-        device, penalised = self.policy.device, any(one.repetition_penalty != 1.0 for one in samplings)
+        penalised = any(one.repetition_penalty != 1.0 for one in samplings)
         for batch in split_by_tokens(datums, MICRO_BATCH):
-            packed = pack(batch, device, penalised, share=not self.policy.own_attention)
-            edges = np.cumsum([len(d.completion_ids_T) for d in batch])[:-1]
-            states = predicting_states(self.policy, packed)
-            for of_sampling, sampling in zip(scored, samplings, strict=True):
-                values = token_logprobs(self.policy, states, packed.targets, sampling, packed.history)
-                for datum, part in zip(batch, np.split(values.float().cpu().numpy(), edges), strict=True):
-                    of_sampling[numbered[id(datum)]] = part
-        return scored
+            packed = pack(batch, self.policy.device, penalised, share=not self.policy.own_attention)
+            yield [numbered[id(datum)] for datum in batch], packed, predicting_states(self.policy, packed)
 
     def snapshot(self) -> State:
         """A copy of the adapter."""

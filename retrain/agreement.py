@@ -19,7 +19,7 @@ from retrain.types import BoolArray, Datum, FloatArray, IntArray, StepMetrics
 
 # Share of a step's rows that may be left out before the step is refused; one row always may.
 MOST_EXCLUDED = 0.05
-# How far beyond the sound quarter of the rows a row stands out, where the sampler is noisier than its tolerance.
+# How far beyond the median row a row stands out, where the sampler is noisier than its tolerance. Seen under drift: 5.
 SPREAD = 10.0
 # Mean ratio of all tokens: 1 where both sides are one policy, whatever the noise. Standard errors that are allowed.
 RATIO_LIMIT, RATIO_ERRORS = 0.02, 5.0
@@ -44,6 +44,11 @@ class Tolerance:
     """Whether the weights are the same on both sides, so that noise has an upper limit as well."""
 
     @property
+    def with_drift(self) -> Tolerance:
+        """For rows that older weights have sampled."""
+        return Tolerance(max(self.largest, DRIFT.largest), max(self.mean, DRIFT.mean), ceiling=False)
+
+    @property
     def most(self) -> Tolerance:
         """What no noise explains, however much of it the other rows have."""
         return Tolerance(SPREAD * self.largest, 3.0 * self.mean) if self.ceiling else Tolerance(math.inf, math.inf)
@@ -54,8 +59,8 @@ class Tolerance:
 FLOAT32 = Tolerance(0.02, 0.005)
 HALF = Tolerance(0.7, 0.05)
 EIGHT_BITS = Tolerance(1.0, 0.1)
-# Other weights, or dropout: what is sound follows from the rows alone.
-DRIFT = Tolerance(1.0, 0.25, ceiling=False)
+# Other weights, or dropout: what is sound follows from the rows. A learning rate of 1e-4 moves single tokens by 0.1.
+DRIFT = Tolerance(0.5, 0.1, ceiling=False)
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,12 @@ class Gaps:
         return not ((self.tokens > 0) & (self.groups < 0)).any()
 
     def disagreeing(self, tolerance: Tolerance) -> BoolArray:
-        """Rows that differ by more than rounding, and by far more than the soundest quarter of the rows."""
+        """Rows that differ by more than rounding, and by far more than the median row."""
         there = self.sampled
         if not there.any():
             return there
         most = tolerance.most
-        # A quarter of the rows is taken to be sound: servers that alter more than that are beyond `most` or `mean`.
-        usual_largest, usual_mean = (float(np.quantile(a[there], 0.25)) for a in (self.largest, self.mean))
+        usual_largest, usual_mean = (float(np.median(values[there])) for values in (self.largest, self.mean))
         largest = min(most.largest, max(tolerance.largest, SPREAD * usual_largest))
         mean = min(most.mean, max(tolerance.mean, SPREAD * usual_mean))
         # The mean of a few tokens scatters more than that of many.
@@ -204,7 +208,7 @@ class Agreement:
 
     def judge(self, trained: Gaps, looked_at: Gaps | None, staleness: int) -> Finding:
         """Which rows are off; with samples of older weights only those that stand out from the rest."""
-        tolerance = self.tolerance if not staleness else DRIFT
+        tolerance = self.tolerance if not staleness else self.tolerance.with_drift
         gaps = trained if looked_at is None else trained.joined(looked_at)
         finding = Finding(gaps, gaps.disagreeing(tolerance), len(trained.tokens))
         if finding.off.any() and not finding.refused:

@@ -272,7 +272,7 @@ def test_a_step_ahead_rows_that_stand_out_from_the_drift_are_found(
         return set_logprob(body, choices) if every or once.acquire(blocking=False) else choices
 
     server.alter = FromSecondStep(alter)
-    config = config_of(server, tmp_path, training__async_steps=1, **SMALL)
+    config = config_of(server, tmp_path, training__async_steps=1, training__lr=1e-4, **SMALL)
     if every:
         with pytest.raises(RolloutError, match=DISAGREES):
             train_quietly(config)

@@ -141,6 +141,8 @@ class TinkerBackend:
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """Submit the gradient, and once its rows are found to agree update and next sampler; wait for the update."""
         with self.throttle.slot():
+            # Of the weights that sampled these rows, before the newer ones take their place.
+            staleness = max(0, step - self.sampled_after)
             if self.under_way is not None:
                 self.reported = self._finish_step()
                 self._take_sampler(step)
@@ -148,7 +150,7 @@ class TinkerBackend:
             reported = self.reported
             if usable:
                 looked_at = [datum for datum in datums if datum.check_T is not None]
-                self.under_way = self._submit(usable, looked_at, step)
+                self.under_way = self._submit(usable, looked_at, step, staleness)
             else:
                 self.reported = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0}
                 # Nothing moves, so what is sampled from now is what comes after this step too.
@@ -225,7 +227,9 @@ class TinkerBackend:
         assert self.training is not None, "create or load comes first"
         return self.training
 
-    def _submit(self, datums: Sequence[Datum], looked_at: Sequence[Datum], step: int) -> Future[_Applied]:
+    def _submit(
+        self, datums: Sequence[Datum], looked_at: Sequence[Datum], step: int, staleness: int
+    ) -> Future[_Applied]:
         """The gradient now; what follows from it waits on a thread of its own, since rows are compared in between."""
         wanted = service_loss(self.config.loss)
         divisor = denominator(self.config.loss, datums, self.config.training.max_tokens)
@@ -234,7 +238,6 @@ class TinkerBackend:
         zeros = [replace(datum, mask_T=compared(datum)) for datum in looked_at]
         glance = self._client.forward(*_request(zeros, 1.0, wanted)) if zeros else None
         gradient = self._client.forward_backward(*_request(datums, divisor, wanted))
-        staleness = max(0, step - self.sampled_after)
         under_way = _Step(datums, looked_at, divisor, staleness, gradient, glance)
         return in_background(lambda: self._apply(under_way, step))
 
@@ -289,7 +292,7 @@ class TinkerBackend:
         """Wait for the step under way; its sampler becomes the next one."""
         assert self.under_way is not None
         step, self.under_way = self.under_way, None
-        applied = self.service.wait(step, "training")
+        applied: _Applied = self.service.wait(step, "training")
         self.lost = False
         self.next_sampler = applied.sampler
         return applied.told

@@ -49,11 +49,12 @@ def tell(numbers: dict[str, Any]) -> None:
     print("told", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
 
 
-def run_ours(workload: Workload, steps: int, device: str, deterministic: str) -> None:
+def run_ours(workload: Workload, steps: int, device: str, deterministic: str, unchecked: bool) -> None:
     from retrain.backends.local import LocalBackend
     from retrain.backends.local.attention import ATTENTION_NAME, register
     from retrain.backends.local.learner import Learner
     from retrain.backends.local.model import adapt
+    from retrain.backends.local.precision import make_agreement
     from retrain.config import load_config
     from retrain.inference_engine.pytorch import PyTorchEngine
     from retrain.sampling import training_distribution
@@ -81,6 +82,8 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str) ->
     backend = (
         None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, NoText(), lambda *_: None))
     )
+    if backend is not None and not unchecked:
+        learner.agreement = make_agreement(config, policy, backend.engine, print)
     sampling = training_distribution(config)
     for step in range(steps):
         if device == "cuda":
@@ -97,8 +100,8 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str) ->
         numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
         tell(numbers)
         datums = [
-            Datum(p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool))
-            for p, ids, logprobs in rows
+            Datum(p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool), *divmod(at, workload.group))
+            for at, (p, ids, logprobs) in enumerate(rows)
         ]
         told = learner.step(datums)
         done = synchronise(device)
@@ -230,6 +233,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="how often both take their turn")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each side; 0 leaves them be")
     parser.add_argument("--deterministic", choices=["auto", "true", "false"], default="auto", help="ours only")
+    parser.add_argument("--unchecked", action="store_true", help="ours without comparing every row's log-probs")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
@@ -241,7 +245,7 @@ def main() -> int:
         print(f"{args.workload} needs a GPU, and there is none here.  Try: --workload w4", file=sys.stderr)
         return 2
     if args.side == "retrain":
-        run_ours(workload, args.steps, device, args.deterministic)
+        run_ours(workload, args.steps, device, args.deterministic, args.unchecked)
         return 0
     if args.side == "trl":
         run_trl(workload, args.steps, device, args.tokenizer)
@@ -254,6 +258,7 @@ def main() -> int:
         for side, (python, steps, timeout) in sides.items():
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
             command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic]
+            command += ["--unchecked"] if args.unchecked else []
             told[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in told.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"

@@ -100,7 +100,9 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
         numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
         tell(numbers)
         datums = [
-            Datum(p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool), *divmod(at, workload.group))
+            Datum(
+                p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool), *divmod(at, workload.group)
+            )
             for at, (p, ids, logprobs) in enumerate(rows)
         ]
         told = learner.step(datums)

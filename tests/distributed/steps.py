@@ -81,6 +81,7 @@ def together(place: Place, config: TrainConfig, variant: str, folder: Path) -> O
     backend = build_rank(config, place, load_tokenizer(config.model.model), lambda line: None, lambda *_: None)
     learner = backend.learner
     assert isinstance(learner, RankedLearner)
+    learner.agreement = None  # these datums' log-probs are made up
 
     def take(step: int) -> StepMetrics:
         datums = datums_for(variant, step)

@@ -58,7 +58,7 @@ def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None],
     learner.agreement = make_agreement(config, policy, engine, say)
     backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
     backend.capabilities = replace(
-        backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote), checks_rows=True
+        backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
     )
     say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend
@@ -94,7 +94,11 @@ class LocalBackend:
     def __init__(self, learner: Learner, engine: InferenceEngine) -> None:
         self.learner = learner
         self.engine = engine
-        self.capabilities = Capabilities(context_length=learner.policy.context_length, gives_entropies=True)
+        self.capabilities = Capabilities(
+            context_length=learner.policy.context_length,
+            gives_entropies=True,
+            checks_rows=learner.agreement is not None,
+        )
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine; it always sees the newest weights."""

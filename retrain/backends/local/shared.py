@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from retrain.backends.local import LocalBackend, make_engine, resolve_devices
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.model import Policy, fresh_adapter, load_policy
+from retrain.backends.local.precision import make_agreement
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.types import Datum, StepMetrics
@@ -43,7 +44,9 @@ class SharedModel:
             say(f"Sharing train model: {config.model.model} on {self.policy.device}")
             point_at(self.policy, fresh_adapter(self.policy, seed))
         assert self.engine is not None
-        backend = SharedBackend(Learner(self.policy, config, say), self.engine, self, progress)
+        learner = Learner(self.policy, config, say)
+        learner.agreement = make_agreement(config, self.policy, self.engine, say)
+        backend = SharedBackend(learner, self.engine, self, progress)
         say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode=False).")
         return backend
 

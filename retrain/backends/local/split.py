@@ -36,7 +36,10 @@ class SplitBackend:
         self.pending: Future[StepMetrics] | None = None
         self.reported: StepMetrics = {"loss": 0.0}
         self.capabilities = Capabilities(
-            context_length=learner.policy.context_length, gives_entropies=True, reports_late=True
+            context_length=learner.policy.context_length,
+            gives_entropies=True,
+            reports_late=True,
+            checks_rows=learner.agreement is not None,
         )
         self.sampled = 0
         self._mirror(0)

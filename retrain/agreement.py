@@ -51,7 +51,12 @@ class Tolerance:
     @property
     def most(self) -> Tolerance:
         """What no noise explains, however much of it the other rows have."""
-        return Tolerance(SPREAD * self.largest, 3.0 * self.mean) if self.ceiling else Tolerance(math.inf, math.inf)
+        return Tolerance(3.0 * self.largest, 3.0 * self.mean) if self.ceiling else Tolerance(math.inf, math.inf)
+
+    def at(self, temperature: float) -> Tolerance:
+        """For a sampling temperature: below 1, it divides logits and their rounding."""
+        times = 1.0 / min(1.0, temperature) if temperature > 0 else 1.0
+        return Tolerance(times * self.largest, times * self.mean, self.ceiling)
 
 
 # Measured: float32 1e-5 to 1e-3 at most; bf16 0.001 on average and up to 0.3 at one token of 65,000 (a 4B model, H200);
@@ -144,10 +149,16 @@ class Finding:
     shift: float = 0.0
     """By how much the mean ratio of all tokens is off 1, where that is no chance."""
 
+    @cached_property
+    def left_out(self) -> BoolArray:
+        """Which of the rows that are trained on are left out: whole groups, whose advantages rest on every reward."""
+        groups, off = self.gaps.groups[: self.trained], self.off[: self.trained]
+        return np.isin(groups, groups[off])
+
     @property
     def excluded(self) -> int:
-        """Rows left out of the loss."""
-        return int(self.off[: self.trained].sum())
+        """How many they are."""
+        return int(self.left_out.sum())
 
     @property
     def refused(self) -> bool:
@@ -212,7 +223,8 @@ class Agreement:
         gaps = trained if looked_at is None else trained.joined(looked_at)
         finding = Finding(gaps, gaps.disagreeing(tolerance), len(trained.tokens))
         if finding.off.any() and not finding.refused:
-            fate = "left out of the loss" if finding.excluded else "not part of the loss in any case"
+            left_out = f"the {finding.excluded} rows of its group are left out of the loss"
+            fate = left_out if finding.excluded else "not part of the loss in any case"
             self.say(f"Warning: {finding.describe()}; {fate}. It looks like {finding.cause()}.")
         return finding
 

@@ -21,7 +21,7 @@ from retrain.model_files import find_model, hub_cache, read_context_length
 
 HUB_S = 4.0
 """How long the Hub may take to answer at all."""
-_ON_THE_HUB = ("math", "gsm8k", "hub")
+ON_THE_HUB = ("math", "gsm8k", "hub")
 
 
 def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> None:
@@ -171,7 +171,7 @@ def needs_hub(config: TrainConfig) -> bool:
     """Whether a model or problems come from the Hub, be it by way of the cache."""
     models = any(find_model(name).found in ("cache", "download") for name in models_of(config).values())
     sources = {config.data.source, held_out_source(config) if config.eval.every else ""}
-    return models or (not config.environment.provider and bool(sources.intersection(_ON_THE_HUB)))
+    return models or (not config.environment.provider and bool(sources.intersection(ON_THE_HUB)))
 
 
 def is_offline() -> bool:

@@ -85,8 +85,10 @@ class Comparison:
                 f"(95 % interval of the difference {low:+.4g} to {high:+.4g}, {count} seeds)."
             )
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
-        if not self.test.cohens_d:
+        if self.test.cohens_d is None:
             return f"{start} The difference is {self.test.difference:+.4g} in every seed."
+        if not self.test.cohens_d:
+            return f"{start} On average over the seeds there is no difference."
         more = f"about {self.more_seeds} more seeds" if self.more_seeds else f"more than {MOST_SEEDS} seeds"
         return f"{start} If the difference is what it seems, it takes {more} to find it in 80 % of cases."
 

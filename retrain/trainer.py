@@ -257,6 +257,7 @@ def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credi
         "batch_size": progress.batch_size,
         "group_size": parts.config.training.group_size,
         "reward_errors": rollouts.errors,
+        "rewards_none": sum(score.outcome == "none" for group in rollouts.groups for score in group.scores_G),
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **rollouts.metrics,
         **credit.metrics(),

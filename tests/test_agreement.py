@@ -41,6 +41,17 @@ def test_a_noisy_sampler_sets_its_own_measure_up_to_a_ceiling() -> None:
     assert off(gaps([8.0] * 8), HALF) == list(range(8)), "no noise is that large"
 
 
+def test_limits_follow_the_temperature_that_divides_the_logits() -> None:
+    assert off(gaps([0.05] * 7 + [0.9]), HALF.at(0.5)) == []
+    assert off(gaps([0.05] * 7 + [1.5]), HALF.at(0.5)) == [7]
+    assert HALF.at(1.5) == HALF.at(1.0) == HALF
+
+
+def test_every_row_off_by_more_than_noise_can_be_is_found() -> None:
+    assert off(gaps([5.0] * 8), HALF) == list(range(8))
+    assert off(gaps([0.15] * 8), FLOAT32) == list(range(8))
+
+
 def test_older_samples_are_measured_by_their_drift_alone() -> None:
     assert off(gaps([2.0] * 8, mean=[0.5] * 8), DRIFT) == []
     assert off(gaps([0.2] * 7 + [3.0]), DRIFT) == [7]
@@ -55,8 +66,9 @@ def test_one_row_is_left_out_and_two_of_eight_stop_the_run() -> None:
     said: list[str] = []
     agreement = Agreement(FLOAT32, said.append)
     one = agreement.judge(gaps([1e-4] * 7 + [3.0]), None, 0)
-    assert (one.excluded, one.refused) == (1, False)
+    assert (one.excluded, one.refused) == (8, False), "advantages of the whole group rest on its reward"
     assert "group 0, completion 7 is 3 off at one token" in said[0] and "one log-prob" in said[0]
+    assert "the 8 rows of its group are left out of the loss" in said[0]
     two = agreement.judge(gaps([1e-4] * 6 + [3.0, 2.0]), None, 0)
     assert two.refused
     with pytest.raises(DisagreementError, match="2 of 8 rows are not the trainer's: group 0, completion 6 is 3 off"):

@@ -38,8 +38,10 @@ def test_many_repeats_that_are_each_possible_are_no_chance_together() -> None:
         refuse_repeats(groups, knows_odds=True)
 
 
-def test_short_completions_may_repeat() -> None:
-    assert refuse_repeats([group([LONG[:16], LONG[:16]], -5.0)], knows_odds=True) == 0
+def test_short_completions_may_repeat_within_chance_and_are_not_counted() -> None:
+    assert refuse_repeats([group([LONG[:16], LONG[:16]], -0.5)], knows_odds=True) == 0
+    with pytest.raises(RolloutError, match="all 12 tokens"):
+        refuse_repeats([group([LONG[:12], LONG[:12]], -5.0)], knows_odds=True)
 
 
 def test_without_odds_repeats_are_only_counted() -> None:

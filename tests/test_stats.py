@@ -208,3 +208,10 @@ def test_problems_are_paired_one_by_one() -> None:
     assert result.difference == pytest.approx(0.375)
     assert result.interval is not None and result.interval[0] < 0 < result.interval[1]
     assert compare_problems(before, before).p_value is None
+
+
+def test_differences_that_cancel_are_not_said_to_be_equal_in_every_seed() -> None:
+    opposite = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.4, 2: 0.6}})[0].sentence
+    assert "On average over the seeds there is no difference." in opposite
+    equal = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.5, 2: 0.5}})[0].sentence
+    assert "The difference is +0 in every seed." in equal

@@ -246,7 +246,9 @@ def test_a_reward_that_does_not_apply_to_most_leaves_them_out(model: Path, tmp_p
     _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=2, **config))
     for row in rows(tmp_path / "logs"):
         assert (row["reward_errors"], row["num_datums"], row["correct_rate"]) == (0, 4, 0.5)
+        assert row["rewards_none"] == 8
     assert "failed" not in printed
+    assert "  group: 1/6 correct | answer=0 | 4 without a score\n" in printed
     assert [row["outcome"] for row in rows(tmp_path / "logs", "emergence/generations.jsonl")][:3] == [
         "right",
         "none",

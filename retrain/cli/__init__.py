@@ -123,7 +123,7 @@ def suggest_command(word: str) -> str:
     """A sentence that names the command that was perhaps meant, or ""."""
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     if close == [_TRAIN]:
-        return "Training needs no such word.  Try: retrain my_run.toml"
+        return "Did you mean train? It needs no command.  Try: retrain my_run.toml"
     return f"Did you mean `retrain {close[0]}`?" if close else ""
 
 

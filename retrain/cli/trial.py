@@ -23,8 +23,9 @@ from retrain.config.load import build_config
 from retrain.config.rules import SERVER_ENGINES
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
+from retrain.model_files import find_model
 from retrain.plugins import REGISTRIES, is_plugin, make_importable
-from retrain.preflight import go_offline, hub_answers, is_offline, models_of, needs_hub
+from retrain.preflight import ON_THE_HUB, go_offline, hub_answers, is_offline, models_of, needs_hub
 
 TRIAL_S = 60.0
 """All trials together; a few seconds are usual."""
@@ -112,14 +113,20 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Try]]:
     if is_plugin("backend", config.backend.backend):
         yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
     if config.backend.backend == "tinker":
-        yield "[backend] backend", _try_service
+        if importlib.util.find_spec("tinker") is not None:
+            yield "[backend] backend", _try_service
     elif config.inference.starts_server:
         yield "[inference] launch", _try_launch
     elif config.inference.engine in SERVER_ENGINES:
         yield "[inference] engine", _try_servers
     elif is_plugin("engine", config.inference.engine):
         yield "[inference] engine", lambda c: _load("engine", c.inference.engine, c)
+    if not config.environment.provider and config.data.source in ON_THE_HUB:
+        yield "[data] source", _try_hub_source
     for where, name in models_of(config).items():
+        # Whether a folder is there, or a model that a run would download, is a check of its own.
+        if find_model(name).folder is None and config.backend.backend != "tinker":
+            continue
         yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
 
 
@@ -144,6 +151,16 @@ def _try_source(config: TrainConfig) -> str:
 
     build_source(config.data, config.plugins.search_paths)
     return f"{config.data.source} was made"
+
+
+def _try_hub_source(config: TrainConfig) -> str:
+    """Where the Hub cannot be asked, what is in the cache must do, and is read; else the run downloads it."""
+    from retrain.data import build_source  # noqa: PLC0415
+
+    source = build_source(config.data, config.plugins.search_paths)
+    if not is_offline():
+        return f"{config.data.source} comes from the Hub, which answers"
+    return f"{config.data.source}: {len(source.load()):,} examples in the cache"
 
 
 def _try_reward(config: TrainConfig) -> str:

@@ -243,7 +243,8 @@ def _requirement(kind: str, detail: Any) -> str:
         bound = context[name]
         return f"must be {sign} {bound:g}" if abs(bound) < 1e6 else f"must be {sign} {bound}"
     if kind == "literal_error":
-        return f"must be one of {context['expected'].replace(' or ', ', ')}"
+        choices = context["expected"].replace(" or ", ", ")
+        return f"must be one of {choices.replace('True', 'true').replace('False', 'false')}"
     if kind in ("string_too_short", "too_short"):
         return "must not be empty"
     if kind == "value_error":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from retrain.config import schema
 
 OFFLINE_HINT = (
-    'Without the hub, write the rows to a file, one JSON object a line, and set [data] source = "jsonl" and '
+    'Try: without the Hub, write the rows to a file, one JSON object per line, and set [data] source = "jsonl" and '
     'path = "rows.jsonl".'
 )
 
@@ -46,6 +46,6 @@ def load_rows(id: str, subset: str, split: str) -> list[Mapping[str, Any]]:
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"the dataset {name}, split {split!r}, could not be loaded: {reason}\n{OFFLINE_HINT}"
+            f"the dataset {name}, split {split!r}, could not be loaded: {reason}  {OFFLINE_HINT}"
         ) from error
     return list(dataset)

@@ -37,6 +37,8 @@ _CLOCK = re.compile(r"0?(\d{1,2}(?::\d\d)+)(?:([ap])\.?m\.?)?", re.IGNORECASE)
 _IN_BRACKETS = re.compile(r"\((-?[\d.]+|[A-Za-z])\)")
 # `(D) 12` and `D. 12` name a choice and what it says.
 _CHOICE = re.compile(r"(?=\(?[A-J][).:]\s*\S)\(?([A-J])[).:]\s*(?![,)])")
+# What takes a choice back, or names another one beside it.
+_OTHER_CHOICE = re.compile(r"\([A-J]\)|^[A-J]\b|\b[A-J][).:]|\b(?:or|and|not|wrong|false|incorrect)\b|[+&]")
 _BASE_WORDS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASE = re.compile(r"_\{?(" + "|".join(_BASE_WORDS) + r")\}?$")
 
@@ -167,7 +169,7 @@ def equal_as_text(answer: str, gold: str) -> bool:
     """
     (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
     if len(gold_text) == 1 and gold_text.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(answer)))):
-        return choice[1] == gold_text
+        return choice[1] == gold_text and not _OTHER_CHOICE.search(choice.string[choice.end() :])
     if text and _close_up(tidy(answer)) == _close_up(tidy(gold)):  # `5 m` and `5m`, be it a unit or a variable
         return True
     if text == "" or text != gold_text:

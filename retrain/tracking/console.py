@@ -62,7 +62,9 @@ class Console:
         self.shown_at = time.monotonic()
         for group in groups[:GROUPS_SHOWN]:
             right = sum(score.outcome == "right" for score in group.scores_G)
-            self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}")
+            unscored = sum(not score.counts for score in group.scores_G)
+            more = f" | {unscored} without a score" if unscored else ""
+            self.say(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}{more}")
         self.say(step_line(step, metrics))
         for line in health_lines(metrics):
             self.say(line)

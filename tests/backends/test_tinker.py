@@ -260,7 +260,7 @@ def test_one_altered_row_is_taken_back_from_the_service(
     result, printed = train_quietly(config)
     metrics = rows(result.log_dir)
     assert sum(row["rows_checked"] for row in metrics) > 0
-    assert sum(row["rows_excluded"] for row in metrics) <= 1
+    assert sum(row["rows_excluded"] for row in metrics) in (0, 8), "the row with its group"
     assert "are not the trainer's" in printed or metrics[1]["rows_mismatch_max"] < 0.1, "unless nobody looked at it"
 
 

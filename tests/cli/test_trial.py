@@ -12,6 +12,7 @@ import pytest
 
 from retrain.cli import trial
 from retrain.config import load_config
+from retrain.errors import ConfigError
 
 HERE = {
     "backend.devices": "cpu",
@@ -129,3 +130,22 @@ def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, mon
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
     assert (slow.is_known, slow.problem) == (False, "")
+
+
+def test_problems_of_the_hub_are_looked_for_in_the_cache_when_it_is_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "is_offline", lambda: False)
+    assert outcomes(data__source="gsm8k")["[data] source"] == ("gsm8k comes from the Hub, which answers", "")
+    monkeypatch.setattr(trial, "is_offline", lambda: True)
+    monkeypatch.setattr("retrain.data.gsm8k.load_rows", _absent)
+    assert outcomes(data__source="gsm8k")["[data] source"] == ("", "not in the cache")
+
+
+def _absent(*_: Any) -> Any:
+    raise ConfigError("not in the cache")
+
+
+def test_a_model_that_is_not_there_is_left_to_the_check_of_models(folder: Path) -> None:
+    config = load_config(None, HERE | {"model.model": "./nothere"})
+    assert [where for where, _ in trial._trials(config)] == []

@@ -52,5 +52,6 @@ def test_a_key_of_another_tool_is_answered_with_ours(table: dict[str, float], hi
 def test_a_misspelt_train_is_answered_with_what_help_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trian"]) == 2
     assert capsys.readouterr().err == (
-        "error: there is no file or command 'trian'.  Training needs no such word.  Try: retrain my_run.toml\n"
+        "error: there is no file or command 'trian'.  Did you mean train? It needs no command.  "
+        "Try: retrain my_run.toml\n"
     )

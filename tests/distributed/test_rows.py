@@ -33,7 +33,7 @@ def sampled_rows(config: TrainConfig, altered: int) -> list[Datum]:
             logprobs_T = learner.logprobs(learner.pack([datum])).numpy().astype(np.float32)
         if index >= len(SIZES) - altered:
             logprobs_T[1] -= 3.0
-        datums.append(replace(datum, logprobs_T=logprobs_T, group=0, index=index))
+        datums.append(replace(datum, logprobs_T=logprobs_T, group=index // 2, index=index % 2))
     return datums
 
 
@@ -63,12 +63,12 @@ def test_ranks_leave_out_the_rows_that_a_single_process_leaves_out(tmp_path: Pat
     alone = Learner(policy_for(config, trained=False), config, lambda line: None)
     alone.agreement = Agreement(FLOAT32, lambda line: None)
     if altered == 1:
-        assert alone.step(sampled_rows(config, altered))["rows_excluded"] == 1
+        assert alone.step(sampled_rows(config, altered))["rows_excluded"] == 2
     else:
         with pytest.raises(DisagreementError, match="3 of 6 rows"):
             alone.step(sampled_rows(config, altered))
     expected = {name: tensor.numpy() for name, tensor in alone.state().items()}
     for found in on_ranks(2, take_part, model, altered, sharded):
-        assert (found.excluded, found.refused) == (altered, altered == 3)
+        assert (found.excluded, found.refused) == ({1: 2, 3: 4}[altered], altered == 3)
         for name, tensor in expected.items():
             np.testing.assert_allclose(found.state[name], tensor, atol=1e-5, rtol=1e-5, err_msg=name)

@@ -93,6 +93,12 @@ def raise_logprob(body: dict[str, Any], choices: Choices) -> Choices:
     return choices
 
 
+def lift_logprob(body: dict[str, Any], choices: Choices) -> Choices:
+    for choice in choices:
+        choice["logprobs"]["token_logprobs"][3] += 5.0
+    return choices
+
+
 def set_id(body: dict[str, Any], choices: Choices) -> Choices:
     choices[-1]["token_ids"][3] = 3 + (choices[-1]["token_ids"][3] + 40) % 100
     return choices
@@ -158,6 +164,7 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
     [
         (set_logprob, DISAGREES + ".*one log-prob"),
         (raise_logprob, DISAGREES + ".*one log-prob"),
+        (lift_logprob, "it sent a log-prob of .*, and none is above 0"),
         (set_id, ANY),
         (swap_contents, ANY),
         (duplicate, "completion 7 of group .* repeats completion 0"),
@@ -255,7 +262,7 @@ def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     server.alter = FromSecondStep(alter)
     result, printed = train_quietly(config_of(server, tmp_path, **SMALL))
     metrics = rows(result.log_dir)
-    assert [row["rows_excluded"] for row in metrics] == [0, 1, 0]
+    assert [row["rows_excluded"] for row in metrics] == [0, GROUP, 0], "with the group whose advantages it would set"
     assert metrics[1]["rows_mismatch_max"] > 0.02
     assert metrics[1]["ratio_max"] < 1.02, "what is left agrees"
     assert "completion 7 is" in printed
@@ -279,7 +286,7 @@ def test_a_step_ahead_rows_that_stand_out_from_the_drift_are_found(
         assert len(rows(config.logging.log_dir)) <= 2
     else:
         result, _ = train_quietly(config)
-        assert [row["rows_excluded"] for row in rows(result.log_dir)] == [0, 1, 0]
+        assert [row["rows_excluded"] for row in rows(result.log_dir)] == [0, GROUP, 0]
 
 
 def test_the_engine_in_this_process_is_compared_like_any_other(model: Path, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class Learner:
             return totals.metrics()
         self.finding, own = self.judge(self.agreement, totals.gaps(), looked_at, staleness)
         if self.finding.excluded and not self.finding.refused:
-            off = {id(datum) for datum, out in zip(totals.datums, self.finding.off[own], strict=True) if out}
+            off = {id(datum) for datum, out in zip(totals.datums, self.finding.left_out[own], strict=True) if out}
             totals = self._backward_within_memory([datum for datum in datums if id(datum) not in off], size)
             self.share(totals)
         told = totals.metrics()

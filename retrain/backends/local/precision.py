@@ -19,7 +19,7 @@ def make_agreement(
     config: TrainConfig, policy: Policy, engine: InferenceEngine, say: Callable[[str], None]
 ) -> Agreement:
     """What compares the rows of a run's steps."""
-    return Agreement(find_tolerance(config, policy, engine), say)
+    return Agreement(find_tolerance(config, policy, engine).at(config.training.temperature), say)
 
 
 def find_tolerance(config: TrainConfig, policy: Policy, engine: InferenceEngine) -> Tolerance:

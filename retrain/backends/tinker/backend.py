@@ -247,7 +247,7 @@ class TinkerBackend:
         logprobs, reported = completion_logprobs(step.datums, output), output.metrics.get("loss:sum")
         datums, finding = step.datums, self._compare(step, logprobs)
         if finding is not None and logprobs is not None and finding.excluded:
-            off = finding.off[: finding.trained]
+            off = finding.left_out
             # The sum on the service holds these rows already.
             back = [
                 cancelling(self.config.loss, d, own) for d, own, out in zip(datums, logprobs, off, strict=True) if out

@@ -18,6 +18,8 @@ from retrain.inference_engine.http.client import KEY_VARIABLE, Client, Refused, 
 from retrain.inference_engine.http.wire import Adapter, Answer, Ask, Lacking, Wire
 
 ATTEMPTS = 5
+# Rounding may lift the log-prob of a sure token above 0, by less than this.
+LARGEST_LOGPROB = 0.05
 FIRST_PAUSE_S = 0.25
 POLL_S = 0.5
 # Health and adapters answer at once where they answer at all; a first adapter may warm kernels up.
@@ -123,6 +125,8 @@ class Fleet:
                 return "it sent token ids that the model does not have"
             if not set(map(type, told)) <= {int, float} or not all(map(math.isfinite, told)):
                 return "it sent log-probs that are not numbers"
+            if max(told) > LARGEST_LOGPROB:
+                return f"it sent a log-prob of {max(told):.3g}, and none is above 0"
             if len(answer.token_ids) < ask.sampling.max_tokens and answer.token_ids[-1] not in ask.stop_ids:
                 return f"it stopped after token {answer.token_ids[-1]}, which is none of the model's end tokens"
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from retrain.rewards.answers.nodes import (
     Group,
@@ -238,7 +239,12 @@ def _is_rounded(decimal: Node, exact: Node) -> bool:
         for prime in (2, 5):
             while rest % prime == 0:
                 rest //= prime
-        return rest != 1 and abs(value - decimal.value) < Fraction(1, 10**decimal.places)
-    if not is_real(value):
+        real: Any = value
+        if rest == 1:
+            return False
+    elif is_real(value):
+        real = value.real
+    else:
         return False
-    return bool(abs(value.real * 10**decimal.places - digits * (1 if decimal.value > 0 else -1)) < 1)
+    scaled = abs(real) * 10**decimal.places
+    return (real > 0) == (decimal.value > 0) and digits in (int(scaled), int(scaled + Fraction(1, 2)))

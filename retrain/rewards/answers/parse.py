@@ -456,7 +456,7 @@ class _Parser:
             self.expect("}")
         if not letters:
             raise Unreadable(f"{name} without a name")
-        if name == r"\overline":  # a segment by its ends
+        if name == r"\overline" and len(letters) > 1:  # a segment by its ends; over one letter it is a conjugate
             ends: list[Node] = [Symbol(letter) for letter in letters]
             return reduce(multiply, ends)
         if name == r"\mathbb" and letters == "R":

@@ -68,7 +68,8 @@ _EMPTY = frozenset(_WORDS_OF_EMPTY.split())
 # Words that change what a number before or after them means.
 _WORDS_OF_MEANINGFUL = """
     or and not no to from between less more than least most over under above below about approximately around
-    nearly mod modulo base factorial squared cubed half third quarter fourth fifth times plus minus divided by if
+    nearly mod modulo base factorial squared cubed half halve third quarter fourth fifth sixth seventh eighth ninth
+    tenth hundredth thousandth sqrt times plus minus divided by if
     when for where with except but only infinity infinite undefined false true none nor is are root twice thrice
     double triple remainder per-cent negative positive
 """
@@ -107,7 +108,7 @@ def read_unit(text: str) -> Unit | None:
             power = _POWERS[piece[1].lower()]
         elif piece[1]:
             word = piece[1].lower()
-            if word in MEANINGFUL or word in MULTIPLIERS:
+            if {word, _singular(word)} & MEANINGFUL or word in MULTIPLIERS:
                 return None
             if word in _EMPTY or _singular(word) in _EMPTY:
                 power = 1

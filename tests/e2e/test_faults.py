@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_model(tmp_path_factory.mktemp("served"), "qwen3"))
 
 
-@pytest.fixture(params=["sampled", "raw"])
+@pytest.fixture(params=[pytest.param("sampled", marks=pytest.mark.slow), "raw"])
 def server(model: Path, request: pytest.FixtureRequest) -> Iterator[Loopback]:
     with Loopback(model, meaning=request.param) as running:
         yield running
@@ -50,12 +50,20 @@ def server(model: Path, request: pytest.FixtureRequest) -> Iterator[Loopback]:
 @pytest.fixture(scope="module")
 def calm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder of the run that nobody disturbs, for each mode of log-probs."""
-    folders = {}
-    for meaning in ("sampled", "raw"):
-        with Loopback(model, meaning=meaning) as running:
-            result, _ = train_quietly(config_of(running, tmp_path_factory.mktemp(meaning), **SMALL))
-            folders[meaning] = Path(result.log_dir)
-    return folders
+    return _Calm(model, tmp_path_factory)
+
+
+class _Calm(dict[str, Path]):
+    """Run when it is first asked for."""
+
+    def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
+        self.model, self.folders = model, folders
+
+    def __missing__(self, meaning: str) -> Path:
+        with Loopback(self.model, meaning=meaning) as running:
+            result, _ = train_quietly(config_of(running, self.folders.mktemp(meaning), **SMALL))
+        self[meaning] = Path(result.log_dir)
+        return self[meaning]
 
 
 def weights(log_dir: Path, step: int) -> dict[str, torch.Tensor]:

@@ -81,8 +81,8 @@ PLAIN_CHOICE = {"finish_reason": "length", "index": 0, "text": "The answer is 4"
 
 
 def test_recorded_answers_are_read() -> None:
-    assert VLLM.read({"choices": [VLLM_CHOICE]}) == [Answer([788, 6530], [-2.3164, -0.3391])]
-    assert MAX.read({"choices": [MAX_CHOICE]}) == [Answer([2427, 6933], [-3.0337, -1.6368])]
+    assert VLLM.read({"choices": [VLLM_CHOICE]}) == [Answer([788, 6530], [-2.3164, -0.3391], prompt_ids=[1, 4093])]
+    assert MAX.read({"choices": [MAX_CHOICE]}) == [Answer([2427, 6933], [-3.0337, -1.6368], prompt_ids=[1, 4093])]
     assert MLX.read({"choices": [MLX_CHOICE]}) == [Answer([49, 2], [-3.323, -0.5])]
     one = Answer([2068, 30, 2], [-1.8, -0.25, -0.01])
     assert SGLANG.read(SGLANG_ONE) == [one]

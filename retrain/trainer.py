@@ -124,7 +124,7 @@ def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> Train
         with interrupts.held():
             training_started = time.perf_counter()
             parts.console.progress("training", 0, len(datums))
-            looked_at = rows_to_look_at(parts, rollouts.groups, credit, datums, step)
+            looked_at = rows_to_look_at(parts, rollouts.groups, datums, step)
             try:
                 outcome = parts.backend.train_step([*datums, *looked_at], step)
             except DisagreementError as error:
@@ -197,9 +197,7 @@ def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list
     return datums
 
 
-def rows_to_look_at(
-    parts: Parts, groups: Sequence[Group], credit: Credit, datums: Sequence[Datum], step: int
-) -> list[Datum]:
+def rows_to_look_at(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum], step: int) -> list[Datum]:
     """A few rows that are not trained on, drawn from the seed: their log-probs are compared with the trainer's too."""
     if not parts.backend.capabilities.checks_rows:
         return []

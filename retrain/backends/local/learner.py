@@ -148,6 +148,7 @@ class Learner:
         """Compare rows that are not trained on."""
         if self.agreement is None or not datums:
             return None
+        self.warm_up({"looking"})
         own: dict[int, np.ndarray] = {}
         for batch in split_by_tokens(datums, MICRO_BATCH):
             values = self.logprobs(self.pack(batch)).float().cpu().numpy()
@@ -233,10 +234,11 @@ class Learner:
         with torch.random.fork_rng([self.policy.device]):
             for tokens in WARM_UP_TOKENS:
                 packed = self.pack(datums_for_warm_up(self.policy, tokens))
+                if not torch.is_grad_enabled():
+                    self.logprobs(packed)
+                    continue
                 with self.determinism.kernels(packed.rows, 0):
-                    logprobs = self.logprobs(packed)
-                    if logprobs.requires_grad:
-                        self.backward(0.0 * logprobs.sum())
+                    self.backward(0.0 * self.logprobs(packed).sum())
         self.optimizer.clear()
 
     def _reference_logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor | None]:

@@ -96,11 +96,10 @@ def uncut(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
 def play() -> Iterator[type[Play]]:
     """The fake backend, as it was before each test."""
     kept = {name: value for name, value in vars(Play).items() if not name.startswith("__")}
-    Play.trained, Play.prompts = [], []
+    Play.calls, Play.trained, Play.prompts = 0, [], []
     yield Play
     for name, value in kept.items():
         setattr(Play, name, value)
-    Play.calls = 0
 
 
 def always(text: str) -> staticmethod:

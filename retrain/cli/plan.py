@@ -260,6 +260,8 @@ def why_unknown(model: dict[str, Any]) -> str:
     """Why there is no plan for a model, and what would help."""
     if model["parameters_from"] == "its files":
         return "models of this kind, such as mixtures of experts, are not planned"
+    if find_model(model["name"]).found == "missing":
+        return f"there is no folder {model['name']}"
     return f"its config.json is not on this machine.  Try: hf download {model['name']} config.json"
 
 

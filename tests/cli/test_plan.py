@@ -214,3 +214,11 @@ def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixtur
 def test_it_loads_no_torch() -> None:
     code = "import sys\nfrom retrain.cli import run\nrun(['plan'])\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_folder_that_does_not_exist_is_not_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    write('[model]\nmodel = "./models/nothere"\n')
+    assert run(["plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "there is no folder ./models/nothere" in printed
+    assert "hf download" not in printed

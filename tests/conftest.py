@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -17,3 +18,9 @@ def signals_as_in_a_terminal() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking through it at each collection took a tenth of the suite's time."""
+    gc.collect()
+    gc.freeze()

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("tinker")
 
 import torch
+from cases import slow
 from e2e.runs import rows, rows_without_times, train_quietly
 from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
 
@@ -148,8 +149,8 @@ def distance_to_a_bound(learner: Learner, datums: list[Datum]) -> float:
 @pytest.mark.parametrize(
     "loss",
     [
-        {"loss__type": "importance_sampling", "loss__ratio_cap": 0.0},
         {"loss__type": "importance_sampling", "loss__ratio_cap": 1.2},
+        *slow({"loss__type": "importance_sampling", "loss__ratio_cap": 0.0}),
         {"loss__type": "ppo", "loss__ratio_cap": 0.0, "loss__clip_low": 0.1, "loss__clip_high": 0.3},
         {"loss__type": "cispo", "loss__ratio_cap": 0.0},
         {"loss__type": "gspo", "loss__ratio_cap": 0.0, "loss__clip_low": 0.06, "loss__clip_high": 0.4},
@@ -531,11 +532,13 @@ def test_a_loss_that_the_service_lacks_is_refused_with_those_that_it_has(
     ("loss", "ignored"),
     [
         ({"loss__type": "ppo"}, True),
-        ({"loss__type": "gspo"}, True),
-        ({"loss__type": "dr_grpo"}, True),
-        ({"loss__type": "ppo", "loss__ratio_cap": 0.0}, False),
-        ({"loss__type": "importance_sampling"}, False),
         ({"loss__type": "cispo"}, False),
+        *slow(
+            ({"loss__type": "gspo"}, True),
+            ({"loss__type": "dr_grpo"}, True),
+            ({"loss__type": "ppo", "loss__ratio_cap": 0.0}, False),
+            ({"loss__type": "importance_sampling"}, False),
+        ),
     ],
 )
 def test_a_cap_that_the_service_does_not_apply_is_said(

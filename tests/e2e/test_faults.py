@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from inference_engine.loopback import Loopback
 from safetensors.torch import load_file
 
@@ -170,15 +171,17 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
 @pytest.mark.parametrize(
     ("alter", "told"),
     [
-        (set_logprob, DISAGREES + ".*one log-prob"),
         (raise_logprob, DISAGREES + ".*one log-prob"),
-        (lift_logprob, "it sent a log-prob of .*, and none is above 0"),
-        (set_id, ANY),
         (swap_contents, ANY),
         (duplicate, "completion 7 of group .* repeats completion 0"),
-        (drop, "it sent 7 of 8 completions"),
-        (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
         (SwapPrompts(with_ids=False), ANY),
+        *slow(
+            (set_logprob, DISAGREES + ".*one log-prob"),
+            (lift_logprob, "it sent a log-prob of .*, and none is above 0"),
+            (set_id, ANY),
+            (drop, "it sent 7 of 8 completions"),
+            (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
+        ),
     ],
 )
 def test_what_is_altered_on_the_way_stops_the_run_before_anything_is_trained_on_it(
@@ -200,7 +203,7 @@ class Sharper:
         return body | self.changes if body["n"] == GROUP and self.seen > PROMPTS else body
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 4}])
+@pytest.mark.parametrize("changes", [{"temperature": 3.0}, *slow({"temperature": 0.3}, {"top_k": 4})])
 def test_sampling_that_nobody_asked_for_stops_the_run(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -208,7 +211,7 @@ def test_sampling_that_nobody_asked_for_stops_the_run(
     check_stopped(server, calm, tmp_path, f"{ANY}|does not sample as it was asked to")
 
 
-@pytest.mark.parametrize("held", ["the first adapter", "another model"])
+@pytest.mark.parametrize("held", ["the first adapter", *slow("another model")])
 def test_other_weights_stop_the_run(server: Loopback, calm: dict[str, Path], tmp_path: Path, held: str) -> None:
     choices, first = server.choices, dict[str, torch.Tensor]()
 
@@ -240,7 +243,7 @@ def round_logprobs(body: dict[str, Any], choices: Choices) -> Choices:
     return choices
 
 
-@pytest.mark.parametrize("alter", [shuffle, set_text])
+@pytest.mark.parametrize("alter", [shuffle, *slow(set_text)])
 def test_reordered_choices_and_altered_texts_change_nothing(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, alter: Alter
 ) -> None:
@@ -258,7 +261,7 @@ def test_log_probs_rounded_to_four_digits_are_within_the_tolerance(server: Loopb
     assert all(row["ratio_max"] < 1.001 for row in metrics)
 
 
-@pytest.mark.parametrize("altered", [set_logprob, set_id])
+@pytest.mark.parametrize("altered", [set_id, *slow(set_logprob)])
 def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, altered: Alter
 ) -> None:
@@ -277,7 +280,7 @@ def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     assert "left out of the loss" in printed
 
 
-@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("every", [False, *slow(True)])
 def test_a_step_ahead_rows_that_stand_out_from_the_drift_are_found(
     server: Loopback, tmp_path: Path, every: bool
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for, policy_for, random_prompts
 from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig
 
@@ -72,11 +73,9 @@ def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "worst"),
     [
-        ({"kv_cache_dtype": "bf16"}, 0.05),
-        ({"kv_cache_dtype": "int8"}, 0.05),
         ({"kv_cache_dtype": "fp8"}, 0.5),
-        ({"dtype": "bf16"}, 0.3),
         ({"dtype": "bf16", "kv_cache_dtype": "int8"}, 0.3),
+        *slow(({"kv_cache_dtype": "bf16"}, 0.05), ({"kv_cache_dtype": "int8"}, 0.05), ({"dtype": "bf16"}, 0.3)),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from e2e.tiny import CHAT_TEMPLATE, config_for, policy_for, random_prompts, write_model, write_tokenizer
 from transformers import AutoTokenizer
 
@@ -88,8 +89,9 @@ def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion
     return np.exp(own - np.concatenate([row.logprobs_T for row in rows]))
 
 
-@pytest.mark.parametrize("build", [vllm, openai])
-@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+@pytest.mark.parametrize(
+    ("build", "meaning"), [(vllm, "sampled"), (openai, "raw"), *slow((openai, "sampled"), (vllm, "raw"))]
+)
 def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
     server: Loopback, rig: Make, build: Any, meaning: str
 ) -> None:
@@ -106,7 +108,7 @@ def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
     assert all(completion.logprobs_T.tolist() == [0.0] * len(completion.token_ids_T) for (completion,) in first)
 
 
-@pytest.mark.parametrize("meaning", ["sampled", "tempered", "untempered", "raw"])
+@pytest.mark.parametrize("meaning", ["tempered", "raw", *slow("sampled", "untempered")])
 def test_the_ratio_on_fresh_weights_is_one_whatever_the_server_reports(
     rig: Make, server: Loopback, meaning: str
 ) -> None:
@@ -341,17 +343,21 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_passing_fault_changes_nothing_that_is_drawn(rig: Make, server: Loopback, fault: str) -> None:
+def test_a_passing_fault_changes_nothing_that_is_drawn(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
     one = rig(server)
     one.check()
     calm = one.engine.generate(PROMPTS, SAMPLING)
-    server.faults = [lambda body: FAULTS[fault]] * 2
-    rough = one.engine.generate(PROMPTS, SAMPLING)
-    assert [[c.text for c in group] for group in calm] == [[c.text for c in group] for group in rough]
+    for fault, reply in FAULTS.items():
+        server.faults = [lambda body, reply=reply: reply] * 2
+        rough = one.engine.generate(PROMPTS, SAMPLING)
+        assert not server.faults, f"{fault} was not met"
+        assert [[c.text for c in group] for group in calm] == [[c.text for c in group] for group in rough], fault
 
 
-@pytest.mark.parametrize("fault", ["429", "500", "truncated JSON", "too few completions"])
+@pytest.mark.parametrize("fault", ["429", "too few completions", *slow("500", "truncated JSON")])
 def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
     rig: Make, server: Loopback, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,8 +464,8 @@ def test_the_newest_policy_is_proved(rig: Make, server: Loopback) -> None:
     assert one.engine.metrics()["policy_proof"] is None, "asked again, there is nothing new"
 
 
-@pytest.mark.parametrize("meaning", [pytest.param("sampled", marks=pytest.mark.slow), "raw"])
-@pytest.mark.parametrize("swap", ["the base model", "the previous adapter", "neither"])
+@pytest.mark.parametrize("meaning", [*slow("sampled"), "raw"])
+@pytest.mark.parametrize("swap", [*slow("the base model"), "the previous adapter", "neither"])
 def test_an_adapter_swapped_behind_our_back_is_caught_at_once(
     rig: Make, server: Loopback, swap: str, meaning: str
 ) -> None:
@@ -519,7 +525,7 @@ class Conversations:
             return taken
 
 
-@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+@pytest.mark.parametrize("meaning", ["sampled", *slow("raw")])
 def test_turns_are_sampled_as_they_come(rig: Make, server: Loopback, meaning: str) -> None:
     server.meaning = meaning
     one = rig(server)

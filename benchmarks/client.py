@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 import torch
 
-from retrain.backends.local.model import load_policy
 from retrain.config import load_config
 from retrain.inference_engine.http import vllm
 from retrain.inference_engine.http.startup import Survey
-from retrain.tokens import load_tokenizer
+from retrain.modeling.policy import load_policy
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
 
 

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from workloads import MODELS, PROMPT, NoText, random_model
 
-from retrain.capacity import Shape, TrainingCost, plan_memory, read_shape, workload_of
+from retrain.capacity.memory import Shape, TrainingCost, plan_memory, read_shape, workload_of
 
 GIB = 2**30
 
 
 def measure(name: str, prompts: int, group: int, tokens: int) -> list[dict[str, Any]]:
-    from retrain.backends.local.attention import ATTENTION_NAME, register
     from retrain.backends.local.learner import Learner
-    from retrain.backends.local.model import adapt
     from retrain.config import load_config
     from retrain.inference_engine.pytorch import PyTorchEngine
-    from retrain.sampling import training_distribution
+    from retrain.modeling.attention import ATTENTION_NAME, register
+    from retrain.modeling.policy import adapt
+    from retrain.modeling.sampling import training_distribution
     from retrain.types import Datum
 
     register()
@@ -82,7 +82,7 @@ def training_bytes(shape: Shape, rank: int, tokens: int, recomputed: int) -> int
 
 
 def packed_tokens(batch: list[Any]) -> int:
-    from retrain.backends.local.packing import pack
+    from retrain.modeling.packing import pack
 
     return pack(batch, torch.device("cpu"), False).token_ids.shape[1]
 

@@ -33,7 +33,7 @@ SCORED = 32
 def measure(policy: Any, config: Any, prompts: list[np.ndarray]) -> dict[str, float]:
     from retrain.backends.local.learner import Learner
     from retrain.inference_engine.pytorch import build
-    from retrain.sampling import training_distribution
+    from retrain.modeling.sampling import training_distribution
     from retrain.types import Datum
 
     engine = build(policy, config.inference, NoText(), lambda *_: None)
@@ -68,9 +68,9 @@ def measure(policy: Any, config: Any, prompts: list[np.ndarray]) -> dict[str, fl
 
 def embedded_policy(config: Any) -> tuple[Any, list[np.ndarray]]:
     """The embedded model in bf16 and prompts it knows: trained weights, so that errors mean something."""
-    from retrain.backends.local.model import load_policy
     from retrain.data import load_examples
-    from retrain.tokens import PromptEncoder, load_tokenizer
+    from retrain.modeling.policy import load_policy
+    from retrain.modeling.tokens import PromptEncoder, load_tokenizer
 
     policy = load_policy(config.model, config.lora, 0, torch.device("cuda", 0), lambda line: None)
     encoder = PromptEncoder(load_tokenizer(config.model.model), "", 0, lambda line: None)
@@ -79,8 +79,8 @@ def embedded_policy(config: Any) -> tuple[Any, list[np.ndarray]]:
 
 def random_policy(workload: Any, config: Any) -> tuple[Any, list[np.ndarray]]:
     """A real shape with random weights, for speed; what it errs by says nothing about a trained model."""
-    from retrain.backends.local.attention import ATTENTION_NAME, register
-    from retrain.backends.local.model import adapt
+    from retrain.modeling.attention import ATTENTION_NAME, register
+    from retrain.modeling.policy import adapt
 
     register()
     model = random_model(workload.model, ATTENTION_NAME, "cuda")

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from workloads import MODELS, PROMPT, WORKLOADS
 
-from retrain.capacity import Workload, read_shape
-from retrain.roofline import Phase, sampling_phases, training_phases
+from retrain.capacity.memory import Workload, read_shape
+from retrain.capacity.roofline import Phase, sampling_phases, training_phases
 
 # Enough for full speed on a large GPU; the CPU is there with less.
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}

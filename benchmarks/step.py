@@ -51,13 +51,13 @@ def tell(numbers: dict[str, Any]) -> None:
 
 def run_ours(workload: Workload, steps: int, device: str, deterministic: str, unchecked: bool) -> None:
     from retrain.backends.local import LocalBackend
-    from retrain.backends.local.attention import ATTENTION_NAME, register
     from retrain.backends.local.learner import Learner
-    from retrain.backends.local.model import adapt
     from retrain.backends.local.precision import make_agreement
     from retrain.config import load_config
     from retrain.inference_engine.pytorch import PyTorchEngine
-    from retrain.sampling import training_distribution
+    from retrain.modeling.attention import ATTENTION_NAME, register
+    from retrain.modeling.policy import adapt
+    from retrain.modeling.sampling import training_distribution
     from retrain.types import Datum
 
     register()

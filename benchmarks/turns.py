@@ -27,7 +27,7 @@ from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.rollouts import Player, Rules
 from retrain.environments.template import ChatTemplate
 from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC, installed_version
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Example, IntArray, Sampling
 
 ROLLOUTS, TURNS, REPEATS = 64, 8, 3

@@ -9,29 +9,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
+from retrain.advantages.sepa import SEPAController
 from retrain.backends import Backend, Closes
-from retrain.backpressure import BackPressure, NoBackPressure, USLBackPressure
-from retrain.checkpoint import Checkpoints
+from retrain.checks.preflight import check_before_loading, known_context
 from retrain.config import TrainConfig
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
-from retrain.devices import check_devices, is_on_cpu
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
-from retrain.folder import RunFolder
 from retrain.inference_engine import Progress
+from retrain.modeling.sampling import training_distribution
+from retrain.modeling.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
-from retrain.preflight import check_before_loading, known_context
 from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
-from retrain.sampling import training_distribution
+from retrain.runtime.devices import check_devices, is_on_cpu
+from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.seeding import derive_seed
-from retrain.sepa import SEPAController
+from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.folder import RunFolder
 from retrain.teaching import build_classroom, check_room
-from retrain.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
 from retrain.tracking import EveryFew, Tracker, Trackers
 from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console

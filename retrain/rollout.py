@@ -12,9 +12,9 @@ import numpy as np
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.modeling.tokens import PromptEncoder
 from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
-from retrain.tokens import PromptEncoder
 from retrain.types import Completion, Example, Group, Metric, Sampling, Score
 
 # Beyond this share of failed scores the rest says little about the policy.

@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from retrain.advantages import Credit
-from retrain.agreement import DisagreementError, unsignalled
 from retrain.assemble import NOTHING, Parts, Supplied, assemble
 from retrain.backends import ReportsLate
-from retrain.checkpoint import publish_adapter, read_notes, write_state_file
+from retrain.checks.agreement import DisagreementError, unsignalled
+from retrain.checks.repeats import refuse_repeats
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
-from retrain.interrupts import Interrupts
-from retrain.recording import write_recording
-from retrain.repeats import refuse_repeats
 from retrain.rollout import Rollouts
-from retrain.schedule import learning_rate
+from retrain.runtime.interrupts import Interrupts
+from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
+from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
+from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
 from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics

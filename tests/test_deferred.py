@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from retrain.interrupts import Interrupts, deferred
+from retrain.runtime.interrupts import Interrupts, deferred
 
 
 def test_a_signal_waits_until_it_is_over() -> None:

@@ -22,8 +22,8 @@ from retrain.advantages import AlgorithmContext
 from retrain.assemble import assemble
 from retrain.data import ExampleOrder
 from retrain.errors import ConfigError, PluginError, RolloutError
-from retrain.interrupts import Interrupts
-from retrain.recording import read_recordings
+from retrain.runtime.interrupts import Interrupts
+from retrain.storage.recording import read_recordings
 from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray

@@ -23,7 +23,7 @@ from retrain.campaign.child import end_with_parent
 from retrain.campaign.processes import STDERR, STDOUT
 from retrain.config import load_config
 from retrain.errors import RetrainError
-from retrain.folder import CONFIG_FILE
+from retrain.storage.folder import CONFIG_FILE
 from retrain.tracking.console import Console
 from retrain.trainer import train
 from retrain.types import Group, StepMetrics

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import RUNS, Run
-from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig
 from retrain.errors import CheckpointError
-from retrain.version import version
+from retrain.runtime.version import version
+from retrain.storage.checkpoint import explain_write_error
 
 MANIFEST = "manifest.json"
 FORMAT = 1

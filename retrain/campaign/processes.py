@@ -14,10 +14,10 @@ from typing import IO, Protocol
 
 from retrain.campaign.child import PARENT
 from retrain.campaign.plan import Run
-from retrain.checkpoint import Checkpoints
 from retrain.config import dump_config
 from retrain.errors import CheckpointError
-from retrain.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
+from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
 CHILD = "from retrain.campaign.child import main; main()"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retrain.checkpoint import STATE_FILE
-from retrain.folder import CONFIG_FILE, LOCK_FILE
+from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
 
 # Enough for the last steps of any log, however long it has become.

@@ -21,7 +21,7 @@ from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, Ended, RunProcess, has_checkpoint, prepare_folder, read_error
 from retrain.config import dump_config, load_config
 from retrain.errors import ConfigError, MissingExtraError
-from retrain.folder import CONFIG_FILE, LOCK_FILE
+from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 
 try:
     import ray

@@ -27,18 +27,18 @@ from retrain.campaign.progress import (
 from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess, refuse_unshared
 from retrain.campaign.squeezing import FirstRunAnalysis
-from retrain.checkpoint import explain_write_error
+from retrain.checks.preflight import check_before_loading
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.options import options_by_path
-from retrain.devices import check_devices
-from retrain.distributed.place import refuse_alone
 from retrain.errors import CheckpointError, ConfigError
-from retrain.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
-from retrain.interrupts import SIGNALS
-from retrain.preflight import check_before_loading
+from retrain.runtime.devices import check_devices
+from retrain.runtime.interrupts import SIGNALS
+from retrain.runtime.ranks import refuse_alone
+from retrain.runtime.version import version
+from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.tracking.jsonl import EVALS, METRICS
-from retrain.version import version
 
 INTERRUPTED = 130
 POLL_S = 0.2

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
-from retrain.checkpoint import STATE_FILE
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
+from retrain.storage.checkpoint import STATE_FILE
 
 
 class FirstRunAnalysis:

@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from retrain.errors import RetrainError
-from retrain.redaction import redact
+from retrain.isolation.redaction import redact
 
 __all__ = ["let_threads_sleep", "main", "run", "suggest_command"]
 
@@ -95,7 +95,7 @@ def _load(module: str) -> click.Command:
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        from retrain.version import version  # noqa: PLC0415  (reading package metadata costs start-up time)
+        from retrain.runtime.version import version  # noqa: PLC0415  (reading package metadata costs start-up time)
 
         click.echo(f"retrain {version()}")
         ctx.exit()

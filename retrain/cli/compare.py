@@ -14,8 +14,8 @@ from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retrain.runs import Measured, RunRecord
-    from retrain.stats import Comparison, NoiseFloor, ProblemComparison
+    from retrain.analysis.runs import Measured, RunRecord
+    from retrain.analysis.stats import Comparison, NoiseFloor, ProblemComparison
 
 # Less of these is better; more of anything else.
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
@@ -53,7 +53,7 @@ def command(
     """
     if as_json and markdown:
         raise ConfigError("--json and --markdown cannot both be had.")
-    from retrain.runs import find_runs, require_same_model  # noqa: PLC0415  (only when it is run)
+    from retrain.analysis.runs import find_runs, require_same_model  # noqa: PLC0415  (only when it is run)
 
     runs = find_runs(folders)
     if not allow_different_models:
@@ -76,9 +76,9 @@ def compare_runs(
     lower_is_better: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """All that `retrain compare` knows, as the JSON shows it; options are those of `retrain.stats.compare`."""
-    from retrain.runs import default_metric, measure  # noqa: PLC0415  (only when it is run)
-    from retrain.stats import compare, noise_floor  # noqa: PLC0415  (loads scipy)
+    """All that `retrain compare` knows, as the JSON shows it; options are those of `retrain.analysis.stats.compare`."""
+    from retrain.analysis.runs import default_metric, measure  # noqa: PLC0415  (only when it is run)
+    from retrain.analysis.stats import compare, noise_floor  # noqa: PLC0415  (loads scipy)
 
     measured = measure(runs, metric or default_metric(runs), last)
     less = lower_is_better or measured.metric.endswith("_time_s") or measured.metric in LESS_IS_BETTER
@@ -100,7 +100,7 @@ def compare_runs(
 
 def early_stops(folders: Sequence[str]) -> list[str]:
     """Campaigns that looked at their results while they ran say so."""
-    from retrain.runs import MANIFEST, read_manifest  # noqa: PLC0415  (only when it is run)
+    from retrain.analysis.runs import MANIFEST, read_manifest  # noqa: PLC0415  (only when it is run)
 
     notes = []
     for folder in map(Path, folders):
@@ -132,8 +132,8 @@ def _by_problem(runs: Sequence[RunRecord], measured: Measured, pair: Comparison)
     """The pair on the held-out problems, where every run of it stored them."""
     import numpy as np  # noqa: PLC0415  (slow to import)
 
-    from retrain.runs import problem_rates  # noqa: PLC0415
-    from retrain.stats import compare_problems  # noqa: PLC0415
+    from retrain.analysis.runs import problem_rates  # noqa: PLC0415
+    from retrain.analysis.stats import compare_problems  # noqa: PLC0415
 
     if measured.metric != "eval_pass_at_1":
         return None

@@ -15,7 +15,7 @@ from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retrain.runs import RunRecord
+    from retrain.analysis.runs import RunRecord
 
 # Clocks never agree; a run repeated to the bit differs in these alone.
 _CLOCKS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
@@ -57,7 +57,7 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
 
 def find_side(given: str) -> list[RunRecord]:
     """A run; or all runs of one condition: CAMPAIGN/CONDITION, or a folder that holds one condition's runs."""
-    from retrain.runs import MANIFEST, find_runs  # noqa: PLC0415  (only when it is run)
+    from retrain.analysis.runs import MANIFEST, find_runs  # noqa: PLC0415  (only when it is run)
 
     path = Path(given)
     if path.is_dir():
@@ -78,7 +78,7 @@ def find_side(given: str) -> list[RunRecord]:
 
 def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> dict[str, Any]:
     """All that `retrain diff` knows, as the JSON shows it."""
-    from retrain.runs import config_differences  # noqa: PLC0415  (only when it is run)
+    from retrain.analysis.runs import config_differences  # noqa: PLC0415  (only when it is run)
 
     seeds: list[int] = []
     if len(a) > 1 or len(b) > 1:

@@ -19,6 +19,14 @@ from typing import Any, Literal
 
 import click
 
+from retrain.checks.preflight import (
+    find_obstacles,
+    has_wandb_key,
+    hub_answers,
+    hub_url,
+    is_offline,
+    problem_with_tinker_key,
+)
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, find_config, load_environment, show_notes
@@ -26,8 +34,7 @@ from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.model_files import find_model
-from retrain.preflight import find_obstacles, has_wandb_key, hub_answers, hub_url, is_offline, problem_with_tinker_key
+from retrain.modeling.files import find_model
 
 _LITTLE_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120

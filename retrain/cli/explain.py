@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from retrain.campaign.plan import plan_runs
-from retrain.capacity import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
+from retrain.capacity.memory import MEMORY_PARTS, PROMPT_TOKENS, plan_memory, workload_of
+from retrain.checks.preflight import find_obstacles
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
@@ -20,8 +21,7 @@ from retrain.config.options import all_options, options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
-from retrain.model_files import ModelFacts, count_trainable, find_model, read_facts
-from retrain.preflight import find_obstacles
+from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
 _FOUND = {
@@ -254,7 +254,7 @@ def _takes_as_long(folder: Path, config: TrainConfig) -> bool:
     """Whether the run in a folder had this model, engine and device, and steps of this size."""
     if not (folder / "config.toml").is_file():
         return False
-    from retrain.folder import with_absolute_paths  # noqa: PLC0415  (loads numpy)
+    from retrain.storage.folder import with_absolute_paths  # noqa: PLC0415  (loads numpy)
 
     try:
         stored = values_of(with_absolute_paths(load_config(folder / "config.toml")))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
+from retrain.checks.preflight import check_before_loading
 from retrain.cli import train
 from retrain.config import load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import overrides_from
 from retrain.distributed.launch import launch
-from retrain.distributed.place import refuse_on_ranks
-from retrain.preflight import check_before_loading
+from retrain.runtime.ranks import refuse_on_ranks
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})

@@ -56,7 +56,7 @@ def _show(topic: str | None, form: str) -> None:
         entries = [as_data(section) for section in sections]
         click.echo(json.dumps(entries if topic is None else entries[0], indent=2, ensure_ascii=False))
         return
-    from retrain.version import version  # noqa: PLC0415  (reading package metadata costs start-up time)
+    from retrain.runtime.version import version  # noqa: PLC0415  (reading package metadata costs start-up time)
 
     render = as_html if form == "html" else as_roff
     click.echo(render(manual, sections, version()), nl=False)

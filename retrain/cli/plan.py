@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from retrain.capacity import (
+from retrain.capacity.cost import Prices, evaluation_tokens, logged_tokens, most_tokens
+from retrain.capacity.memory import (
     MEMORY_PARTS,
     PROMPT_TOKENS,
     SPARE,
@@ -19,16 +20,15 @@ from retrain.capacity import (
     plan_memory,
     workload_of,
 )
+from retrain.capacity.roofline import CARDS, REACHED, Card, detect_card, find_card, step_time
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.explain import list_runs, logged_steps, measured_steps, runs_at_once, steps_of
 from retrain.cli.train import find_config, load_environment, show_notes
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
-from retrain.cost import Prices, evaluation_tokens, logged_tokens, most_tokens
-from retrain.devices import is_on_cpu
 from retrain.errors import ConfigError
-from retrain.model_files import find_model, read_facts
-from retrain.roofline import CARDS, REACHED, Card, detect_card, find_card, step_time
+from retrain.modeling.files import find_model, read_facts
+from retrain.runtime.devices import is_on_cpu
 
 _PARTS = {
     "weights": "weights",

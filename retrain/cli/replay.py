@@ -14,7 +14,7 @@ from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from retrain.replay import Difference
+    from retrain.analysis.replay import Difference
 
 # What credit assignment is made of; any other option cannot change a recording.
 SECTIONS = ("algorithm", "gtpo", "hicra", "sepa", "planning", "plugins")
@@ -36,7 +36,7 @@ def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
     if not config_file.is_file():
         raise ConfigError(f"{log_dir} is not a run's folder: it has no config.toml.")
     recorded, wanted = load_config(config_file), load_config(config_file, overrides)
-    from retrain.replay import replay  # noqa: PLC0415  (loads the tokenizer's libraries)
+    from retrain.analysis.replay import replay  # noqa: PLC0415  (loads the tokenizer's libraries)
 
     differences = list(replay(Path(log_dir), recorded, wanted))
     if as_json:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from retrain.checkpoint import explain_write_error
+from retrain.storage.checkpoint import explain_write_error
 
 
 @click.command("report", context_settings={"max_content_width": 110})

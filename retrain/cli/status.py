@@ -17,7 +17,7 @@ from retrain.campaign.progress import RunProgress, is_held, read_progress, secon
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
-from retrain.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
+from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 
 
 @dataclass(frozen=True)

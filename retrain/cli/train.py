@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from retrain.checks.preflight import check_before_loading
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, find_notes, load_config
 from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
-from retrain.distributed.place import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.errors import ConfigError, RetrainError
-from retrain.preflight import check_before_loading
+from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
 
 if TYPE_CHECKING:
     from retrain.trainer import TrainResult

@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from retrain.builtin import resolve_model
+from retrain.checks.preflight import ON_THE_HUB, go_offline, hub_answers, is_offline, models_of, needs_hub
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.rules import SERVER_ENGINES
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
-from retrain.model_files import find_model
+from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin, make_importable
-from retrain.preflight import ON_THE_HUB, go_offline, hub_answers, is_offline, models_of, needs_hub
 
 TRIAL_S = 60.0
 """All trials together; a few seconds are usual."""
@@ -193,7 +193,7 @@ def _is_installed(id: str) -> bool:
 
 
 def _try_tokenizer(name: str, where: str) -> str:
-    from retrain.tokens import load_tokenizer  # noqa: PLC0415  (imports transformers)
+    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415  (imports transformers)
 
     return f"{name}: {len(load_tokenizer(name, where)):,} tokens"
 

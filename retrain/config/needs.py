@@ -11,7 +11,7 @@ from retrain.config.rules import SERVER_ENGINES, held_out_source, samples_apart,
 from retrain.config.schema import RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.plugins import is_plugin
-from retrain.schedule import unused_schedule_args
+from retrain.schedules.learning_rate import unused_schedule_args
 
 # Rewards that take the answer from its box.
 _BOXED = ("match", "math")

@@ -17,7 +17,7 @@ from retrain.config.toml import show_value
 from retrain.config.urls import judge_address_holds_no_password, urls_are_urls
 from retrain.errors import Problem
 from retrain.plugins import REGISTRIES, is_dotted_path
-from retrain.schedule import schedule_is_sound
+from retrain.schedules.learning_rate import schedule_is_sound
 
 Rule = Callable[[TrainConfig], Iterator[Problem]]
 

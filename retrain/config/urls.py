@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from retrain.config.schema import TrainConfig
 from retrain.errors import Problem
-from retrain.redaction import redact
+from retrain.isolation.redaction import redact
 
 _HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")

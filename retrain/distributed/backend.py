@@ -17,7 +17,7 @@ from retrain.distributed.links import Hub
 from retrain.distributed.orders import Load, Sample, Save, Sync, Train
 from retrain.distributed.shares import share_datums, share_prompts
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.interrupts import deferred
+from retrain.runtime.interrupts import deferred
 from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
 
 

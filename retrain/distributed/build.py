@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from retrain.backends.local import LocalBackend, check_server, make_engine
-from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.precision import make_agreement
 from retrain.config import TrainConfig
-from retrain.devices import AUTO, device_names, find_missing
 from retrain.distributed.fsdp import ShardedLearner, shard
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.place import Place
 from retrain.errors import ConfigError
 from retrain.inference_engine import InferenceEngine, Progress, Remote
+from retrain.modeling.policy import Policy, load_policy
+from retrain.runtime.devices import AUTO, device_names, find_missing
+from retrain.runtime.ranks import Place
 
 
 def samples_on_all(config: TrainConfig) -> bool:

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.backends.local.learner import Size, Totals
-from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import length_of
 from retrain.config import TrainConfig
 from retrain.distributed.learner import RankedLearner
 from retrain.errors import BackendError
+from retrain.modeling.packing import length_of
+from retrain.modeling.policy import Policy
 from retrain.types import Datum
 
 # A micro-batch that trains on nothing.

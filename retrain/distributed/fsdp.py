@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
 from retrain.distributed.even import EvenLearner
+from retrain.modeling.policy import Policy
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:

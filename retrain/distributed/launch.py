@@ -17,8 +17,8 @@ import click
 
 from retrain.campaign.child import PARENT
 from retrain.campaign.processes import CHILD
-from retrain.interrupts import SIGNALS
-from retrain.publishing import make_temporary
+from retrain.runtime.interrupts import SIGNALS
+from retrain.storage.publishing import make_temporary
 
 # A rank is gone: rank 0 says so and ends by itself; else it is told to, and then it is killed with all the others.
 TELL_AFTER_S, KILL_AFTER_S = 20.0, 45.0

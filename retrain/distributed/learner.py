@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from retrain.agreement import Agreement, Finding, Gaps
 from retrain.backends.local.learner import Learner, Totals
-from retrain.backends.local.model import Policy
+from retrain.checks.agreement import Agreement, Finding, Gaps
 from retrain.config import TrainConfig
 from retrain.distributed.sums import agree_on, sum_gradients
+from retrain.modeling.policy import Policy
 
 
 class RankedLearner(Learner):

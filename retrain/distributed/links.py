@@ -24,9 +24,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from retrain.distributed.place import Place
 from retrain.errors import BackendError
-from retrain.interrupts import deferred
+from retrain.runtime.interrupts import deferred
+from retrain.runtime.ranks import Place
 
 # A process that does not end by itself, since it hangs in a collective with one that is gone, is ended after this.
 GRACE_S = 40.0

@@ -20,10 +20,10 @@ from retrain.distributed.backend import RankedBackend
 from retrain.distributed.build import build_rank, samples_on_all
 from retrain.distributed.links import Hub
 from retrain.distributed.orders import Build
-from retrain.distributed.place import Place, refuse_on_ranks
 from retrain.distributed.worker import serve
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
+from retrain.runtime.ranks import Place, refuse_on_ranks
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from retrain.backends.local.packing import by_prompt, length_of
+from retrain.modeling.packing import by_prompt, length_of
 from retrain.types import Datum
 
 

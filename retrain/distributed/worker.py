@@ -16,11 +16,11 @@ from retrain.distributed.build import build_rank
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.links import AbandonedError, Link, has_lost_peer
 from retrain.distributed.orders import Build, Load, Order, Sample, Save, Sync, Train
-from retrain.distributed.place import Place
 from retrain.errors import BackendError
-from retrain.interrupts import SIGNALS
+from retrain.modeling.tokens import load_tokenizer
+from retrain.runtime.interrupts import SIGNALS
+from retrain.runtime.ranks import Place
 from retrain.seeding import derive_seed
-from retrain.tokens import load_tokenizer
 
 
 class Worker:

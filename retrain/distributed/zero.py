@@ -17,16 +17,16 @@ import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
-from retrain.backends.local.packing import MicroBatch, packed_logprobs
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
 from retrain.config.schema import Kl
 from retrain.distributed.even import EvenLearner
 from retrain.errors import MissingExtraError
-from retrain.sampling import training_distribution
+from retrain.modeling.packing import MicroBatch, packed_logprobs
+from retrain.modeling.policy import Policy
+from retrain.modeling.sampling import training_distribution
 from retrain.types import Datum, Sampling
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -22,9 +22,9 @@ from typing import Any
 from retrain.environments import Say
 from retrain.environments.liveness import Liveness
 from retrain.environments.wire import Request, Start, pack_request
-from retrain.framing import FrameBuffer
-from retrain.guard import GuardedProcess
-from retrain.redaction import redact
+from retrain.isolation.framing import FrameBuffer
+from retrain.isolation.guard import GuardedProcess
+from retrain.isolation.redaction import redact
 
 Listener = Callable[[Mapping[str, Any]], None]
 

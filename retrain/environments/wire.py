@@ -15,7 +15,7 @@ from typing import Any
 from retrain.config import schema
 from retrain.environments import Message, Outcome, Reply, Tool, ToolCall
 from retrain.errors import BackendError, ConfigError, MissingExtraError, PluginError, RetrainError, RolloutError
-from retrain.framing import frame
+from retrain.isolation.framing import frame
 from retrain.types import Example
 
 _ERRORS = {kind.__name__: kind for kind in (BackendError, ConfigError, MissingExtraError, PluginError, RolloutError)}

@@ -42,7 +42,7 @@ from retrain.environments.wire import (
     turn_fields,
 )
 from retrain.errors import PluginError, RolloutError
-from retrain.framing import FrameBuffer
+from retrain.isolation.framing import FrameBuffer
 from retrain.types import Example
 
 _READ_BYTES = 1 << 16

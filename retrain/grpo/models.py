@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError, Problem
-from retrain.tokens import explain_missing_model
+from retrain.modeling.tokens import explain_missing_model
 from retrain.types import Group, StepMetrics
 
 GIVEN_FOLDER = "given_model"

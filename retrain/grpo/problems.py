@@ -18,8 +18,8 @@ from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer
 from retrain.errors import CheckpointError, ConfigError, Problem
 from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
 from retrain.inference_engine import InferenceEngine
+from retrain.modeling.tokens import PromptEncoder
 from retrain.rollout import Rollouts, SamplesAndScores
-from retrain.tokens import PromptEncoder
 from retrain.tracking.console import Console
 from retrain.types import Example, Group, IntArray, Metric, Sampling, StepMetrics
 

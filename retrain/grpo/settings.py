@@ -19,8 +19,8 @@ from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
 from retrain.errors import ConfigError, PluginError, Problem
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.trainer import GRPOTrainer
+from retrain.modeling.tokens import explain_missing_model
 from retrain.plugins import REGISTRIES, import_path, make_importable
-from retrain.tokens import explain_missing_model
 
 OWN_SETS = ("arithmetic", "gsm8k", "math")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 from retrain.assemble import Supplied, assemble
 from retrain.backends.local import build_alone
 from retrain.builtin import resolve_model
-from retrain.checkpoint import Checkpoints
 from retrain.config import TrainConfig
-from retrain.distributed.place import Place, find_place, refuse_alone
 from retrain.distributed.run import train_on_ranks
 from retrain.errors import CheckpointError, ConfigError
 from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
@@ -28,7 +26,9 @@ from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
 from retrain.grpo.models import ModelKeeper, read_model
 from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, read_dataset
 from retrain.grpo.rewards import read_terms
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
+from retrain.runtime.ranks import Place, find_place, refuse_alone
+from retrain.storage.checkpoint import Checkpoints
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, resume, train
 from retrain.types import Example

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.wire import MAX
+from retrain.modeling.policy import Policy
 
 
 def build(policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> HttpEngine:

@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
 from retrain.campaign.progress import read_progress
 from retrain.cli.compare import compare_runs, early_stops, explanation_lines
 from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
-from retrain.recording import FOLDER as RECORDINGS
-from retrain.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
+from retrain.storage.recording import FOLDER as RECORDINGS
 from retrain.tracking.jsonl import FILES, GENERATIONS, whole_rows
 
 Data = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from retrain.analysis.replay import Method
 from retrain.config import TrainConfig
-from retrain.recording import read_recordings
-from retrain.replay import Method
-from retrain.tokens import load_tokenizer, vocabulary_texts
+from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
+from retrain.storage.recording import read_recordings
 from retrain.types import BoolArray, Completion, FloatArray
 
 Numbers = dict[str, Any]

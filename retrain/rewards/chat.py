@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from retrain.redaction import HIDDEN, redact
+from retrain.isolation.redaction import HIDDEN, redact
 
 Messages = Sequence[Mapping[str, str]]
 

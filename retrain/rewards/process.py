@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from retrain.errors import PluginError
-from retrain.guard import GuardedProcess
-from retrain.redaction import public_environment
+from retrain.isolation.guard import GuardedProcess
+from retrain.isolation.redaction import public_environment
 from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
 
 # A worker has one core; the same hash seed everywhere, so that set order cannot make a score depend on the worker.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from retrain.errors import PluginError
-from retrain.redaction import public_environment, redact
+from retrain.isolation.redaction import public_environment, redact
 from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.repeats import Repeats

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from retrain.framing import LENGTH, FrameBuffer, frame
+from retrain.isolation.framing import LENGTH, FrameBuffer, frame
 
 if TYPE_CHECKING:
     from retrain.types import IntArray

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError
-from retrain.publishing import publish_folder
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
+from retrain.storage.publishing import publish_folder
 
 
 def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: int, device: str = "cpu") -> Path:

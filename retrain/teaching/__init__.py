@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from retrain.backends import Backend, LendsFrozen
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.modeling.tokens import PromptEncoder, load_tokenizer
 from retrain.rewards import BatchReward
 from retrain.teaching.classroom import Classroom, TeachingScore, teaching_reward
 from retrain.teaching.student import Student
 from retrain.teaching.templates import Reader, Templates
-from retrain.tokens import PromptEncoder, load_tokenizer
 from retrain.tracking.console import Console
 from retrain.types import Example
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from retrain.tokens import PromptEncoder
+from retrain.modeling.tokens import PromptEncoder
 from retrain.types import Example, IntArray
 
 if TYPE_CHECKING:

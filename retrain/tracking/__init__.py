@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from retrain.config import TrainConfig
-from retrain.redaction import redact
+from retrain.isolation.redaction import redact
 from retrain.types import Example, Group, StepMetrics
 
 __all__ = ["EveryFew", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from retrain.config import TrainConfig
-from retrain.redaction import redact
+from retrain.isolation.redaction import redact
 from retrain.types import Group, StepMetrics
 
 # Groups shown a step: enough to see what the model is asked, not so many that the step lines drown.

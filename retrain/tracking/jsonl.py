@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from retrain.checkpoint import explain_write_error
 from retrain.config import TrainConfig
-from retrain.redaction import redact_all
+from retrain.isolation.redaction import redact_all
 from retrain.seeding import derive_seed
+from retrain.storage.checkpoint import explain_write_error
 from retrain.tracking import prompt_text
 from retrain.tracking.debug import debug_row
 from retrain.types import Group, Metric, StepMetrics

@@ -11,12 +11,12 @@ import pytest
 import torch
 from e2e.tiny import config_for, learner_for, policy_for, random_prompts
 
-from retrain.backends.local.determinism import Determinism, gather_rows, sum_by_row
 from retrain.backends.local.loss import TokenBatch, summed_loss
 from retrain.backends.local.sizes import SIZES_FILE, load_sizes, save_sizes
 from retrain.config import load_config
 from retrain.config.schema import Loss
 from retrain.errors import BackendError, ConfigError
+from retrain.modeling.determinism import Determinism, gather_rows, sum_by_row
 from retrain.types import Datum, Sampling
 
 pytestmark = pytest.mark.threads

@@ -13,11 +13,11 @@ from e2e.tiny import PlainTokenizer, config_for, learner_for, policy_for, random
 from retrain.backends import FrozenModel, LendsFrozen
 from retrain.backends.local import LocalBackend
 from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, lend_frozen, without_adapter
-from retrain.backends.local.model import Policy
 from retrain.backends.local.split import SplitBackend
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.policy import Policy
 from retrain.testing import FakeBackend, ScriptedEngine
 from retrain.types import Completion, Sampling
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from retrain.backends.local import logprobs as logprobs_module
-from retrain.backends.local.attention import PackedAttention
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.packing import length_of, pack, split_by_tokens
 from retrain.errors import BackendError, ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.attention import PackedAttention
+from retrain.modeling.packing import length_of, pack, split_by_tokens
 from retrain.types import Datum, Sampling
 
 SIZES = ((3, 9), (11, 2), (1, 17), (6, 6), (3, 1), (8, 13))

@@ -11,10 +11,10 @@ import torch
 from e2e.tiny import PlainTokenizer, config_for, policy_for, random_datums, random_prompts
 
 from retrain.backends.local import LocalBackend, build, resolve_devices
-from retrain.backends.local.model import load_policy
 from retrain.backends.local.split import SplitBackend
 from retrain.cli import run
 from retrain.errors import ConfigError
+from retrain.modeling.policy import load_policy
 from retrain.types import Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=8, n=3, temperature=0.9, seed=1)

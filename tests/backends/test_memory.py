@@ -11,7 +11,7 @@ import torch
 from e2e.tiny import config_for, gradients, learner_for, policy_for, random_datums, write_model
 
 from retrain.backends.local.memory import StepMemory
-from retrain.capacity import SPARE, TrainingCost, read_shape
+from retrain.capacity.memory import SPARE, TrainingCost, read_shape
 from retrain.config.schema import Memory
 
 TOTAL = 100 << 30

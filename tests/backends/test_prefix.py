@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrain.backends.local.attention import PackedAttention, Scoring
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.packing import Load, pack, split_by_tokens
-from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
+from retrain.modeling.attention import PackedAttention, Scoring
+from retrain.modeling.packing import Load, pack, split_by_tokens
+from retrain.modeling.prefix import SharedPrefixAttention, Stretch
 from retrain.types import Datum
 from tests.fuzz import examples
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.loss import divergence
-from retrain.backends.local.packing import pack
+from retrain.modeling.packing import pack
 
 from .test_learner import CPU, plain_logprobs
 

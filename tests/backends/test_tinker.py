@@ -38,7 +38,7 @@ from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RolloutError
 from retrain.inference_engine import ServesTurns, Turn
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Datum, Sampling
 
 from .tinker_server import KEY, LOSSES, Refused, Sampler, TinkerServer

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrain.backends.local import build
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.logprobs import TemperedLogprobs
-from retrain.backends.local.packing import length_of
-from retrain.checkpoint import publish_adapter
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.tokens import load_tokenizer
+from retrain.modeling.logprobs import TemperedLogprobs
+from retrain.modeling.packing import length_of
+from retrain.modeling.tokens import load_tokenizer
+from retrain.storage.checkpoint import publish_adapter
 from retrain.types import Sampling
 
 from .test_learner import plain_logprobs

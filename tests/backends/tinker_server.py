@@ -25,11 +25,11 @@ import torch
 from tinker.proto import tinker_public_pb2 as wire
 from torch import Tensor
 
-from retrain.backends.local.attention import PackedAttention
-from retrain.backends.local.model import Policy, load_policy
 from retrain.config.schema import Inference, Lora, Model
 from retrain.inference_engine.pytorch import PyTorchEngine
-from retrain.tokens import load_tokenizer
+from retrain.modeling.attention import PackedAttention
+from retrain.modeling.policy import Policy, load_policy
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, IntArray, Sampling
 
 KEY = "tml-loopback"

@@ -319,14 +319,14 @@ def test_other_settings_in_the_same_folder_are_refused_with_the_difference(tmp_p
 
 
 def test_two_sessions_cannot_share_a_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    from retrain.folder import lock_folder
+    from retrain.storage.folder import lock_folder
 
     with lock_folder(tmp_path), pytest.raises(ConfigError, match="is in use by another run"):
         run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
 
 
 def test_a_run_that_goes_on_by_itself_is_not_started_twice(tmp_path: Path, monkeypatch: Patch) -> None:
-    from retrain.folder import lock_folder
+    from retrain.storage.folder import lock_folder
 
     config = campaign_config(tmp_path)
     folder = planned(config)[1].folder

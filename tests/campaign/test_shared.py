@@ -14,7 +14,6 @@ from e2e.runs import rows, rows_without_times, write_problems
 from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
 from safetensors.torch import load_file
 
-from retrain.backends.local.model import fresh_adapter
 from retrain.backends.local.shared import point_at, trained_parameters
 from retrain.campaign.host import Host, Turns
 from retrain.campaign.plan import Run, plan_runs
@@ -22,6 +21,7 @@ from retrain.campaign.processes import prepare_folder
 from retrain.campaign.shared import refuse_unshared
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.modeling.policy import fresh_adapter
 from retrain.tracking.console import Console
 from retrain.trainer import train
 

@@ -14,7 +14,7 @@ from retrain.campaign.progress import RunProgress, is_held, read_progress, read_
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.cli.top import choose, draw
-from retrain.folder import lock_folder
+from retrain.storage.folder import lock_folder
 
 from .campaigns import FakeExecutor, campaign_config, planned, run_with, write_result
 
@@ -22,7 +22,7 @@ Captured = pytest.CaptureFixture[str]
 HOLD = """
 import sys, time
 from pathlib import Path
-from retrain.folder import lock_folder
+from retrain.storage.folder import lock_folder
 
 held = lock_folder(Path(sys.argv[1]))
 print("held", flush=True)

@@ -12,7 +12,7 @@ import pytest
 
 from retrain.cli import run
 from retrain.config.reference import starter
-from retrain.model_files import find_model
+from retrain.modeling.files import find_model
 from retrain.tracking.jsonl import FILES
 
 

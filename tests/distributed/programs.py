@@ -14,8 +14,8 @@ from typing import Any
 from retrain import cli
 from retrain.config import dump_config, load_config
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.place import Place
 from retrain.distributed.worker import Worker
+from retrain.runtime.ranks import Place
 from tests.distributed.ranks import on_ranks
 
 SMALL: dict[str, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from retrain.distributed.place import Place
+from retrain.runtime.ranks import Place
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["retrain.cli.train", "retrain.distributed.run", "tests.e2e.tiny"])

@@ -16,10 +16,10 @@ from retrain.backends.local.learner import Learner, Size
 from retrain.config import TrainConfig
 from retrain.distributed.build import build_rank
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.place import Place
 from retrain.distributed.shares import share_datums
 from retrain.inference_engine import InferenceEngine
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
+from retrain.runtime.ranks import Place
 from retrain.types import Sampling, StepMetrics
 from tests.distributed.ranks import on_ranks
 from tests.e2e.tiny import config_for, policy_for, random_datums, random_prompts

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from retrain.agreement import FLOAT32, Agreement, DisagreementError
 from retrain.backends.local.learner import Learner, Size
+from retrain.checks.agreement import FLOAT32, Agreement, DisagreementError
 from retrain.config import TrainConfig
 from retrain.distributed.build import build_rank
-from retrain.distributed.place import Place
 from retrain.distributed.shares import share_datums
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
+from retrain.runtime.ranks import Place
 from retrain.types import Datum
 from tests.distributed.ranks import on_ranks
 from tests.e2e.tiny import config_for, policy_for, random_datums, write_model, write_tokenizer

@@ -248,9 +248,9 @@ def test_a_run_killed_again_and_again_ends_as_the_run_that_was_never_cut(bench: 
 
 # Each is the last call that the process makes.
 POINTS = [
-    "retrain.checkpoint:digest:2",  # half a checkpoint is written, the first one of the run
-    "retrain.checkpoint:_sync_tree:2",  # all of the second one is written, but not in its place
-    "retrain.checkpoint:_sync_folder:4",  # the second one is in its place, but nothing says so
+    "retrain.storage.checkpoint:digest:2",  # half a checkpoint is written, the first one of the run
+    "retrain.storage.checkpoint:_sync_tree:2",  # all of the second one is written, but not in its place
+    "retrain.storage.checkpoint:_sync_folder:4",  # the second one is in its place, but nothing says so
     "retrain.trainer:publish_adapter:2",
     "retrain.trainer:write_state_file:1",
     "retrain.trainer:write_recording:4",

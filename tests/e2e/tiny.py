@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.model import Policy, load_policy
 from retrain.config import TrainConfig, load_config
+from retrain.modeling.policy import Policy, load_policy
 from retrain.types import Completion, Datum, IntArray
 
 VOCABULARY = 128

@@ -12,7 +12,7 @@ from retrain.environments import Environment
 from retrain.environments.chat import Limits
 from retrain.environments.rollouts import Player, Rules
 from retrain.environments.template import ChatTemplate
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Group, IntArray, Sampling
 
 Answer = Callable[[str], str]

@@ -8,9 +8,9 @@ import torch
 from e2e.tiny import FAMILIES, PlainTokenizer, write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.model import Policy
 from retrain.config import TrainConfig
 from retrain.inference_engine.pytorch import PyTorchEngine, build
+from retrain.modeling.policy import Policy
 
 
 @pytest.fixture(autouse=True)

@@ -25,10 +25,10 @@ from inference_engine.plain import plain_distributions, plain_model
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.attention import Scoring
-from retrain.backends.local.packing import pack
-from retrain.backends.local.prefix import SharedPrefixAttention, Stretch
 from retrain.config import TrainConfig
+from retrain.modeling.attention import Scoring
+from retrain.modeling.packing import pack
+from retrain.modeling.prefix import SharedPrefixAttention, Stretch
 from retrain.types import Sampling
 
 from .conftest import engine_on
@@ -221,7 +221,7 @@ def test_flash_attention_over_shared_prompts_equals_padding(
     slopes = torch.randn(1, 8, row, 128, device=cuda, dtype=torch.bfloat16, generator=generator)
     found = []
     for flash in (True, False):
-        monkeypatch.setattr("retrain.backends.local.prefix.can_flash", lambda *_, flash=flash: flash)
+        monkeypatch.setattr("retrain.modeling.prefix.can_flash", lambda *_, flash=flash: flash)
         output = SharedPrefixAttention(stretches, cuda).attend(0, query, key, value, Scoring(0.1, window))
         found.append((output, *torch.autograd.grad((output * slopes).sum(), (query, key, value))))
     for one, other in zip(*found, strict=True):

@@ -26,9 +26,9 @@ from inference_engine.kernel_checks import (
     check_frequencies,
 )
 
-from retrain.backends.local.packing import pack
 from retrain.inference_engine import ServesTurns, Turn
 from retrain.inference_engine.pytorch import ServingEngine, graphs
+from retrain.modeling.packing import pack
 from retrain.types import Completion, Sampling
 
 from .conftest import engine_on

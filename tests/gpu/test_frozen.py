@@ -9,8 +9,8 @@ from e2e.tiny import PlainTokenizer, config_for, learner_for, policy_for, random
 
 from retrain.backends import FrozenModel
 from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, lend_frozen
-from retrain.backends.local.model import Policy
 from retrain.config import TrainConfig
+from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
 pytestmark = pytest.mark.gpu

@@ -7,9 +7,9 @@ import pytest
 import torch
 from e2e.tiny import FAMILIES, PlainTokenizer, config_for, policy_for, write_model
 
-from retrain.backends.local.model import Policy
 from retrain.config import TrainConfig
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.policy import Policy
 
 from .plain import plain_model
 

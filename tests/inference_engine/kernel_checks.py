@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from retrain.backends.local.attention import Scoring
 from retrain.inference_engine.pytorch.cache import FP8, KVCache, Store
 from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.slots import Slots
+from retrain.modeling.attention import Scoring
 
 from . import plain_kernels
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.model import Policy
+from retrain.modeling.policy import Policy
 from retrain.types import IntArray, Sampling
 
 Floats = NDArray[np.float64]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.attention import Scoring
 from retrain.inference_engine.pytorch.cache import Store, pack, unpack
 from retrain.inference_engine.pytorch.slots import Slots
+from retrain.modeling.attention import Scoring
 
 
 def decode_attention(

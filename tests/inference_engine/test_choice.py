@@ -9,13 +9,13 @@ from cases import slow
 from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for, policy_for, random_prompts
 from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig
 
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine, choice
 from retrain.inference_engine.pytorch.cache import FP8
 from retrain.inference_engine.pytorch.products import Fp8Product, Part, to_fp8
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
 from .conftest import Rig

@@ -13,10 +13,10 @@ from e2e.tiny import CONTEXT, EOS, PlainTokenizer, config_for, datums_of, learne
 from peft.tuners.lora import LoraLayer
 from scipy import stats
 
-from retrain.backends.local.packing import pack
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.packing import pack
 from retrain.types import Completion, IntArray, Sampling
 
 from .conftest import Rig, build_rig
@@ -184,7 +184,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(llama: Rig, options: dict[s
 
 
 def test_a_token_of_no_mass_is_never_drawn_even_at_the_ends() -> None:
-    from retrain.inference_engine.pytorch.sampler import draw
+    from retrain.modeling.distribution import draw
 
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     ids, logprobs, _ = draw(logits, torch.tensor([0.0, 0.5, 1.0 - 1e-16], dtype=torch.float64))
@@ -193,7 +193,7 @@ def test_a_token_of_no_mass_is_never_drawn_even_at_the_ends() -> None:
 
 
 def test_the_filters_follow_a_distribution_worked_by_hand() -> None:
-    from retrain.inference_engine.pytorch.sampler import shape_logits
+    from retrain.modeling.distribution import shape_logits
 
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
 
@@ -212,7 +212,7 @@ def test_the_filters_follow_a_distribution_worked_by_hand() -> None:
 
 
 def test_the_trainer_keeps_the_sampled_token_where_rounding_would_cut_it() -> None:
-    from retrain.inference_engine.pytorch.sampler import shape_logits
+    from retrain.modeling.distribution import shape_logits
 
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
     shaped = shape_logits(logits, Sampling(max_tokens=1, top_k=2), keep=torch.tensor([3]))

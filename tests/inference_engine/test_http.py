@@ -16,7 +16,6 @@ from cases import slow
 from e2e.tiny import CHAT_TEMPLATE, config_for, policy_for, random_prompts, write_model, write_tokenizer
 from transformers import AutoTokenizer
 
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Turn
@@ -24,6 +23,7 @@ from retrain.inference_engine.http import openai, vllm
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.policy import Policy
 from retrain.types import Completion, IntArray, Sampling
 
 from .loopback import Loopback

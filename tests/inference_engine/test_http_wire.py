@@ -22,7 +22,7 @@ from retrain.inference_engine.http import mlx
 from retrain.inference_engine.http.adapters import convert_to_mlx
 from retrain.inference_engine.http.wire import MAX, MLX, OPENAI, SGLANG, VLLM, Adapter, Answer, Ask, Lacking
 from retrain.inference_engine.max import build
-from retrain.tokens import load_tokenizer
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
 
 ASK = Ask(np.array([1, 4093]), "<s>user", Sampling(max_tokens=6, n=2, temperature=0.7, top_k=9, seed=2**32 - 1), (2,))

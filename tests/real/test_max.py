@@ -10,12 +10,12 @@ import pytest
 import torch
 from e2e.runs import train_quietly
 
-from retrain.backends.local.model import load_policy
 from retrain.errors import ConfigError
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.startup import Startup
 from retrain.inference_engine.max import build
-from retrain.tokens import load_tokenizer
+from retrain.modeling.policy import load_policy
+from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
 
 from .conftest import Prepare

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from retrain.config.schema import Teaching
 from retrain.errors import ConfigError, RolloutError
 from retrain.evaluate import Evaluator
+from retrain.modeling.tokens import PromptEncoder, load_tokenizer
 from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
 from retrain.teaching import Classroom, Student, TeachingScore, check_room, teaching_reward
@@ -25,7 +26,6 @@ from retrain.teaching import student as student_module
 from retrain.teaching.classroom import describe_students
 from retrain.teaching.templates import Reader, Templates
 from retrain.testing import ScriptedEngine
-from retrain.tokens import PromptEncoder, load_tokenizer
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import generation_rows
 from retrain.types import Completion, Example, IntArray, Sampling, Score, StepMetrics

@@ -12,18 +12,18 @@ import torch
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.model import Policy, load_policy
 from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
 from retrain.config.rules import samples_apart
-from retrain.devices import AUTO, device_names, find_missing
-from retrain.distributed.place import find_place
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
+from retrain.modeling.policy import Policy, load_policy
+from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES
-from retrain.sampling import training_distribution
+from retrain.runtime.devices import AUTO, device_names, find_missing
+from retrain.runtime.ranks import find_place
 from retrain.types import Datum, StepMetrics
 
 __all__ = ["LocalBackend", "build", "build_alone", "check_server", "make_engine", "resolve_devices"]

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from retrain.backends import FrozenModel
-from retrain.backends.local.model import Policy, load_policy
 from retrain.config import TrainConfig
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.engine import PyTorchEngine
+from retrain.modeling.policy import Policy, load_policy
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 

@@ -13,22 +13,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from retrain.agreement import Agreement, Finding, Gaps
-from retrain.backends.local.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
-from retrain.backends.local.determinism import Determinism, sum_by_row
 from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
-from retrain.backends.local.model import Policy
 from retrain.backends.local.optimizer import MasterOptimizer
-from retrain.backends.local.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
-from retrain.backends.local.prefix import takes_uneven_lengths
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trained import Trained
-from retrain.capacity import MICRO_BATCH
+from retrain.capacity.memory import MICRO_BATCH
+from retrain.checks.agreement import Agreement, Finding, Gaps
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
-from retrain.sampling import training_distribution
-from retrain.schedule import learning_rate
+from retrain.modeling.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
+from retrain.modeling.determinism import Determinism, sum_by_row
+from retrain.modeling.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
+from retrain.modeling.policy import Policy
+from retrain.modeling.prefix import takes_uneven_lengths
+from retrain.modeling.sampling import training_distribution
+from retrain.schedules.learning_rate import learning_rate
 from retrain.types import Datum, StepMetrics
 
 

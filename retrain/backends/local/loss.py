@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retrain.backends.local.determinism import gather_rows, sum_by_row
 from retrain.config.schema import Loss
+from retrain.modeling.determinism import gather_rows, sum_by_row
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from retrain.backends.local.model import Policy
-from retrain.capacity import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
+from retrain.capacity.memory import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
 from retrain.config.schema import Memory
+from retrain.modeling.policy import Policy
 
 GIB = 2**30
 # On the CPU small micro-batches are as fast, and memory is not measured.

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from retrain.backends.local.model import Policy
 from retrain.backends.local.trained import Trained
 from retrain.config import TrainConfig
+from retrain.modeling.policy import Policy
 
 
 class MasterOptimizer:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from retrain.agreement import DRIFT, EIGHT_BITS, FLOAT32, HALF, Agreement, Tolerance
-from retrain.backends.local.model import Policy
+from retrain.checks.agreement import DRIFT, EIGHT_BITS, FLOAT32, HALF, Agreement, Tolerance
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Measured, Remote
+from retrain.modeling.policy import Policy
 
 # Mean difference of a server's log-probs from the trainer's when a run starts: above these it is no float32, no bf16.
 EXACT, ROUGH = 1e-3, 0.03

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from retrain.backends.local.model import Policy
 from retrain.backends.local.trained import Trained
 from retrain.config.schema import Kl
 from retrain.errors import BackendError
+from retrain.modeling.policy import Policy
 
 
 class Reference:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from retrain.backends.local import LocalBackend, make_engine, resolve_devices
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.model import Policy, fresh_adapter, load_policy
 from retrain.backends.local.precision import make_agreement
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.modeling.policy import Policy, fresh_adapter, load_policy
 from retrain.types import Datum, StepMetrics
 
 

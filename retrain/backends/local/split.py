@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from retrain.backends import Capabilities, FrozenModel
 from retrain.backends.local.frozen import lend_frozen
 from retrain.backends.local.learner import Learner
-from retrain.backends.local.model import Policy
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Progress, Remote
+from retrain.modeling.policy import Policy
 from retrain.types import Datum, StepMetrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Size, Tensor
 
-from retrain.backends.local.model import Policy
+from retrain.modeling.policy import Policy
 
 
 class Trained:

@@ -15,7 +15,6 @@ import tinker
 from tinker import types
 from transformers import AutoConfig, GenerationConfig
 
-from retrain.agreement import HALF, Agreement, Finding, Gaps, compared
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
 from retrain.backends.tinker.limits import describe_uncapped, refuse_unsupported
@@ -24,12 +23,13 @@ from retrain.backends.tinker.service import Service, in_background
 from retrain.backends.tinker.service_loss import ServiceLoss, service_loss
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
-from retrain.checkpoint import NOTES
+from retrain.checks.agreement import HALF, Agreement, Finding, Gaps, compared
 from retrain.config import TrainConfig
 from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.schedule import learning_rate
+from retrain.schedules.learning_rate import learning_rate
+from retrain.storage.checkpoint import NOTES
 from retrain.types import Datum, FloatArray, StepMetrics
 
 # Where neither the service nor the model's configuration tells, nothing is refused for its length.

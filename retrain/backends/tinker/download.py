@@ -15,7 +15,7 @@ import httpx
 
 from retrain.backends.tinker import require_sdk
 from retrain.errors import BackendError, ConfigError
-from retrain.publishing import publish_folder
+from retrain.storage.publishing import publish_folder
 
 if TYPE_CHECKING:
     from retrain.backends.tinker.service import Service

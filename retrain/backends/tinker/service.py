@@ -15,8 +15,8 @@ import tinker
 from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
+from retrain.checks.preflight import problem_with_tinker_key
 from retrain.errors import BackendError, ConfigError, RetrainError
-from retrain.preflight import problem_with_tinker_key
 
 T = TypeVar("T")
 

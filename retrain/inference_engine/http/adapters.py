@@ -11,10 +11,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retrain.backends.local.model import Policy
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.wire import Adapter
-from retrain.publishing import make_temporary
+from retrain.modeling.policy import Policy
+from retrain.storage.publishing import make_temporary
 
 
 class AdapterFolder:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
@@ -25,6 +24,7 @@ from retrain.inference_engine.http.fleet import Fleet, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row, State, Surplus, Verdict, judge
 from retrain.inference_engine.http.startup import Startup, Survey
 from retrain.inference_engine.http.wire import OPTIONS, Adapter, Ask, Wire
+from retrain.modeling.policy import Policy
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling, StepMetrics
 

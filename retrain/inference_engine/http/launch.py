@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from retrain.backends.local.model import Policy
-from retrain.capacity import SMALL_MICRO_BATCH, SPARE, TrainingCost, read_shape
+from retrain.capacity.memory import SMALL_MICRO_BATCH, SPARE, TrainingCost, read_shape
 from retrain.config import TrainConfig
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.wire import VLLM
+from retrain.modeling.policy import Policy
 
 LOG = "vllm.log"
 SHOWN_LINES = 15

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.logprobs import token_logprobs
-from retrain.backends.local.model import Policy
-from retrain.backends.local.packing import MicroBatch, pack, predicting_states, split_by_tokens
-from retrain.capacity import MICRO_BATCH
-from retrain.inference_engine.pytorch.sampler import shape_logits
+from retrain.capacity.memory import MICRO_BATCH
+from retrain.modeling.distribution import shape_logits
+from retrain.modeling.logprobs import token_logprobs
+from retrain.modeling.packing import MicroBatch, pack, predicting_states, split_by_tokens
+from retrain.modeling.policy import Policy
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
 # Standard errors by which older weights must fit better before a run is stopped; and the largest one worth judging by.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retrain.backends.local.attention import PackedAttention, Scoring, masked_attention, visible
-from retrain.backends.local.model import Policy
 from retrain.errors import RolloutError
+from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
+from retrain.modeling.policy import Policy
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

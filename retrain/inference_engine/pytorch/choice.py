@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from retrain.backends.local.compiling import compile_layers
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch.cache import FP8
@@ -17,6 +15,8 @@ from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
 from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
 from retrain.inference_engine.pytorch.own import OwnForward
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.compiling import compile_layers
+from retrain.modeling.policy import Policy
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", FP8: "fp8", torch.int8: "int8"}
 TAKES = {

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.model import Policy
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import Decode, KVCache, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
-from retrain.inference_engine.pytorch.sampler import draw, shape_logits
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.distribution import draw, shape_logits
+from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
 # Copying the cache costs about as much as a few steps, so rows leave it only when enough of them are finished.

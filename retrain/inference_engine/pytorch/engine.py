@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.backends.local.model import Policy
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
 from retrain.inference_engine.pytorch.choice import choose, make_decoder, make_model
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, RunningBatch
+from retrain.modeling.policy import Policy
 from retrain.types import Completion, IntArray, Sampling
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.backends.local.attention import Scoring
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import KVCache, Store, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
-from retrain.inference_engine.pytorch.sampler import shape_logits
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.attention import Scoring
+from retrain.modeling.distribution import shape_logits
 from retrain.types import Sampling
 
 # Steps between looks at which rows are done.

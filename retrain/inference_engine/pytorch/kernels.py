@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrain.backends.local.attention import Scoring
 from retrain.inference_engine.pytorch.cache import FP8, Store
 from retrain.inference_engine.pytorch.slots import Slots
+from retrain.modeling.attention import Scoring
 
 # Wider than any context.
 NO_WINDOW = 1 << 30

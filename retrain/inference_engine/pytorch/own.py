@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrain.backends.local.model import Policy
 from retrain.inference_engine.pytorch.decoder import Row
+from retrain.modeling.policy import Policy
 
 
 class OwnForward:

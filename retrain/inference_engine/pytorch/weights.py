@@ -15,8 +15,6 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.attention import ATTENTION_NAME, Attention
-from retrain.backends.local.model import Policy, last_hidden
 from retrain.inference_engine.pytorch.products import (
     Fp8Product,
     PackedProduct,
@@ -28,6 +26,8 @@ from retrain.inference_engine.pytorch.products import (
     packs,
     replace_with,
 )
+from retrain.modeling.attention import ATTENTION_NAME, Attention
+from retrain.modeling.policy import Policy, last_hidden
 
 
 class SamplingModel:

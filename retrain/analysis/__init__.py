@@ -1,0 +1,1 @@
+"""Finished runs: reading them back, comparing them, and recomputing credit on their rollouts."""

@@ -1,0 +1,80 @@
+"""Credit recomputed on recorded rollouts: the same answers and scores under another method, without sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from retrain.advantages import CreditAssigner
+from retrain.advantages.sepa import SEPAController
+from retrain.assemble import PlanningMasks, build_planning
+from retrain.config import TrainConfig
+from retrain.errors import ConfigError
+from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
+from retrain.rollout import Rollouts
+from retrain.storage.recording import FOLDER, read_recordings
+from retrain.types import BoolArray, FloatArray, Group
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two methods spread credit over the tokens of one step."""
+
+    step: int
+    tokens: int
+    mean_before: float
+    mean_after: float
+    """Mean absolute advantage of a token."""
+    changed: float
+    """Mean absolute difference between the two."""
+    sign_flips: int
+    planning_before: float
+    planning_after: float
+    """Share of absolute advantage that lies on planning tokens."""
+
+
+class Method:
+    """One configuration's credit assignment, with the memory its SEPA schedule builds up."""
+
+    def __init__(self, config: TrainConfig, texts: Sequence[str]) -> None:
+        self.credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
+        self.masks: PlanningMasks = build_planning(config, texts)
+        self.sepa = SEPAController(config.sepa)
+
+    def advantages(self, step: int, groups: Sequence[Group], masks: list[list[BoolArray]]) -> FloatArray:
+        """Token advantages of a step, end to end."""
+        self.sepa.observe_correct_rate(Rollouts(list(groups), 0.0, 0.0).correct_rate)
+        credit = self.credit.assign(groups, masks, self.sepa.resolve_lambda(step))
+        self.sepa.update(credit.exec_entropy_var)
+        return np.concatenate([tokens for group in credit.token_advantages_PG for tokens in group])
+
+
+def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterator[Difference]:
+    """Compare two methods step by step over a run's recordings."""
+    if not any((log_dir / FOLDER).glob("step_*.npz")):
+        raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
+    texts = vocabulary_texts(load_tokenizer(recorded.model.model))
+    before, after = Method(recorded, texts), Method(wanted, texts)
+    for step, groups in read_recordings(log_dir):
+        masks = after.masks.of(groups)
+        planned = np.concatenate([mask for group in masks for mask in group])
+        old = before.advantages(step, groups, before.masks.of(groups))
+        new = after.advantages(step, groups, masks)
+        yield Difference(
+            step=step,
+            tokens=len(old),
+            mean_before=float(np.abs(old).mean()) if len(old) else 0.0,
+            mean_after=float(np.abs(new).mean()) if len(new) else 0.0,
+            changed=float(np.abs(new - old).mean()) if len(old) else 0.0,
+            sign_flips=int((np.sign(old) * np.sign(new) < 0).sum()),
+            planning_before=_share(old, planned),
+            planning_after=_share(new, planned),
+        )
+
+
+def _share(advantages: FloatArray, planned: BoolArray) -> float:
+    total = float(np.abs(advantages).sum())
+    return float(np.abs(advantages[planned]).sum()) / total if total else 0.0

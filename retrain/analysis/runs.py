@@ -1,0 +1,269 @@
+"""Runs read back from their folders: configuration, metrics and evaluations, grouped into conditions.
+
+A folder is a run, a campaign (manifest.json), or holds runs one level below. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from retrain.config import TrainConfig, load_config
+from retrain.config.rules import values_of
+from retrain.config.toml import format_value
+from retrain.errors import ConfigError
+from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.folder import CONFIG_FILE, FREE_TO_CHANGE, SEARCH_DEPTH
+from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
+
+Row = Mapping[str, Any]
+
+MANIFEST = "manifest.json"
+# Where, how long and how fast a run went says nothing about what it is; seeds are what a condition is repeated with.
+_PLACES = (*FREE_TO_CHANGE, "training.seed")
+# What must agree for held-out problems to be the same ones, asked in the same way.
+_HELD_OUT = tuple(
+    f"{section}.{key}"
+    for section, keys in (
+        ("eval", ("source", "path", "split", "max_examples", "samples", "temperature")),
+        ("data", ("source", "path", "id", "subset", "system_prompt")),
+    )
+    for key in keys
+)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as its folder tells it. Rows are by step; one that was written twice counts as it was last written."""
+
+    path: Path
+    condition: str
+    seed: int
+    config: TrainConfig
+    metrics: Mapping[int, Row]
+    evaluations: Mapping[int, Row]
+    status: str = ""
+    torn: int = 0
+    """Lines that could not be read."""
+
+    def rows(self, metric: str) -> Mapping[int, Row]:
+        """The rows that hold a metric: evaluations, or training steps."""
+        return self.evaluations if metric.startswith("eval_") else self.metrics
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One number a run, at a step that all of them reached."""
+
+    metric: str
+    step: int
+    values: Mapping[str, Mapping[int, float]]
+    """By condition and seed, as `retrain.analysis.stats.compare` takes them."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def find_runs(paths: Sequence[str | Path], tell_apart: bool = False) -> list[RunRecord]:
+    """All runs in these folders, each with its condition. A run that is named twice is refused.
+
+    Two of one condition and seed are refused as well, or, to `tell_apart`, named after their folders.
+    """
+    runs = label_runs([run for path in paths for run in _find(Path(path).expanduser())])
+    folders = Counter(run.path.resolve() for run in runs)
+    twice = [str(folder) for folder, count in folders.items() if count > 1]
+    if twice:
+        raise ConfigError(f"{twice[0]} is named twice.")
+    if tell_apart:
+        repeated = Counter((run.condition, run.seed) for run in runs)
+        return [
+            replace(run, condition=f"{run.condition} in {run.path}") if repeated[run.condition, run.seed] > 1 else run
+            for run in runs
+        ]
+    pairs: dict[tuple[str, int], RunRecord] = {}
+    for run in runs:
+        other = pairs.setdefault((run.condition, run.seed), run)
+        if other is not run:
+            raise ConfigError(
+                f"{other.path} and {run.path} are the same run: {run.condition} with seed {run.seed}.  "
+                "Try: leave one out"
+            )
+    return runs
+
+
+def _find(path: Path) -> list[RunRecord]:
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}.")
+    found = list(_search(path, SEARCH_DEPTH))
+    if not found and not (path / MANIFEST).is_file():
+        raise ConfigError(f"{path} is neither a run nor a campaign: it has no {CONFIG_FILE} with {METRICS}.")
+    return found
+
+
+def _search(path: Path, depth: int) -> Iterator[RunRecord]:
+    """The run or the campaign that a folder is, or those below it."""
+    if (path / MANIFEST).is_file():
+        for entry in read_manifest(path)["runs"]:
+            if _is_run(path / entry["folder"]):
+                yield replace(read_run(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
+    elif _is_run(path):
+        yield read_run(path)
+    elif depth:
+        for folder in sorted(path.iterdir()):
+            if folder.is_dir() and not folder.name.startswith("."):
+                yield from _search(folder, depth - 1)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() and (path / METRICS).is_file()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a campaign, as far as its runs go."""
+    try:
+        table = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for entry in table["runs"]:
+            str(entry["folder"]), str(entry["condition"]), int(entry["seed"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / MANIFEST} cannot be read as a campaign's: {error!r}.") from error
+    result: dict[str, Any] = table
+    return result
+
+
+def read_run(path: Path) -> RunRecord:
+    """One run; lines that a kill tore are left out and counted."""
+    config = load_config(path / CONFIG_FILE)
+    metrics, torn = read_rows(path / METRICS)
+    evaluations, torn_too = read_rows(path / EVALS)
+    try:
+        status = str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("status", ""))
+    except (OSError, ValueError, AttributeError):
+        status = ""
+    return RunRecord(
+        path, config.condition, config.training.seed, config, metrics, evaluations, status, torn + torn_too
+    )
+
+
+def read_rows(path: Path) -> tuple[dict[int, Row], int]:
+    """Rows of a JSONL file by step, and how many lines were no rows."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return {}, 0
+    lines = [line for line in text.split("\n") if line.strip()]
+    rows: dict[int, Row] = {}
+    torn = len(lines)
+    for row in whole_rows(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            rows[int(row["step"])] = row
+            torn -= 1
+    return dict(sorted(rows.items())), torn
+
+
+def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Conditions with one label that differ in an option get it into their label."""
+    told = [{p: v for p, v in values_of(run.config).items() if not p.startswith(_PLACES)} for run in runs]
+    labelled = []
+    for run, own in zip(runs, told, strict=True):
+        others = [values for other, values in zip(runs, told, strict=True) if other.condition == run.condition]
+        differing = [path for path in own if any(values.get(path) != own[path] for values in others)]
+        # A path is named by its last part: all of it would drown the rest of a table.
+        extra = "".join(f",{path.split('.')[-1]}={_short(own[path])}" for path in differing)
+        labelled.append(replace(run, condition=run.condition + extra))
+    return labelled
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else format_value(value)
+    return text.rstrip("/").rsplit("/", 1)[-1]
+
+
+def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Options that differ, by `section.key`."""
+    before, after = values_of(one), values_of(other)
+    paths = sorted(before.keys() | after.keys())
+    return {p: (before.get(p), after.get(p)) for p in paths if before.get(p) != after.get(p)}
+
+
+def default_metric(runs: Sequence[RunRecord]) -> str:
+    """The held-out pass rate where every run has one, else the share of right answers while training."""
+    return "eval_pass_at_1" if all(run.evaluations for run in runs) else "correct_rate"
+
+
+def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
+    """One number a run, at the last step that all reached; training metrics are a mean over `last` steps up to it."""
+    notes: list[str] = []
+    empty = [run for run in runs if not run.rows(metric)]
+    if empty:
+        what = "evaluation" if metric.startswith("eval_") else "step"
+        raise ConfigError(f"{empty[0].path} has no {what} yet, so it has no {metric}.  Try: leave it out")
+    common = set.intersection(*({s for s, row in run.rows(metric).items() if metric in row} for run in runs))
+    if not common:
+        known = sorted(
+            {k for run in runs for row in run.rows(metric).values() for k, v in row.items() if _is_number(v)}
+        )
+        raise ConfigError(f"the runs have no step in common with a {metric}.  Their metrics: {', '.join(known)}")
+    step = max(common)
+    ends = sorted({max(run.rows(metric)) for run in runs})
+    if len(ends) > 1:
+        notes.append(f"The runs have unequal steps (last ones {ends[0]} to {ends[-1]}); compared at step {step}.")
+    unfinished = [run.path.name for run in runs if run.status != "finished"]
+    if unfinished:
+        notes.append(f"Not finished: {', '.join(unfinished)}.")
+    notes += [f"{run.path}: {run.torn} torn lines left out." for run in runs if run.torn]
+    if metric.startswith("eval_"):
+        last = 1
+        require_same_problems(runs)
+    elif last > 1:
+        notes.append(f"{metric} is the mean of the last {last} steps up to step {step}.")
+    values: dict[str, dict[int, float]] = {}
+    for run in runs:
+        steps = [s for s in run.rows(metric) if step - last < s <= step]
+        found: list[Any] = [run.rows(metric)[s].get(metric) for s in steps]
+        numbers = [float(value) for value in found if _is_number(value)]
+        if not numbers:
+            raise ConfigError(f"{run.path} has no number for {metric} at step {step}.")
+        values.setdefault(run.condition, {})[run.seed] = sum(numbers) / len(numbers)
+    return Measured(metric, step, values, tuple(notes))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def require_same_model(runs: Sequence[RunRecord]) -> None:
+    """Refuse runs of different models."""
+    models = sorted({run.config.model.model for run in runs})
+    if len(models) > 1:
+        raise ConfigError(
+            f"the runs train different models ({', '.join(models)}), so a difference need not come from the method.  "
+            "Try: --allow-different-models"
+        )
+
+
+def require_same_problems(runs: Sequence[RunRecord]) -> None:
+    """Refuse evaluations on different problems, or sampled in different ways."""
+    first = values_of(runs[0].config)
+    for run in runs[1:]:
+        own = values_of(run.config)
+        wrong = [path for path in _HELD_OUT if own[path] != first[path]]
+        if wrong:
+            raise ConfigError(
+                f"{run.path} was evaluated in another way than {runs[0].path}: {wrong[0]} is {own[wrong[0]]!r} "
+                f"instead of {first[wrong[0]]!r}.  Try: --metric correct_rate"
+            )
+
+
+def problem_rates(runs: Sequence[RunRecord], step: int) -> list[list[float]] | None:
+    """The share of right answers to each held-out problem, a row a run; None where they were not stored alike."""
+    rows = [run.evaluations.get(step) for run in runs]
+    counted = [row.get("counted") if row else None for row in rows]
+    # A problem whose scoring failed in one run has no partner in the others.
+    if not all(isinstance(c, list) and len(c) == len(counted[0] or ()) for c in counted):
+        return None
+    keep = [at for at in range(len(counted[0] or ())) if all(c[at] for c in counted if c)]
+    return [[row["correct"][at] / row["counted"][at] for at in keep] for row in rows if row]

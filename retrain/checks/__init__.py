@@ -1,0 +1,1 @@
+"""What stops a run before it trains on something wrong."""

@@ -1,0 +1,215 @@
+"""What is sure to end a run, found before anything is loaded: within seconds, and without PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from retrain.config import TrainConfig
+from retrain.config.rules import held_out_source
+from retrain.errors import ConfigError, Problem
+from retrain.modeling.files import find_model, hub_cache, read_context_length
+
+HUB_S = 4.0
+"""How long the Hub may take to answer at all."""
+ON_THE_HUB = ("math", "gsm8k", "hub")
+
+
+def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> None:
+    """Raise one error that names all that a run would end with later on; without the Hub, make do with the cache."""
+    problems = tuple(find_obstacles(config))
+    if not problems and needs_hub(config) and not is_offline() and not hub_answers():
+        go_offline()
+        say(f"The Hugging Face Hub ({hub_url()}) cannot be reached: only what is in the cache is used.")
+        problems = tuple(find_obstacles(config))
+    if problems:
+        raise ConfigError("this configuration cannot be run here:", problems)
+
+
+def find_obstacles(config: TrainConfig) -> Iterator[Problem]:
+    """Packages, keys, files and models that are not there, and answers that the model has no room for."""
+    yield from _missing_packages(config)
+    yield from _missing_keys(config)
+    yield from _missing_files(config)
+    for where, name in models_of(config).items():
+        yield from _missing_model(where, name)
+    yield from _too_long(config)
+
+
+def models_of(config: TrainConfig) -> dict[str, str]:
+    """The models that a run loads, by the option that names them."""
+    student = config.teaching.student_model if config.teaching.enabled else ""
+    return {"[model] model": config.model.model} | ({"[teaching] student_model": student} if student else {})
+
+
+def _missing_model(where: str, name: str) -> Iterator[Problem]:
+    key = where.split()[-1]
+    found = find_model(name).found
+    if found == "missing":
+        yield Problem(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
+    elif found == "download" and is_offline() and not _is_partly_cached(name):
+        yield Problem(
+            where,
+            f"= {json.dumps(name)}: no such folder, not in the cache of the Hugging Face Hub, and the Hub cannot be "
+            "reached.",
+            f'Try: download it elsewhere and name its folder, {key} = "path/to/model"; or {key} = "builtin:tiny"',
+        )
+
+
+def _is_partly_cached(name: str) -> bool:
+    """Whether the libraries may get along with what is there, such as a tokenizer alone; then they are asked."""
+    return any((hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/*.json"))
+
+
+def _missing_files(config: TrainConfig) -> Iterator[Problem]:
+    if config.environment.provider:
+        return
+    own = config.eval.path if config.eval.every and held_out_source(config) == "jsonl" else ""
+    for where, path in (
+        ("[data] path", config.data.path if config.data.source == "jsonl" else ""),
+        ("[eval] path", own),
+    ):
+        if path and not _exists(path):
+            yield Problem(where, f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()}).")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError):
+        return True  # reading it will say what is wrong with such a name
+
+
+def _too_long(config: TrainConfig) -> Iterator[Problem]:
+    """A conversation of an environment is cut to what fits."""
+    if config.backend.backend == "tinker" or config.environment.provider:
+        return
+    context = known_context(config)
+    if context is not None and config.training.max_tokens >= context:
+        yield Problem(
+            "[training] max_tokens",
+            f"= {config.training.max_tokens} and a prompt do not fit the model's context of {context}.",
+            f"Try: max_tokens = {context // 2}",
+        )
+
+
+def known_context(config: TrainConfig) -> int | None:
+    """Tokens that the model's files say it holds; None where they do not, or are not all there is to say."""
+    return None if config.model.init_kwargs else read_context_length(find_model(config.model.model))
+
+
+def _missing_packages(config: TrainConfig) -> Iterator[Problem]:
+    for where, name, wanted in (
+        ("[logging] wandb_project", "wandb", bool(config.logging.wandb_project)),
+        ("[logging] trackio_project", "trackio", bool(config.logging.trackio_project)),
+        ('[backend] backend = "tinker"', "tinker", config.backend.backend == "tinker"),
+    ):
+        if wanted and not _is_importable(name):
+            yield Problem(where, f"needs the package {name}, which is not installed.", f"Try: pip install {name}")
+
+
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def _missing_keys(config: TrainConfig) -> Iterator[Problem]:
+    project = config.logging.wandb_project
+    if project and not has_wandb_key():
+        yield Problem(
+            "[logging] wandb_project",
+            f"= {json.dumps(project)} needs a key, and there is none.",
+            "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline",
+        )
+    if config.backend.backend == "tinker":
+        problem = problem_with_tinker_key()
+        if problem:
+            yield Problem("[backend] backend", f'= "tinker" {problem}', "Try: put TINKER_API_KEY=tml-... into .env")
+
+
+def problem_with_tinker_key() -> str:
+    """Why the service will not let us in, or ""; the SDK, which takes seconds to import, is not asked."""
+    key = os.environ.get("TINKER_API_KEY", "")
+    if os.environ.get("TINKER_CREDENTIAL_CMD"):
+        return ""
+    if key:
+        sound = key.startswith(("tml-", "eyJ"))
+        return "" if sound else 'needs a key: TINKER_API_KEY does not look like one, it must start with "tml-".'
+    # `tinker auth login` keeps keys there; whether one of them is the default is the SDK's to say.
+    stored = Path("~/.tinker/credentials.json").expanduser().is_file()
+    return "" if stored else "needs a key, and TINKER_API_KEY is not set."
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb has a key, or needs none. Where it looks is asked, what is there is not read out."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")) / "settings"
+    netrc = Path(os.environ.get("NETRC", "~/.netrc"))
+    return _holds(netrc, host) or any(_holds(file, "mode = ") for file in (settings, Path("wandb/settings")))
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return text in path.expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def needs_hub(config: TrainConfig) -> bool:
+    """Whether a model or problems come from the Hub, be it by way of the cache."""
+    models = any(find_model(name).found in ("cache", "download") for name in models_of(config).values())
+    sources = {config.data.source, held_out_source(config) if config.eval.every else ""}
+    return models or (not config.environment.provider and bool(sources.intersection(ON_THE_HUB)))
+
+
+def is_offline() -> bool:
+    """Whether the libraries are told to ask nobody."""
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off")
+
+
+def go_offline() -> None:
+    """Tell the libraries, and the processes that are started from here, to ask nobody: each of them would try again
+    and again for a minute."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name, module in (("huggingface_hub", "huggingface_hub.constants"), ("datasets", "datasets.config")):
+        # Whoever was imported before has read the variable already.
+        if name in sys.modules and module in sys.modules:
+            vars(sys.modules[module])["HF_HUB_OFFLINE"] = True
+
+
+def hub_url() -> str:
+    """Where the Hub is."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+@functools.lru_cache(maxsize=8)
+def hub_answers(timeout_s: float = HUB_S) -> bool:
+    """Whether the Hub answers at all, through whatever proxy is set."""
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(hub_url(), method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass
+        except (OSError, ValueError):
+            return
+        answered.append(True)
+
+    # A thread: looking up a name knows no time limit.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    return bool(answered)

@@ -1,0 +1,1 @@
+"""Foreign code kept apart: guarded processes, framed messages, redacted secrets."""

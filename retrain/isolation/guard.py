@@ -1,0 +1,210 @@
+"""Processes for foreign code, each under a guard that ends it and whatever it started.
+
+Foreign code may start processes in sessions of their own, hold the GIL for ever or die: no thread of its own process
+can clean up after that, and no signal to a process group reaches everything. So the process that is started here splits
+in two. One half runs the foreign code. The other, the guard, runs none; it waits for the first half to end, or for this
+process to close its end of a pipe, which it also does by dying, and then ends all that is left. On Linux the guard
+adopts every orphan among its descendants, so nothing escapes it; elsewhere it ends the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+# The parent's import path is taken over whole; `-P` keeps the working directory from shadowing json before that.
+_BOOT = """import sys, json
+sys.path[:] = json.loads(sys.argv[1])
+from retrain.isolation.guard import stand_guard
+stand_guard(int(sys.argv[2]))
+from {module} import main
+main()"""
+
+_ABORT = b"a"
+_ABORT_GRACE_S = 0.5
+# A process that waits for a device ends when the device answers; nobody else waits for that.
+_LIMIT_S = 5.0
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class GuardedProcess:
+    """A Python process that runs `main` of a module, and can be ended with all its descendants."""
+
+    def __init__(
+        self, module: str, output: int, environment: Mapping[str, str], pass_fds: tuple[int, ...] = (), *arguments: str
+    ) -> None:
+        self._stopping = threading.Lock()
+        read_end, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-u", "-P", "-c", _BOOT.format(module=module), json.dumps(sys.path)),
+                    *(str(read_end), *arguments),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+                bufsize=0,
+                pass_fds=(read_end, *pass_fds),
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(read_end)
+
+    @property
+    def requests(self) -> IO[bytes]:
+        """Its standard input."""
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+    @property
+    def replies(self) -> IO[bytes]:
+        """Its standard output."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def abort(self) -> None:
+        """Ask the foreign code to write down where it is, and die."""
+        with self._stopping, contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            os.write(self._lifeline, _ABORT)
+            self.process.wait(_ABORT_GRACE_S)
+
+    def end(self) -> int:
+        """End it and all it started, give back the pipes, and return how the foreign code ended, as Popen says it."""
+        code = self.stop()
+        self.close()
+        return code
+
+    def stop(self) -> int:
+        """The same with the pipes left open, for threads that still read from them. May be called again."""
+        with self._stopping:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)
+                self._lifeline = -1
+            try:
+                return self.process.wait(_LIMIT_S + 1.0)
+            except subprocess.TimeoutExpired:  # the guard was stopped or is stuck
+                self.process.kill()
+                return self.process.wait()
+
+    def close(self) -> None:
+        """Give back the pipes."""
+        self.requests.close()
+        self.replies.close()
+
+
+def stand_guard(lifeline: int) -> None:
+    """Split this process in two: the foreign code's half returns from here, the guard never does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    guard = os.getpid()
+    foreign = os.fork()
+    if foreign:
+        _keep_watch(lifeline, foreign)
+    os.close(lifeline)
+    os.setsid()  # what it does to its own process group does not reach the guard
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guard:  # it was killed before it could be watched
+            os._exit(1)
+
+
+def _keep_watch(lifeline: int, foreign: int) -> None:
+    """Wait for one of the two ends, then end the rest and exit as the foreign code did."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # whoever reads from the foreign code must see when it has gone
+        os.dup2(nothing, stream)
+    noticed, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    # A child that ended before the handlers were set is noticed here, a later one wakes the wait.
+    status, _ = _reap(foreign)
+    while status is None:
+        ready, _, _ = select.select([lifeline, noticed], [], [])
+        if noticed in ready and signal.SIGTERM in os.read(noticed, 4096):
+            break
+        if lifeline in ready:
+            if os.read(lifeline, 1) != _ABORT:
+                break
+            os.kill(foreign, signal.SIGABRT)
+        status, _ = _reap(foreign)
+    _exit_like(_end_descendants(foreign, status))
+
+
+def _reap(foreign: int) -> tuple[int | None, bool]:
+    """Collect children that have ended: the status of the foreign code if it is among them, and if any is left."""
+    status = None
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status, False
+        if not pid:
+            return status, True
+        if pid == foreign:
+            status = ended
+
+
+def _end_descendants(foreign: int, status: int | None) -> int:
+    until, are_left = time.monotonic() + _LIMIT_S, True
+    # The orphans of those that end here come here in turn.
+    while are_left and time.monotonic() < until:
+        for child in _children(foreign):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.001)
+        ended, are_left = _reap(foreign)
+        status = status if ended is None else ended
+    if sys.platform != "linux":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(foreign, signal.SIGKILL)
+    return status if status is not None else int(signal.SIGKILL)
+
+
+def _children(foreign: int) -> list[int]:
+    """The children of this process; orphans of the foreign code are among them on Linux."""
+    if sys.platform != "linux":
+        return [foreign]
+    own = os.getpid()
+    try:
+        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    except OSError:  # a kernel without that file
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == own]
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _exit_like(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)

@@ -1,0 +1,1 @@
+"""What the learner and the sampler share: policy, attention, packing, log-probs, tokens, sampling."""

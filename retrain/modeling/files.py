@@ -1,0 +1,144 @@
+"""What a model's files alone tell: where they are, how many weights, how large its cache. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from retrain.builtin import PREFIX, resolve_model
+from retrain.capacity.memory import Shape, read_shape
+
+# A header is a few hundred kilobytes for the largest models; more means that the file is not what it says.
+_LONGEST_HEADER = 100_000_000
+_SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's files are. `download`: nowhere here, and the name may be a Hugging Face id."""
+
+    name: str
+    found: Literal["builtin", "folder", "cache", "download", "missing"]
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the files say; None where they do not."""
+
+    parameters: int | None
+    parameters_from: str
+    shapes: Shapes
+    shape: Shape | None
+    """What its config.json tells of a dense decoder."""
+
+
+def find_model(name: str) -> ModelFiles:
+    """Look for an embedded model, a folder, then the Hugging Face cache; goes to no network."""
+    if name.startswith(PREFIX):
+        folder = Path(resolve_model(name))
+        return ModelFiles(name, "builtin", folder) if folder.is_dir() else ModelFiles(name, "missing")
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return ModelFiles(name, "folder", local)
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        return ModelFiles(name, "missing")
+    snapshots = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    # The newest snapshot that has weights: a half-finished download has none.
+    complete = [path for path in snapshots.glob("*") if any((*path.glob("*.safetensors"), *path.glob("*.bin")))]
+    if complete:
+        return ModelFiles(name, "cache", max(complete, key=lambda path: path.stat().st_mtime))
+    return ModelFiles(name, "download")
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps downloads, by the variables it reads."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    default_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(os.environ.get("HF_HOME", str(default_home))).expanduser() / "hub"
+
+
+def read_facts(files: ModelFiles) -> ModelFacts:
+    """Read weight shapes and sizes; fall back on a size in the name, marked as the guess it is."""
+    shapes: Shapes = {}
+    if files.folder is not None:
+        for path in sorted(files.folder.glob("*.safetensors")):
+            shapes |= _read_shapes(path)
+    told = read_shape(_read_json(_find_settings(files)))
+    if shapes:
+        return ModelFacts(sum(_size(shape) for shape in shapes.values()), "its files", shapes, told)
+    if told is not None:
+        return ModelFacts(told.parameters, "its config.json", {}, told)
+    size = _SIZE_IN_NAME.search(files.name.rpartition("/")[2])
+    if size:
+        scale = 1e9 if size[2].upper() == "B" else 1e6
+        return ModelFacts(round(float(size[1]) * scale), "its name, a guess", {}, None)
+    return ModelFacts(None, "unknown: the files are not on this machine", {}, None)
+
+
+def read_context_length(files: ModelFiles) -> int | None:
+    """Tokens that its config.json says a model holds; None where it does not."""
+    settings = _read_json(_find_settings(files))
+    text = settings.get("text_config")
+    settings = text if isinstance(text, dict) else settings
+    # GPT-2 and its like have a name of their own for it.
+    found = settings.get("max_position_embeddings", settings.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
+def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | None:
+    """Weights that learn: rank × (in + out) for each adapted layer, or all of them for rank 0."""
+    if rank == 0:
+        return facts.parameters
+    if not facts.shapes:
+        return facts.shape.adapter_parameters(rank, target_modules) if facts.shape is not None else None
+    names = [name.strip() for name in target_modules.split(",")]
+    adapted = 0
+    for key, shape in facts.shapes.items():
+        layer = key.removesuffix(".weight").rpartition(".")[2]
+        chosen = layer != "lm_head" and "embed" not in layer if names == ["all-linear"] else layer in names
+        if chosen and len(shape) == 2:
+            adapted += rank * sum(shape)
+    return adapted
+
+
+def _read_shapes(path: Path) -> Shapes:
+    """The shapes in a safetensors header: eight bytes of length, then JSON."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _find_settings(files: ModelFiles) -> Path:
+    """Its config.json; of a model that is yet to be downloaded, the one that somebody fetched ahead, if any."""
+    if files.folder is not None:
+        return files.folder / "config.json"
+    snapshots = hub_cache() / f"models--{files.name.replace('/', '--')}" / "snapshots"
+    return max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=Path("config.json.none"))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count

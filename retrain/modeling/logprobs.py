@@ -1,0 +1,140 @@
+"""Log-probs of given tokens, a slice of the vocabulary matrix product at a time.
+
+Logits of a whole batch would be tokens × vocabulary floats, gigabytes for a large vocabulary. Here only one slice of
+rows exists at any moment, in the backward pass too, where it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from retrain.capacity.memory import LOGITS_SLICE
+from retrain.modeling.distribution import shape_logits
+from retrain.modeling.policy import Policy
+from retrain.types import Sampling
+
+# Bytes of float32 logits that may exist at once.
+SLICE_BYTES = {"cpu": 32 << 20, "cuda": LOGITS_SLICE}
+
+# Bytes of logits and what becomes of them that may be kept for the backward pass instead of being computed again.
+KEPT_BYTES = {"cpu": 1 << 30}
+
+
+def token_logprobs(
+    policy: Policy, hidden: Tensor, targets: Tensor, sampling: Sampling, history: History | None
+) -> Tensor:
+    """Log-prob of each target under the sampled distribution, given the hidden state (tokens, size) before it."""
+    rows = max(1, SLICE_BYTES.get(hidden.device.type, 64 << 20) // (4 * policy.vocabulary))
+    if hidden.device.type == "cuda" and policy.has_plain_head and only_tempered(sampling):
+        weight = policy.causal_lm.get_output_embeddings().weight
+        fused: Tensor = TemperedLogprobs.apply(hidden, weight, targets, sampling.temperature, rows)  # type: ignore[no-untyped-call]
+        return fused
+
+    def one_slice(states: Tensor, wanted: Tensor, seen: Tensor | None) -> Tensor:
+        logits = shape_logits(policy.head(states), sampling, seen, keep=wanted)
+        return logits.log_softmax(1).gather(1, wanted[:, None]).squeeze(1)
+
+    # Three float32 copies: as they come, tempered, and normalised.
+    keep = 3 * 4 * len(targets) * policy.vocabulary <= KEPT_BYTES.get(hidden.device.type, 0)
+    pieces = []
+    for start in range(0, len(targets), rows):
+        stop = min(start + rows, len(targets))
+        seen = history.seen(start, stop, policy.vocabulary) if history is not None else None
+        if hidden.requires_grad and not keep:
+            pieces.append(checkpoint(one_slice, hidden[start:stop], targets[start:stop], seen, use_reentrant=False))
+        else:
+            pieces.append(one_slice(hidden[start:stop], targets[start:stop], seen))
+    return torch.cat(pieces)
+
+
+def only_tempered(sampling: Sampling) -> bool:
+    """Whether the sampled distribution is the softmax of logits over temperature, with nothing cut or penalised."""
+    return (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+
+
+class TemperedLogprobs(torch.autograd.Function):
+    """log softmax(hidden · Wᵀ / temperature) at the targets.
+
+    Logits stay in the model's precision and are read once in each direction; float32 copies of them never exist.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
+        """One slice after the other; only the normalisers are kept."""
+        normalise, _ = _fused_functions()
+        pairs = [
+            normalise(hidden[at : at + rows] @ weight.T, targets[at : at + rows], temperature)
+            for at in range(0, len(targets), rows)
+        ]
+        logprobs, normalisers = (torch.cat(part) for part in zip(*pairs, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.temperature, ctx.rows = temperature, rows
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(one-hot - softmax) · gradient / temperature, slice by slice, back through the head."""
+        hidden, weight, targets, normalisers = ctx.saved_tensors
+        _, differentiate = _fused_functions()
+        result = torch.empty_like(hidden)
+        # Summed up in float32, as the gradients of micro-batches are.
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for at in range(0, len(targets), ctx.rows):
+            part = slice(at, at + ctx.rows)
+            slope = differentiate(
+                hidden[part] @ weight.T, targets[part], normalisers[part], gradient[part], ctx.temperature
+            )
+            torch.mm(slope, weight, out=result[part])
+            if of_weight is not None:
+                of_weight += slope.T @ hidden[part]
+        return result, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+
+
+def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    tempered = logits.float() / temperature
+    normalisers = tempered.logsumexp(1)
+    return tempered.gather(1, targets[:, None]).squeeze(1) - normalisers, normalisers
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, gradient: Tensor, temperature: float
+) -> Tensor:
+    probabilities = (logits.float() / temperature - normalisers[:, None]).exp()
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    slope = (tokens[None, :] == targets[:, None]).float() - probabilities
+    return (slope * (gradient / temperature)[:, None]).to(logits.dtype)
+
+
+_FUSED: list[Callable[..., Any]] = []
+
+
+def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both functions compiled into single passes, once a process; plain ones where there is no GPU to compile for."""
+    if not torch.cuda.is_available():
+        return _normalise, _differentiate
+    if not _FUSED:
+        _FUSED.extend(torch.compile(function, dynamic=True) for function in (_normalise, _differentiate))
+    return _FUSED[0], _FUSED[1]
+
+
+class History:
+    """Which tokens stand before each predicted one, for the repetition penalty."""
+
+    def __init__(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:
+        self.sequences = sequences
+        # (sequence, tokens before it) of every predicted token, in the order of `token_logprobs`' rows.
+        self.rows = [
+            (i, t) for i, (s, p) in enumerate(zip(sequences, prompt_lengths, strict=True)) for t in range(p, len(s))
+        ]
+
+    def seen(self, start: int, stop: int, vocabulary: int) -> Tensor:
+        """A (rows, vocabulary) mask for a slice of rows."""
+        mask = torch.zeros(stop - start, vocabulary, dtype=torch.bool, device=self.sequences[0].device)
+        for row, (sequence, before) in enumerate(self.rows[start:stop]):
+            mask[row, self.sequences[sequence][:before]] = True
+        return mask

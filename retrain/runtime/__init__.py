@@ -1,0 +1,1 @@
+"""The process a run lives in: devices, ranks, signals, version."""

@@ -1,0 +1,1 @@
+"""What changes over the steps: the learning rate and the batch size."""

@@ -1,0 +1,210 @@
+"""What a resume needs: saved atomically, verified when loaded.
+
+    log_dir/trainer_state.json                which checkpoint is newest, and how the run stands
+    log_dir/checkpoints/step_000020/          checkpoint.json, adapter/ (PEFT layout), learner.safetensors
+
+A checkpoint is written beside its place and renamed into it, so a kill at any instant leaves the last good one. Its
+manifest holds a digest of every file; one that does not match is passed over for the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from retrain.errors import CheckpointError
+from retrain.storage.publishing import may_replace, publish_folder
+
+MANIFEST = "checkpoint.json"
+STATE_FILE = "trainer_state.json"
+FORMAT = 1
+NOTES = "notes.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: `step` training steps are done."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, log_dir: Path, keep: int, say: Callable[[str], None]) -> None:
+        self.log_dir = log_dir
+        self.folder = log_dir / "checkpoints"
+        self.keep = keep
+        self.say = say
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint after `step` steps; `write` fills its folder. Older ones beyond `keep` go."""
+        target = self.path_of(step)
+        draft = self.folder / f".writing_{target.name}"
+        try:
+            _remove(draft)
+            draft.mkdir(parents=True)
+            write(draft)
+            digests = {str(f.relative_to(draft)): digest(f) for f in sorted(draft.rglob("*")) if f.is_file()}
+            manifest = {"format": FORMAT, "step": step, "state": state, "files": digests}
+            manifest["seal"] = _seal(manifest)
+            (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            _sync_tree(draft)
+            _remove(target)
+            os.rename(draft, target)
+            _sync_folder(self.folder)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                _remove(draft)
+            raise explain_write_error(error, self.folder) from error
+        for old in self.steps()[: -self.keep]:
+            _remove(self.path_of(old))
+        self._sweep()
+        return target
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps lies, or would."""
+        return self.folder / f"step_{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first."""
+        names = [path.name for path in self.folder.glob("step_*")] if self.folder.is_dir() else []
+        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+    def newest(self) -> Checkpoint:
+        """The newest checkpoint that is whole."""
+        for step in reversed(self.steps()):
+            path = self.path_of(step)
+            problem, manifest = _verify(path)
+            if not problem:
+                return Checkpoint(path, step, manifest["state"])
+            self.say(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
+        raise CheckpointError(f"{self.log_dir} has no checkpoint to resume from.")
+
+    def drop_after(self, step: int) -> None:
+        """Delete checkpoints of later steps, which a resume from `step` will write again."""
+        for later in (s for s in self.steps() if s > step):
+            _remove(self.path_of(later))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what a kill left half written or half deleted."""
+        for leftover in self.folder.glob(".*_step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
+    """Replace trainer_state.json in one go."""
+    draft = log_dir / f".{STATE_FILE}"
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, log_dir / STATE_FILE)
+    except OSError as error:
+        raise explain_write_error(error, log_dir) from error
+
+
+def read_notes(checkpoint: Path) -> dict[str, Any]:
+    """What the backend noted of a checkpoint for trainer_state.json: where a service keeps the weights, for one."""
+    path = checkpoint / NOTES
+    notes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return notes
+
+
+def explain_write_error(error: Exception, where: Path) -> CheckpointError:
+    """A full disk or the like, in a sentence; the run failed, its input was not wrong."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    explained = CheckpointError(
+        f"could not write to {where}: {reason}. What was saved before is whole.  "
+        "Try: make room, then resume with the command below."
+    )
+    explained.exit_code = 1
+    return explained
+
+
+def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> None:
+    """Put a copy of the newest adapter where `[backend] adapter_path` wants it. A copy that fails loses nothing."""
+    if not (checkpoint / "adapter").is_dir():
+        # A backend of another kind may have none.
+        return
+    if not may_replace(adapter_path):
+        say(
+            f"Warning: {adapter_path} holds something other than an adapter, so it is left alone. "
+            f"The adapter is in {checkpoint / 'adapter'}."
+        )
+        return
+    try:
+        publish_folder(adapter_path, lambda draft: _copy_into(checkpoint / "adapter", draft))
+    except OSError as error:
+        say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {checkpoint / 'adapter'}.")
+
+
+def _copy_into(source: Path, folder: Path) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+
+
+def digest(path: Path) -> str:
+    """A short digest of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """A digest of all the rest of a manifest."""
+    text = json.dumps([manifest["step"], manifest["state"], manifest["files"]], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _verify(path: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with a checkpoint ("" if nothing), and its manifest."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            return f"it has format {manifest['format']}, this version reads {FORMAT}", {}
+        if manifest["seal"] != _seal(manifest) or path.name != f"step_{manifest['step']:06d}":
+            return f"{MANIFEST} was changed", {}
+        for name, expected in manifest["files"].items():
+            if digest(path / name) != expected:
+                return f"{name} does not match its digest", {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}", {}
+    return "", manifest
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        # Renamed first: a kill in the middle of deleting must not leave half a checkpoint under its proper name.
+        doomed = path.with_name(f".removing_{path.name}_{os.getpid()}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    elif path.exists() or path.is_symlink():
+        path.unlink()
+
+
+def _sync_tree(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,206 @@
+"""The run's folder: taken by one run at a time, never overwritten, picked up again by a resume."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from retrain.config import TrainConfig, dump_config, load_config
+from retrain.config.rules import values_of
+from retrain.errors import CheckpointError, ConfigError
+from retrain.seeding import fresh_seed
+from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
+from retrain.storage.recording import drop_recordings
+from retrain.tracking.jsonl import FILES, cut_logs
+from retrain.tracking.restore import restore_logs
+
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+# Folders are searched for runs this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
+SEARCH_DEPTH = 4
+
+# A resume may change these: they say how long, where and how fast, not what is being learnt.
+FREE_TO_CHANGE = (
+    "backend.devices", "backend.adapter_path", "training.max_steps", "training.epochs", "training.save_every",
+    "training.keep", "training.record", "training.deterministic", "memory.", "distributed.", "eval.",
+    "reward.timeout_s", "reward.workers", "reward.memory_mb", "reward.pass_env",
+    "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
+    "reward.judge_completion_price", "logging.", "resume.", "plugins.",
+    "inference.url", "model.base_url", "backend.max_concurrent", "backend.throttle_dir", "campaign.", "squeeze.",
+    "distributed.", "inference.launch", "inference.gpu_memory_utilization", "inference.max_model_len",
+)  # fmt: skip
+
+
+# What a folder that was trained in holds.
+RUN_FILES = (STATE_FILE, *FILES, "checkpoints", "rollouts")
+
+
+class RunFolder:
+    """A locked log_dir with its resolved configuration, and the checkpoint to go on from, if any."""
+
+    def __init__(self, config: TrainConfig, force_resume: bool, say: Callable[[str], None]) -> None:
+        self.path = Path(config.logging.log_dir).expanduser()
+        if self.path.is_symlink():
+            # The folder behind a link is the run's; renaming the link would send the next run to another disk.
+            self.path = self.path.resolve()
+        self.say = say
+        self.checkpoint: Checkpoint | None = None
+        self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = lock_folder(self.path)
+        except OSError as error:
+            raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
+        try:
+            config = with_absolute_paths(config)
+            self.config = (
+                self._find_checkpoint(config, force_resume) if self.resumed else _with_seed(config, fresh_seed())
+            )
+        except BaseException:
+            self.lock.close()
+            raise
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        self.lock.close()
+
+    def settle(self) -> None:
+        """Make the folder this run's: nothing in it changes before every part is known to load."""
+        try:
+            if self.checkpoint is not None and self.resumed is not None:
+                if self.resumed.resolve() != self.path.resolve():
+                    _copy_logs(self.resumed, self.path)
+                short = cut_logs(self.path, self.checkpoint.state["log_sizes"])
+                restore_logs(self.path, short, self.checkpoint.step, self.config.condition, self.say)
+                drop_recordings(self.path, self.checkpoint.step)
+                Checkpoints(self.path, self.config.training.keep, self.say).drop_after(self.checkpoint.step)
+            elif any(_holds_something(self.path / name) for name in RUN_FILES):
+                self._step_aside_earlier_run()
+            # Whoever starts from this file starts afresh, and says so if it is to go on.
+            written = self.config.model_copy(update={"resume": type(self.config.resume)()})
+            draft = self.path / f".{CONFIG_FILE}"
+            draft.write_text(dump_config(written), encoding="utf-8")
+            os.replace(draft, self.path / CONFIG_FILE)
+        except OSError as error:
+            raise explain_write_error(error, self.path) from error
+
+    def _step_aside_earlier_run(self) -> None:
+        """An earlier run in the same place is renamed, never overwritten."""
+        aside = step_aside(self.path)
+        self.path.mkdir()
+        earlier, self.lock = self.lock, lock_folder(self.path)
+        earlier.close()
+        self.say(f"{self.path} held an earlier run; it is now {aside} (to go on with it: --resume {aside}).")
+
+    def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
+        assert self.resumed is not None
+        if not (self.resumed / CONFIG_FILE).is_file():
+            raise CheckpointError(f"{self.resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
+        stored = with_absolute_paths(load_config(self.resumed / CONFIG_FILE))
+        config = _with_seed(config, stored.training.seed)
+        differences = meaningful_differences(stored, config)
+        if differences and not force:
+            raise CheckpointError(
+                f"{self.resumed} was trained with other settings:\n"
+                + "\n".join(f"  {line}" for line in differences)
+                + "\nA run that changes its meaning on the way cannot be compared with any other.  "
+                "Try: leave them as they were, start a new run, or insist with --force-resume."
+            )
+        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.say).newest()
+        self.say(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
+        return config
+
+
+def step_aside(path: Path) -> str:
+    """Rename a folder that holds an earlier run; returns its new name."""
+    number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
+    aside = f"{path}.{number}"
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
+        ) from error
+    return aside
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The same configuration, readable from any working directory."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute()) if path else path
+
+    model, teaching = config.model, config.teaching
+    if Path(model.model).expanduser().is_dir():
+        model = model.model_copy(update={"model": absolute(model.model)})
+    if teaching.student_model and Path(teaching.student_model).expanduser().is_dir():
+        teaching = teaching.model_copy(update={"student_model": absolute(teaching.student_model)})
+    return config.model_copy(
+        update={
+            "model": model,
+            "teaching": teaching,
+            "backend": config.backend.model_copy(
+                update={
+                    "adapter_path": absolute(config.backend.adapter_path),
+                    "throttle_dir": absolute(config.backend.throttle_dir),
+                }
+            ),
+            "data": config.data.model_copy(update={"path": absolute(config.data.path)}),
+            "eval": config.eval.model_copy(update={"path": absolute(config.eval.path)}),
+            "plugins": config.plugins.model_copy(
+                update={"search_paths": tuple(absolute(path) for path in config.plugins.search_paths)}
+            ),
+        }
+    )
+
+
+def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str]:
+    """Options that differ and would change what the run means."""
+    before, after = values_of(stored), values_of(wanted)
+    return [
+        f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path) and not path.startswith(FREE_TO_CHANGE)
+    ]
+
+
+def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
+    """Settle the seed of a run that asked for none."""
+    if config.training.seed >= 0:
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"seed": seed})})
+
+
+def lock_folder(path: Path) -> TextIO:
+    """Hold the folder for as long as the returned file is open; the system lets go even after a kill."""
+    file = (path / LOCK_FILE).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise ConfigError(f"{path} is in use by another run (process {owner}).  Try: another --log-dir") from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
+def _copy_logs(source: Path, target: Path) -> None:
+    if any(_holds_something(target / name) for name in (*FILES, "checkpoints", "rollouts")):
+        raise ConfigError(
+            f"{target} already holds a run, so that of {source} cannot go on there.  Try: another --log-dir"
+        )
+    for name in FILES:
+        if (source / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,202 @@
+"""The arithmetic of memory and time, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrain.capacity.memory import (
+    MICRO_BATCH,
+    SPARE,
+    Shape,
+    TrainingCost,
+    Workload,
+    cache_bytes,
+    largest_batch,
+    plan_memory,
+    plan_training,
+    read_shape,
+    workload_of,
+)
+from retrain.capacity.roofline import find_card, sampling_phases, step_time, training_phases
+from retrain.config import load_config
+
+QWEN3_4B = {
+    "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+W1 = Workload(8, 16, 67, 512, rank=32, target_modules="all-linear", width=2, cache_width=2)
+GB = 10**9
+
+
+def qwen() -> Shape:
+    shape = read_shape(QWEN3_4B)
+    assert shape is not None
+    return shape
+
+
+def test_the_weights_of_a_known_model_are_counted() -> None:
+    shape = qwen()
+    # Qwen3-4B has 4.02 billion weights, of which 389 million are the embedding.
+    assert shape.parameters == pytest.approx(4.022e9, rel=1e-3)
+    assert shape.cached_values * 2 == 2 * 36 * 8 * 128 * 2
+    per_layer = 32 * ((2560 + 4096) * 2 + (2560 + 1024) * 2 + (2560 + 9728) * 3)
+    assert shape.adapter_parameters(32, "all-linear") == 36 * per_layer == 66_060_288
+    assert shape.adapter_parameters(32, "q_proj, v_proj") == 36 * 32 * (2560 + 4096 + 2560 + 1024)
+    assert shape.adapted_parameters("q_proj") == 36 * 2560 * 4096
+
+
+def test_activations_of_one_layer_are_those_written_out() -> None:
+    cost = TrainingCost(qwen(), rank=32, width=2)
+    numbers = 4 * 2560 + 3 * 4096 + 3 * 1024 + 3 * 9728 + 7 * 32
+    assert cost.layer == 2 * numbers
+    plain = TrainingCost(replace(qwen(), norms_queries=False), rank=32, width=2)
+    assert cost.layer - plain.layer == 2 * (4096 + 1024)
+    assert cost.boundary == 2 * 2560
+    # One layer more than the model has: that which is at work.
+    assert cost.bytes(1000) == pytest.approx(1000 * (37 * cost.layer + 8 * 2560) + cost.logits(1000))
+    saved = cost.bytes(1000) - cost.bytes(1000, recomputed=10)
+    assert saved == pytest.approx(1000 * 10 * (cost.layer - cost.boundary), rel=1e-6)
+
+
+def test_a_step_that_was_measured_is_foretold_within_a_tenth() -> None:
+    # 59.8 GiB on an H200 (docs/benchmarks.md), with micro-batches of 15 sequences.
+    plan = plan_memory(qwen(), replace(W1, micro_batch_tokens=15 * 578))
+    assert plan.total == pytest.approx(59.8 * 2**30, rel=0.1)
+    # One sequence of 16,384 tokens, all layers recomputed, nothing sampled: 14.5 GiB.
+    alone = replace(W1, prompts=1, group=1, max_tokens=16_384 - 67, recompute=True, samples_here=False)
+    assert plan_memory(qwen(), alone).total == pytest.approx(14.5 * 2**30, rel=0.1)
+
+
+def test_the_cache_has_room_for_every_completion_in_whole_blocks() -> None:
+    assert cache_bytes(qwen(), W1) == 128 * 640 * 147_456
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"hidden_size": "wide"},
+        {"hidden_size": 4},
+        QWEN3_4B | {"num_experts": 8},
+        QWEN3_4B | {"num_hidden_layers": 0},
+    ],
+)
+def test_a_config_that_is_not_a_dense_decoders_has_no_shape(broken: dict[str, Any]) -> None:
+    assert read_shape(broken) is None
+
+
+def test_other_spellings_and_nested_configs_are_read() -> None:
+    gpt2 = read_shape({"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50_257})
+    assert gpt2 is not None
+    assert (gpt2.intermediate, gpt2.gated, gpt2.tied, gpt2.keys) == (3072, False, True, 768)
+    assert read_shape({"text_config": QWEN3_4B}) == qwen()
+
+
+def test_plenty_of_room_means_full_micro_batches_and_no_recompute() -> None:
+    plan = plan_training(TrainingCost(qwen(), 32, 2), 100 * GB, longest=579)
+    assert (plan.micro_batch_tokens, plan.recomputed_layers, plan.fits) == (MICRO_BATCH, 0, True)
+
+
+def test_less_room_means_smaller_micro_batches_first_then_some_layers_then_all() -> None:
+    cost = TrainingCost(qwen(), 32, 2)
+    smaller = plan_training(cost, 25 * GB, longest=579)
+    assert 4096 <= smaller.micro_batch_tokens < MICRO_BATCH
+    assert smaller.recomputed_layers == 0
+    some = plan_training(cost, 10 * GB, longest=579)
+    assert some.micro_batch_tokens >= 4096
+    assert 0 < some.recomputed_layers < 36
+    tight = plan_training(cost, 0.9 * GB, longest=579)
+    assert tight.recomputed_layers == 36
+    assert 579 <= tight.micro_batch_tokens < 4096
+    hopeless = plan_training(cost, 0.1 * GB, longest=579)
+    assert (hopeless.micro_batch_tokens, hopeless.recomputed_layers, hopeless.fits) == (579, 36, False)
+
+
+def test_a_4b_step_at_16k_tokens_fits_in_40_gb() -> None:
+    work = replace(W1, prompts=1, group=2, max_tokens=16_384 - 67)
+    plan = plan_memory(qwen(), work, 40 * GB)
+    assert plan.training.fits
+    assert plan.training.recomputed_layers > 0
+    assert plan.total <= 40 * GB * (1 - SPARE)
+
+
+@given(st.floats(0.2, 200), st.integers(16, 40_000), st.booleans())
+def test_a_plan_that_fits_stays_within_its_room_and_holds_the_longest(room: float, longest: int, always: bool) -> None:
+    cost = TrainingCost(qwen(), 32, 2)
+    plan = plan_training(cost, room * GB, longest, always=always)
+    assert plan.micro_batch_tokens >= longest
+    assert not plan.fits or plan.bytes <= room * GB
+    assert not always or plan.recomputed_layers == 36
+    # Without fitting, nothing is left that would need less.
+    assert plan.fits or (plan.micro_batch_tokens, plan.recomputed_layers) == (longest, 36)
+
+
+def test_a_fixed_micro_batch_is_kept_and_layers_make_room() -> None:
+    cost = TrainingCost(qwen(), 32, 2)
+    plan = plan_training(cost, 20 * GB, longest=579, wanted=8192)
+    assert plan.micro_batch_tokens == 8192
+    assert 0 < plan.recomputed_layers < 36
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    memory = 141 * GB
+    most = largest_batch(qwen(), W1, memory)
+    for prompts, fits in ((most, True), (most + 1, False)):
+        plan = plan_memory(qwen(), replace(W1, prompts=prompts), memory)
+        assert (plan.training.fits and plan.total <= memory * (1 - SPARE)) is fits
+    assert largest_batch(qwen(), W1, 10 * GB) == 0
+
+
+def test_a_configuration_becomes_a_workload() -> None:
+    config = load_config(
+        None, {"training.max_tokens": 300, "backend.devices": "cpu", "inference.kv_cache_dtype": "fp8"}
+    )
+    work = workload_of(config, 50)
+    assert (work.longest, work.completions, work.width, work.cache_width) == (350, 128, 4, 1)
+    split = workload_of(load_config(None, {"backend.devices": "gpu:0,gpu:1"}), 50)
+    assert (split.width, split.samples_here) == (2, False)
+
+
+def test_the_roofline_of_w1_is_the_physical_floor() -> None:
+    # 4.26 TB/s and 790 TFLOP/s, measured: 1.7 s to sample; 1.6 s to train, less what shared prompts save.
+    shape = qwen()
+    sample = sum(phase.seconds(790, 4260) for phase in sampling_phases(shape, W1))
+    train = sum(phase.seconds(790, 4260) for phase in training_phases(shape, W1))
+    assert sample == pytest.approx(1.7, rel=0.1)
+    assert 1.3 < train < 1.7
+    again = sum(phase.seconds(790, 4260) for phase in training_phases(shape, W1, recomputed_layers=36))
+    assert 1.2 < again / train < 1.6
+
+
+def test_cards_are_found_by_any_part_of_their_name() -> None:
+    names = {"NVIDIA H100 80GB HBM3": "H100", "nvidia h100 pcie": "H100 PCIe", "NVIDIA L40S": "L40S", "l4": "L4"}
+    for given_name, found in names.items():
+        card = find_card(given_name)
+        assert card is not None
+        assert card.name == found
+    assert find_card("Voodoo 2") is None
+    h200 = find_card("h200")
+    assert h200 is not None
+    at_best = step_time(qwen(), W1, h200)
+    assert at_best.likely == pytest.approx(2 * (at_best.sample + at_best.train))
+    assert math.isfinite(at_best.likely)
+
+
+def test_training_the_whole_model_needs_no_copy_to_sample_from_but_a_reference_is_one() -> None:
+    shape = read_shape(QWEN3_4B)
+    assert shape is not None
+    config = load_config(None, {"model.lora_rank": 0, "model.dtype": "bf16"})
+    plan = plan_memory(shape, workload_of(config, 64))
+    # Weights in bf16, and their gradients, float32 masters with gradients, and moments.
+    assert (plan.weights, plan.sampling_copy, plan.adapter) == (2 * shape.parameters, 0, 18 * shape.parameters)
+    held = load_config(None, {"model.lora_rank": 0, "model.dtype": "bf16", "kl.beta": 0.1})
+    assert plan_memory(shape, workload_of(held, 64)).weights == 2 * plan.weights
+    away = {"model.lora_rank": 0, "model.dtype": "bf16", "kl.beta": 0.1, "memory.offload_untrained_models": True}
+    assert plan_memory(shape, workload_of(load_config(None, away), 64)).weights == plan.weights

@@ -1,0 +1,168 @@
+"""What is said before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retrain.checks import preflight
+from retrain.cli import run
+from retrain.config import load_config
+from retrain.config.reference import starter
+from retrain.errors import ConfigError
+
+HERE = {"backend.devices": "cpu", "model.model": "builtin:tiny", "data.source": "arithmetic", "training.max_tokens": 32}
+KEYS = ("WANDB_API_KEY", "WANDB_MODE", "TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "HF_HUB_OFFLINE", "HF_ENDPOINT")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for key in KEYS:
+        # Set and removed again, so that monkeypatch takes away what a test puts there.
+        monkeypatch.setenv(key, "x")
+        monkeypatch.delenv(key)
+    asked = preflight.hub_answers
+    asked.cache_clear()
+    yield tmp_path
+    asked.cache_clear()
+
+
+def check(**options: Any) -> str:
+    """The error, or ""."""
+    try:
+        preflight.check_before_loading(
+            load_config(None, HERE | {key.replace("__", "."): value for key, value in options.items()})
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
+    assert check() == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model__model": "./nowhere"}, '[model] model = "./nowhere": no such folder.'),
+        ({"model__model": "a/b/c"}, '[model] model = "a/b/c": no such folder.'),
+        ({"model__model": "models/"}, '[model] model = "models/": no such folder.'),
+        ({"teaching__enabled": True, "teaching__student_model": "~/s"}, "[teaching] student_model"),
+        (
+            {"training__max_tokens": 256},
+            "[training] max_tokens = 256 and a prompt do not fit the model's context of 256",
+        ),
+        ({"data__source": "jsonl", "data__path": "no.jsonl"}, '[data] path = "no.jsonl": there is no file no.jsonl'),
+        (
+            {"eval__every": 1, "eval__source": "jsonl", "eval__path": "no.jsonl"},
+            '[eval] path = "no.jsonl": there is no file no.jsonl',
+        ),
+        ({"logging__wandb_project": "p"}, '[logging] wandb_project = "p" needs a key'),
+        ({"backend__backend": "tinker"}, '[backend] backend = "tinker" needs a key, and TINKER_API_KEY is not set.'),
+    ],
+)
+def test_what_would_end_the_run_is_named_with_what_to_do(options: dict[str, Any], text: str) -> None:
+    assert text in check(**options)
+
+
+def test_keys_count_wherever_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WANDB_API_KEY", "k"), ("WANDB_MODE", "offline")):
+        with monkeypatch.context() as only:
+            only.setenv(name, value)
+            assert check(logging__wandb_project="p") == ""
+    (folder / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert check(logging__wandb_project="p") == ""
+    with monkeypatch.context() as only:
+        only.setenv("TINKER_API_KEY", "tml-k")
+        assert check(backend__backend="tinker") == ""
+        only.setenv("TINKER_API_KEY", "sk-k")
+        assert 'must start with "tml-"' in check(backend__backend="tinker")
+    (folder / ".tinker").mkdir()
+    (folder / ".tinker" / "credentials.json").write_text("{}")
+    assert check(backend__backend="tinker") == ""
+
+
+def test_an_environment_cuts_what_is_too_long_by_itself() -> None:
+    assert check(environment__provider="builtin", environment__id="guess-number", training__max_tokens=5000) == ""
+
+
+def test_all_of_it_is_said_at_once() -> None:
+    error = check(model__model="./nowhere", logging__wandb_project="p", data__source="jsonl", data__path="no.jsonl")
+    assert error.count("\n") == 3
+
+
+def test_without_the_hub_a_model_that_is_not_cached_is_answered_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        # It takes connections and never answers.
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        began = time.monotonic()
+        error = check(model__model="Qwen/Qwen3-4B")
+        assert time.monotonic() - began < 5
+    assert 'model = "Qwen/Qwen3-4B": no such folder, not in the cache' in error
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_without_the_hub_what_is_cached_is_used_and_nobody_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = folder / "hub" / "models--Qwen--Qwen3-4B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"max_position_embeddings": 64}')
+    monkeypatch.setattr(preflight, "hub_answers", lambda: False)
+    said: list[str] = []
+    preflight.check_before_loading(load_config(None, HERE | {"model.model": "Qwen/Qwen3-4B"}), said.append)
+    assert len(said) == 1 and "cannot be reached" in said[0]
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert "context of 64" in check(model__model="Qwen/Qwen3-4B", training__max_tokens=64)
+
+
+def test_the_hub_is_not_asked_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(preflight, "hub_answers", ask)
+    assert check() == ""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "not in the cache" in check(model__model="Qwen/Qwen3-4B")
+
+
+def test_libraries_that_were_imported_before_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    preflight.go_offline()
+    assert constants.HF_HUB_OFFLINE is True
+
+
+def test_it_is_said_without_importing_torch(folder: Path) -> None:
+    (folder / "run.toml").write_text(starter("demo"))
+    program = "import sys; from retrain.cli import run; code = run(['run.toml', '--max-tokens', '999']); "
+    done = subprocess.run(
+        [sys.executable, "-c", program + "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "2 False False"
+    assert "do not fit the model's context of 256" in done.stderr
+
+
+def test_a_campaign_says_it_before_any_run_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run.toml").write_text(starter("demo") + "\n[campaign]\nseeds = [1]\nmax_steps = 1\n")
+    assert run(["run.toml", "--max-tokens", "999"]) == 2
+    assert "do not fit the model's context of 256" in capsys.readouterr().err
+    assert not (folder / "logs").exists()

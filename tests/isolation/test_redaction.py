@@ -1,0 +1,93 @@
+"""What is hidden in text of foreign code, and what such code can see."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retrain.cli import run
+from retrain.config import TrainConfig
+from retrain.isolation.redaction import public_environment, redact, redact_all
+from retrain.tracking import completions_table
+from retrain.tracking.console import Console
+from retrain.tracking.jsonl import JsonlTracker
+from retrain.types import Completion, Example, Group, Score
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GET https://user:hunter2@host.example/v1 failed", "GET https://***@host.example/v1 failed"),
+        ("postgres://u:p@ss@db/x", "postgres://***@db/x"),
+        ("https://0123456789abcdef@host/x ssh://git@host", "https://***@host/x ssh://git@host"),
+        ("https://h/v1?api_key=abc123&x=1", "https://h/v1?api_key=***&x=1"),
+        ("https://h/v1?x=1&access_token=abc", "https://h/v1?x=1&access_token=***"),
+        ("Authorization: Bearer abcdefghijkl", "Authorization: Bearer ***"),
+        ("key sk-proj-0123456789abcdefXYZ!", "key ***!"),
+        ("hf_0123456789abcdefghijklmnop", "***"),
+    ],
+)
+def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see http://localhost:8000/v1 and a@b.example",
+        "http://h:80/path@2",
+        "x = 3? y=4 & z=5",
+        "Basic arithmetic, bearer of news",
+        "a risk-free task",
+    ],
+)
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_secrets_of_the_environment_are_hidden_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    monkeypatch.setenv("DATABASE_URL", "postgres://root:correcthorse@db/x")
+    monkeypatch.setenv("SHORT_TOKEN", "true")
+    monkeypatch.setenv("MONKEY", "bananabanana")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/tmp/agent.sock")
+    text = "opensesame99, correcthorse, true, bananabanana, /tmp/agent.sock"
+    assert redact(text) == "***, ***, true, bananabanana, /tmp/agent.sock"
+    row = {"detail": "opensesame99", "transcript": ({"role": "tool", "content": "opensesame99"},), "reward": 1.0}
+    assert redact_all(row) == {"detail": "***", "transcript": [{"role": "tool", "content": "***"}], "reward": 1.0}
+
+
+def test_foreign_code_sees_public_variables_and_those_that_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    monkeypatch.setenv("MY_GRADER", "strict")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.setenv("https_proxy", "http://user:hunter2@proxy:3128")
+    seen = public_environment()
+    assert "PATH" in seen and seen["LC_ALL"] == "C.UTF-8"
+    assert not {"ACME_API_KEY", "MY_GRADER", "https_proxy"} & set(seen)
+    seen = public_environment(["MY_*", "https_proxy"])
+    assert (seen["MY_GRADER"], seen["https_proxy"]) == ("strict", "http://user:hunter2@proxy:3128")
+
+
+def test_console_logs_tables_and_errors_hide_secrets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    stream = StringIO()
+    Console(stream).say("the grader said opensesame99")
+    assert stream.getvalue() == "the grader said ***\n"
+    transcript = ({"role": "tool", "content": "ACME_API_KEY=opensesame99"},)
+    completion = Completion(np.arange(3), np.zeros(3), "opensesame99", "stop", transcript=transcript)
+    group = Group(Example("2 + 2?", "4"), np.arange(2), (completion,), (Score(0.0, "error", "x opensesame99"),))
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(TrainConfig())
+    tracker.log(0, {"mean_reward": 0.0, "condition": "grpo+none"}, [group])
+    tracker.finish()
+    (row,) = (tmp_path / "emergence" / "generations.jsonl").read_text().splitlines()
+    assert row.count("***") == 3 and "opensesame99" not in row
+    assert completions_table(0, [group])["data"][0][2] == "***"
+    assert run(["no-such-file-opensesame99.toml"]) == 2
+    assert "no-such-file-***.toml" in capsys.readouterr().err

@@ -1,0 +1,452 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
+from e2e.tiny import write_model, write_tokenizer
+
+from retrain.cli import run
+from retrain.config import load_config
+from retrain.errors import CheckpointError, ConfigError
+from retrain.storage.folder import RunFolder, meaningful_differences, with_absolute_paths
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps; copy it, do not touch it."""
+    folder = tmp_path_factory.mktemp("finished")
+    train_quietly(fake_config(model, folder))
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    written = tmp_path / "logs" / "config.toml"
+    written.write_text(written.read_text().replace(str(finished), str(tmp_path)))
+    return tmp_path
+
+
+def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder: Path) -> None:
+    before = (run_folder / "logs" / "metrics.jsonl").read_bytes()
+    _, printed = train_quietly(fake_config(model, run_folder, training__max_steps=1))
+    assert (run_folder / "logs.1" / "metrics.jsonl").read_bytes() == before
+    assert len(rows(run_folder / "logs")) == 1
+    logs = run_folder / "logs"
+    assert f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)." in printed
+    train_quietly(fake_config(model, run_folder, training__max_steps=2))
+    assert [len(rows(f"{logs}{suffix}")) for suffix in ("", ".1", ".2")] == [2, 4, 1]
+
+
+def open_folder(log_dir: Path) -> list[str]:
+    """What a new run in that place is told."""
+    said: list[str] = []
+    folder = RunFolder(load_config(None, {"logging.log_dir": str(log_dir)}), False, said.append)
+    folder.settle()
+    folder.close()
+    return said
+
+
+def test_a_run_that_fails_to_start_leaves_the_earlier_one_where_it_was(run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    RunFolder(load_config(None, {"logging.log_dir": str(logs)}), False, print).close()
+    assert (logs / "metrics.jsonl").stat().st_size > 0
+    assert not Path(f"{logs}.1").exists()
+
+
+def test_checkpoints_without_logs_are_an_earlier_run_too(run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    for path in [path for path in logs.iterdir() if path.name != "checkpoints"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert open_folder(logs) == [
+        f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)."
+    ]
+    assert (run_folder / "logs.1" / "checkpoints" / "step_000004").is_dir()
+    assert not (logs / "checkpoints").exists()
+
+
+def test_empty_logs_are_no_earlier_run(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    (logs / "emergence").mkdir(parents=True)
+    (logs / "checkpoints").mkdir()
+    for name in ("metrics.jsonl", "eval.jsonl", "emergence/steps.jsonl"):
+        (logs / name).touch()
+    assert open_folder(logs) == []
+    assert not (tmp_path / "logs.1").exists()
+
+
+def test_an_earlier_run_behind_a_link_steps_aside_and_the_link_stays(run_folder: Path) -> None:
+    logs, disk = run_folder / "logs", run_folder / "disk"
+    disk.mkdir()
+    logs.rename(disk / "run")
+    logs.symlink_to(disk / "run")
+    open_folder(logs)
+    assert logs.is_symlink()
+    assert logs.resolve() == disk / "run"
+    assert not (logs / "metrics.jsonl").exists()
+    assert len(rows(disk / "run.1")) == 4
+
+
+def test_a_tilde_is_the_home_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    places = {"logging__log_dir": "~/logs", "backend__adapter_path": "~/adapter"}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **places))
+    assert len(rows(home / "logs")) == 1
+    assert (home / "adapter" / "steps.txt").read_text() == "1"
+    assert list(here.iterdir()) == []
+
+
+def test_a_finished_run_publishes_its_adapter_wherever_a_resume_wants_it(model: Path, run_folder: Path) -> None:
+    elsewhere = run_folder / "elsewhere"
+    resuming = {"resume__from": str(run_folder / "logs"), "backend__adapter_path": str(elsewhere)}
+    train_quietly(fake_config(model, run_folder, **resuming))
+    assert (elsewhere / "steps.txt").read_text() == "4"
+
+
+def test_a_run_killed_before_anything_but_its_checkpoint_was_written_resumes(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    (logs / "trainer_state.json").unlink()
+    shutil.rmtree(run_folder / "adapter")
+    train_quietly(fake_config(model, run_folder, resume__from=str(logs)))
+    state = json.loads((logs / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (4, "finished")
+    assert (run_folder / "adapter" / "steps.txt").read_text() == "4"
+
+
+def test_a_renamed_run_can_still_be_resumed(model: Path, run_folder: Path) -> None:
+    shutil.move(run_folder / "logs", run_folder / "elsewhere")
+    elsewhere = str(run_folder / "elsewhere")
+    config = fake_config(model, run_folder, training__max_steps=5, logging__log_dir=elsewhere, resume__from=elsewhere)
+    train_quietly(config)
+    assert [row["step"] for row in rows(elsewhere)] == [0, 1, 2, 3, 4]
+
+
+HOLD = """
+import sys
+from retrain.config import load_config
+from retrain.storage.folder import RunFolder
+folder = RunFolder(load_config(None, {"logging.log_dir": sys.argv[1]}), False, print)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_by_another_live_run_is_refused(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "logs")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"in use by another run \(process {holder.pid}\).*another --log-dir"):
+            train_quietly(fake_config(model, tmp_path))
+        holder.kill()
+        holder.communicate()
+    # Killed, it holds nothing any more.
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+
+
+def test_a_run_that_is_resumed_while_it_lives_is_refused(model: Path, run_folder: Path) -> None:
+    resuming = fake_config(model, run_folder, resume__from=str(run_folder / "logs"))
+    held = RunFolder(resuming, False, print)
+    try:
+        with pytest.raises(ConfigError, match="in use by another run"):
+            train_quietly(resuming)
+        with pytest.raises(ConfigError, match="in use by another run"):
+            train_quietly(fake_config(model, run_folder))
+    finally:
+        held.close()
+
+
+def test_a_refused_resume_lets_go_of_the_folder(model: Path, run_folder: Path) -> None:
+    logs = str(run_folder / "logs")
+    with pytest.raises(CheckpointError) as refused:
+        train_quietly(fake_config(model, run_folder, training__lr=1.0, resume__from=logs))
+    # The error, and with it every local variable on the way, is still alive here.
+    assert refused.value is not None
+    train_quietly(fake_config(model, run_folder, resume__from=logs))
+
+
+def test_a_log_dir_that_cannot_be_made_is_an_error(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"\[logging\] log_dir = .* cannot be written to"):
+        train_quietly(fake_config(model, tmp_path, logging__log_dir=str(tmp_path / "file" / "logs")))
+
+
+def test_an_earlier_run_that_cannot_step_aside_is_an_error(
+    model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder cannot be renamed while it is the working directory by the name of ".", or a mount point.
+    monkeypatch.chdir(run_folder / "logs")
+    with pytest.raises(ConfigError, match="cannot be renamed"):
+        train_quietly(fake_config(model, run_folder, logging__log_dir="."))
+
+
+def test_a_resume_that_changes_the_meaning_is_refused_with_the_list(
+    model: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = run_folder / "logs"
+    changed = fake_config(
+        model, run_folder, training__lr=1e-3, algorithm__advantage_mode="grpo", model__lora_rank=8, training__keep=7
+    )
+    before = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
+    assert run_command(changed, "--resume", str(logs)) == 2
+    told = capsys.readouterr().err
+    assert "was trained with other settings" in told
+    assert "  algorithm.advantage_mode: 'maxrl' -> 'grpo'\n" in told
+    assert "  model.lora_rank: 32 -> 8\n" in told
+    assert "  training.lr: 4e-05 -> 0.001\n" in told
+    assert "training.keep" not in told
+    assert "--force-resume" in told
+    assert {path: path.read_bytes() for path in before} == before, "a refusal changes nothing"
+
+
+def test_insisting_resumes_all_the_same(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    changed = fake_config(model, run_folder, training__lr=1e-3, training__max_steps=5)
+    assert run_command(changed, "--resume", str(logs), "--force-resume") == 0
+    assert [row["step"] for row in rows(logs)] == [0, 1, 2, 3, 4]
+    assert load_config(logs / "config.toml").training.lr == 1e-3
+
+
+def test_insisting_on_another_batch_size_uses_it(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    assert run(["--resume", str(logs), "--force-resume", "--batch-size", "3", "--max-steps", "5"]) == 0
+    assert [row["batch_size"] for row in rows(logs)] == [2, 2, 2, 2, 3]
+    assert len([row for row in rows(logs, "emergence/generations.jsonl") if row["step"] == 4]) == 3 * 4
+
+
+def test_insisting_on_an_adapter_that_does_not_fit_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = {
+        "backend__backend": "local",
+        "backend__devices": "cpu",
+        "model__lora_rank": 8,
+        "training__max_tokens": 8,
+        "training__max_steps": 1,
+        "reward__custom_function": "score_length",
+    }
+    whole = write_tokenizer(write_model(tmp_path / "model", layers=1))
+    train_quietly(fake_config(whole, tmp_path, **real))
+    logs = tmp_path / "logs"
+    torn(tmp_path)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in logs.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = files()
+    assert run(["--resume", str(logs), "--force-resume", "--lora-rank", "4", "--max-steps", "2"]) == 1
+    assert "error: the saved weights have other layers than this model" in capsys.readouterr().err
+    assert files() == before
+    assert run(["--resume", str(logs), "--max-steps", "2"]) == 0
+    assert [row["step"] for row in rows(logs)] == [0, 1]
+
+
+def test_a_resumed_run_writes_a_configuration_that_starts_afresh(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    folder = RunFolder(fake_config(model, run_folder, resume__from=str(logs)), False, lambda line: None)
+    folder.settle()
+    folder.close()
+    assert load_config(logs / "config.toml").resume.from_ == ""
+    assert load_config(logs / "config.toml") == with_absolute_paths(fake_config(model, run_folder))
+
+
+def test_a_run_with_relative_paths_resumes_from_anywhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(here)
+    (here / "reward_of_here.py").write_text("def score(response, reference):\n    return 'right' in response\n")
+    write_problems(here)
+    relative = {
+        "data__path": "problems.jsonl",
+        "logging__log_dir": "logs",
+        "backend__adapter_path": "adapter",
+        "reward__custom_module": "reward_of_here",
+    }
+    train_quietly(fake_config(model, here, training__max_steps=1, **relative))
+    monkeypatch.chdir(elsewhere)
+    assert run(["--resume", str(here / "logs"), "--max-steps", "2"]) == 0
+    assert [row["step"] for row in rows(here / "logs")] == [0, 1]
+    assert (here / "adapter" / "steps.txt").read_text() == "2"
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_how_long_where_and_how_fast_may_change(model: Path, run_folder: Path) -> None:
+    free: dict[str, Any] = {
+        "training__max_steps": 5,
+        "training__save_every": 1,
+        "training__keep": 1,
+        "training__record": True,
+        "backend__adapter_path": str(run_folder / "other"),
+        "backend__devices": "cpu",
+        "memory__micro_batch_tokens": 99,
+        "reward__timeout_s": 9.0,
+        "reward__workers": 2,
+        "logging__wandb_group": "later",
+    }
+    train_quietly(fake_config(model, run_folder, resume__from=str(run_folder / "logs"), **free))
+    assert len(rows(run_folder / "logs")) == 5
+
+
+def test_a_resume_needs_no_configuration_but_the_folders_own(
+    model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("anywhere"))
+    assert run(["--resume", str(run_folder / "logs"), "--max-steps", "5"]) == 0
+    assert [row["step"] for row in rows(run_folder / "logs")] == [0, 1, 2, 3, 4]
+
+
+def test_a_resume_can_go_on_in_another_folder(model: Path, run_folder: Path) -> None:
+    before = (run_folder / "logs" / "metrics.jsonl").read_bytes()
+    config = fake_config(
+        model, run_folder, training__max_steps=5, resume__from=str(run_folder / "logs"),
+        logging__log_dir=str(run_folder / "branch"),
+    )  # fmt: skip
+    train_quietly(config)
+    assert [row["step"] for row in rows(run_folder / "branch")] == [0, 1, 2, 3, 4]
+    assert (run_folder / "logs" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match="already holds a run"):
+        train_quietly(config)
+
+
+def test_a_folder_with_nothing_to_resume_is_an_error(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is nothing to resume"):
+        train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "nowhere")))
+
+
+def torn(run_folder: Path) -> None:
+    """Leave behind what a kill leaves: later steps, then half a line, in each file."""
+    for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl"):
+        path = run_folder / "logs" / name
+        path.write_bytes(path.read_bytes() + b'{"step": 4}\n{"step": 5, "lo')
+
+
+def test_a_torn_last_line_is_cut_and_no_step_appears_twice(model: Path, run_folder: Path) -> None:
+    torn(run_folder)
+    train_quietly(fake_config(model, run_folder, training__max_steps=6, resume__from=str(run_folder / "logs")))
+    for name in ("metrics.jsonl", "emergence/steps.jsonl"):
+        assert [row["step"] for row in rows(run_folder / "logs", name)] == [0, 1, 2, 3, 4, 5]
+    assert len(rows(run_folder / "logs", "emergence/generations.jsonl")) == 48
+
+
+def resumed(model: Path, folder: Path, **overrides: Any) -> str:
+    """Two more steps of the run; what they said."""
+    logs = str(folder / "logs")
+    _, printed = train_quietly(fake_config(model, folder, training__max_steps=6, resume__from=logs, **overrides))
+    return printed
+
+
+def test_metrics_that_were_deleted_before_a_resume_are_missed_and_rebuilt(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    before = rows(logs)
+    (logs / "metrics.jsonl").unlink()
+    printed = resumed(model, run_folder)
+    assert f"Warning: {logs}/metrics.jsonl lost the rows of steps 0-3 since the checkpoint." in printed
+    assert "Those of steps 0-3 are rebuilt with rewards and evaluations alone." in printed
+    after = rows(logs)
+    assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
+    assert [row.get("rebuilt", False) for row in after] == [True] * 4 + [False] * 2
+    for old, new in zip(before, after[:4], strict=True):
+        kept = ("condition", "mean_reward", "correct_rate", "running_correct_rate")
+        assert [new[key] for key in kept] == pytest.approx([old[key] for key in kept])
+
+
+def test_metrics_that_were_shortened_keep_what_is_left_and_no_step_appears_twice(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    kept = (logs / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # The first two rows are gone, and a step of after the checkpoint is there.
+    (logs / "metrics.jsonl").write_text("".join(kept[2:]) + '{"step": 4}\n{"ste')
+    printed = resumed(model, run_folder)
+    assert "lost the rows of steps 0-1 since the checkpoint. Those of steps 0-1 are rebuilt" in printed
+    after = rows(logs)
+    assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
+    assert after[2] == json.loads(kept[2])
+
+
+def test_what_the_other_logs_do_not_have_is_said_to_be_gone(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl"):
+        (logs / name).unlink()
+    printed = resumed(model, run_folder)
+    assert "metrics.jsonl lost the rows of steps 0-3 since the checkpoint. The other logs do not have them." in printed
+    assert "generations.jsonl is shorter than at the checkpoint. What it lost cannot be rebuilt." in printed
+    assert [row["step"] for row in rows(logs)] == [4, 5]
+
+
+def test_summaries_are_rebuilt_from_completions_and_metrics_from_them(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    before, summaries = rows(logs), rows(logs, "emergence/steps.jsonl")
+    (logs / "metrics.jsonl").unlink()
+    (logs / "emergence" / "steps.jsonl").unlink()
+    assert "steps.jsonl lost the rows of steps 0-3" in resumed(model, run_folder)
+    rebuilt = rows(logs, "emergence/steps.jsonl")[:4]
+    assert rebuilt == [row | {"rebuilt": True} for row in summaries]
+    assert [row["correct_rate"] for row in rows(logs)[:4]] == [row["correct_rate"] for row in before]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(model: Path, run_folder: Path) -> None:
+    expected = rows_without_times(run_folder / "logs")
+    (run_folder / "logs" / "checkpoints" / "step_000004" / "adapter" / "steps.txt").write_text("9")
+    _, printed = train_quietly(fake_config(model, run_folder, resume__from=str(run_folder / "logs")))
+    assert "is damaged (adapter/steps.txt does not match its digest); looking for an older one." in printed
+    assert "at step 2." in printed
+    assert rows_without_times(run_folder / "logs") == expected
+
+
+def test_when_every_checkpoint_is_damaged_the_run_says_so(
+    model: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for checkpoint in (run_folder / "logs" / "checkpoints").iterdir():
+        (checkpoint / "checkpoint.json").write_text("{")
+    config = fake_config(model, run_folder)
+    assert run_command(config, "--resume", str(run_folder / "logs")) == 2
+    told = capsys.readouterr().err
+    assert "has no checkpoint to resume from" in told
+    assert "To go on" not in told, "the very command that was refused is no way on"
+
+
+def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(
+    model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = run_folder / "logs"
+    config, before = fake_config(model, run_folder, resume__from=str(logs)), (logs / "config.toml").read_text()
+
+    def torn_write(self: Path, text: str, **options: Any) -> int:
+        with self.open("w") as file:
+            file.write(text[:20])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", torn_write)
+        with pytest.raises(KeyboardInterrupt):
+            train_quietly(config)
+    assert (logs / "config.toml").read_text() == before
+
+
+def test_differences_that_only_say_where_are_no_differences() -> None:
+    stored = load_config(None, {"logging.log_dir": "a", "training.max_steps": 5})
+    wanted = load_config(None, {"logging.log_dir": "b", "training.max_steps": 6, "training.batch_size": 3})
+    assert meaningful_differences(stored, wanted) == ["training.batch_size: 8 -> 3"]
+
+
+def test_the_written_configuration_is_the_whole_one(model: Path, finished: Path) -> None:
+    written = load_config(finished / "logs" / "config.toml")
+    assert written == with_absolute_paths(fake_config(model, finished))

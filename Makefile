@@ -50,8 +50,7 @@ bench: $(DEV_STAMP)
 
 # Rewrites everything that is generated from the schema: retrain.toml, docs tables, manual blocks.
 sync: $(DEV_STAMP)
-	$(BIN)/python -m retrain.config.reference
-	$(BIN)/retrain man --sync
+	$(BIN)/python -m retrain.cli.sync
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

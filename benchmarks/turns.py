@@ -26,7 +26,8 @@ from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.rollouts import Player, Rules
 from retrain.environments.template import ChatTemplate
-from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC, installed_version
+from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC
+from retrain.environments.verifiers.modules import installed_version
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Example, IntArray, Sampling
 

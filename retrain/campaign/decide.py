@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from retrain.analysis.comparison import COLUMNS, compare_runs, explanation_lines, table_rows
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
 from retrain.analysis.stats import FIRST_LOOK, sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
-from retrain.cli.compare import COLUMNS, compare_runs, explanation_lines, table_rows
 from retrain.errors import ConfigError
 
 ALPHA = 0.05

@@ -19,10 +19,10 @@ from typing import TextIO
 
 from retrain.assemble import Supplied
 from retrain.backends.local.shared import SharedModel
-from retrain.campaign.child import end_with_parent
 from retrain.campaign.processes import STDERR, STDOUT
 from retrain.config import load_config
 from retrain.errors import RetrainError
+from retrain.runtime.child import end_with_parent
 from retrain.storage.folder import CONFIG_FILE
 from retrain.tracking.console import Console
 from retrain.trainer import train

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from retrain.campaign.child import PARENT
 from retrain.campaign.plan import Run
 from retrain.config import dump_config
 from retrain.errors import CheckpointError
+from retrain.runtime.child import PARENT
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
-CHILD = "from retrain.campaign.child import main; main()"
 _ERROR_LINES = 3
 _ERROR_CHARACTERS = 2000
 
@@ -101,7 +100,7 @@ class RunProcess:
         resume = ["--resume", str(folder)] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder / CONFIG_FILE), *resume],
+            [sys.executable, "-m", "retrain", str(folder / CONFIG_FILE), *resume],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],

@@ -18,6 +18,7 @@ from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, Ended, prepare_folder, read_error
 from retrain.config.rules import values_of
 from retrain.errors import ConfigError, Problem
+from retrain.runtime.child import PARENT
 
 LOG = "shared.log"
 # What the one model is made of; the rest may differ from run to run.
@@ -76,6 +77,7 @@ class SharedModelProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env=os.environ | {PARENT: str(os.getpid())},
                 start_new_session=True,
             )
         self.listener = threading.Thread(target=self._listen, args=(self.process.stdout,), daemon=True)

@@ -77,10 +77,10 @@ def _print_text(text: str) -> None:
 
 def _sync(write: bool) -> int:
     """Compare the source with its generated parts made anew, and rewrite it if asked to."""
-    from retrain.manual.blocks import fill_blocks  # noqa: PLC0415  (imports the schema)
+    from retrain.cli.sync import fill_manual  # noqa: PLC0415  (imports the schema)
 
     present = SOURCE.read_text(encoding="utf-8")
-    wanted = fill_blocks(present)
+    wanted = fill_manual(present)
     if present == wanted:
         click.echo("The manual is current.")
         return 0

@@ -187,7 +187,7 @@ def _try_environment(config: TrainConfig) -> str:
 
 
 def _is_installed(id: str) -> bool:
-    from retrain.environments.verifiers import is_shipped, module_name  # noqa: PLC0415
+    from retrain.environments.verifiers.modules import is_shipped, module_name  # noqa: PLC0415
 
     return importlib.util.find_spec(module_name(id)) is not None or is_shipped(id)
 

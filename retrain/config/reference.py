@@ -1,13 +1,8 @@
-"""Everything that is printed from the schema: the default file, starters, docs tables, help text, the JSON schema.
-
-`python -m retrain.config.reference` rewrites the generated files of this repository; with `--check` it only compares.
-"""
+"""Everything that is printed from the schema: the default file, starters, docs tables, help text, the JSON schema."""
 
 from __future__ import annotations
 
 import json
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,9 +24,6 @@ _SCHEMA_LINE = f"#:schema ./{SCHEMA_FILE}"
 _LONGEST_LINE = 120
 _WIDEST_ASSIGNMENT = 44
 _LONGEST_DEFAULT = 60
-_DOCS_BLOCK = re.compile(r"(<!-- generated: options -->\n).*?(<!-- end generated -->)", re.DOTALL)
-
-_PARAMETERS_BLOCK = re.compile(r"(<!-- generated: parameters -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -313,39 +305,3 @@ def _usage(commands: Mapping[str, str]) -> str:
             "  written as in TOML, e.g. --args '{split = \"train\"}'.",
         ]
     )
-
-
-def generated_files(root: Path) -> dict[Path, str]:
-    """Every generated file of the repository at `root`, with the text it should hold."""
-    files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
-    grpo = root / "docs" / "grpo.md"
-    if grpo.exists():
-        from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers, which only this page needs)
-        from retrain.grpo.parameters import docs_table  # noqa: PLC0415
-
-        text, table = grpo.read_text(encoding="utf-8"), docs_table(GRPOConfig)
-        files[grpo] = _PARAMETERS_BLOCK.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", text)
-    page = root / "docs" / "configuration.md"
-    if page.exists():
-        text = page.read_text(encoding="utf-8")
-        files[page] = _DOCS_BLOCK.sub(lambda found: f"{found[1]}\n{docs_tables()}\n{found[2]}", text)
-    return files
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Rewrite what is stale and name it; with `--check` only name it, and return 1 when there is any."""
-    root = Path(__file__).parents[2]
-    if not (root / "pyproject.toml").exists():
-        raise ConfigError(f"{root} is not a checkout of retrain; there is nothing to regenerate.")
-    files = generated_files(root)
-    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    check = "--check" in arguments
-    for path in stale:
-        if not check:
-            path.write_text(files[path], encoding="utf-8")
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(root)}")
-    return int(check and bool(stale))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

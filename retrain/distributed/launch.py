@@ -15,8 +15,7 @@ from types import FrameType
 
 import click
 
-from retrain.campaign.child import PARENT
-from retrain.campaign.processes import CHILD
+from retrain.runtime.child import PARENT
 from retrain.runtime.interrupts import SIGNALS
 from retrain.storage.publishing import make_temporary
 
@@ -105,7 +104,7 @@ class Ranks:
 
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `retrain` with these arguments in several processes; its exit code."""
-    command = [sys.executable, "-c", CHILD, *arguments]
+    command = [sys.executable, "-m", "retrain", *arguments]
     folder = make_temporary("retrain-ranks")
     try:
         ranks = Ranks(processes, command, folder)

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines
 from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
 from retrain.campaign.progress import read_progress
-from retrain.cli.compare import compare_runs, early_stops, explanation_lines
 from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import show_value

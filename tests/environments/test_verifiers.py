@@ -18,7 +18,7 @@ from retrain.config.schema import Environment
 from retrain.environments import build_environment, load_split
 from retrain.environments.problems import EnvironmentProblems
 from retrain.environments.rollouts import RolloutScore
-from retrain.environments.verifiers import module_name
+from retrain.environments.verifiers.modules import module_name
 from retrain.errors import ConfigError, PluginError, RetrainError, RolloutError
 from retrain.tracking.console import Console
 from retrain.types import Group

@@ -21,8 +21,8 @@ from retrain.config import schema
 from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
 from retrain.environments.args import check_names
 from retrain.environments.tools import calls_to_wire
-from retrain.environments.verifiers import NEEDS_CLASSIC, import_environment, is_shipped
-from retrain.environments.verifiers_harness import HARNESS_ID, ChatHarness
+from retrain.environments.verifiers.harness import HARNESS_ID, ChatHarness
+from retrain.environments.verifiers.modules import NEEDS_CLASSIC, import_environment, is_shipped
 from retrain.errors import ConfigError, PluginError, Problem, RolloutError
 from retrain.types import Example
 

@@ -1,28 +1,36 @@
-"""The generated parts of the manual: commands from the command table, options from the schema.
+"""The generated files of this repository: the default TOML, the JSON schema, tables of the docs, parts of the manual.
 
-Apart from the reader because it imports the schema and every command, which reading the manual must not wait for.
+`python -m retrain.cli.sync` rewrites those that are stale; with `--check` it only names them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import click
 
 from retrain.cli import COMMANDS, app
 from retrain.config.options import Option, all_options, section_type
-from retrain.config.reference import describe
+from retrain.config.reference import SCHEMA_FILE, default_toml, describe, docs_tables, schema_text
 from retrain.config.toml import format_value
+from retrain.errors import ConfigError
+from retrain.manual import SOURCE
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 # A longer default is a table or a list of tables, which a term has no room for.
 _LONGEST_DEFAULT = 60
 
 
-def fill_blocks(text: str) -> str:
+def fill_manual(text: str) -> str:
     """The manual's source with every generated block written anew."""
-    return _BLOCK.sub(lambda found: f"{found[1]}\n{GENERATORS[found[2]]()}\n{found[3]}", text)
+    return _fill(text, {"commands": commands_block, "options": options_block})
+
+
+def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{generators[found[2]]()}\n{found[3]}", text)
 
 
 def commands_block() -> str:
@@ -74,4 +82,45 @@ def _describe_value(option: Option) -> str:
 
 
 _SCHEMA_FLAGS = {option.flag for option in all_options()}
-GENERATORS: dict[str, Callable[[], str]] = {"commands": commands_block, "options": options_block}
+
+
+def _parameters_table() -> str:
+    from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers, which only this page needs)
+    from retrain.grpo.parameters import docs_table  # noqa: PLC0415
+
+    return docs_table(GRPOConfig)
+
+
+def generated_files(root: Path) -> dict[Path, str]:
+    """Every generated file of the repository at `root`, with the text it should hold."""
+    files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
+    for name, generators in (
+        ("configuration.md", {"options": docs_tables}),
+        ("grpo.md", {"parameters": _parameters_table}),
+    ):
+        page = root / "docs" / name
+        if page.exists():
+            files[page] = _fill(page.read_text(encoding="utf-8"), generators)
+    manual = root / SOURCE.relative_to(Path(__file__).parents[2])
+    if manual.exists():
+        files[manual] = fill_manual(manual.read_text(encoding="utf-8"))
+    return files
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite what is stale and name it; with `--check` only name it, and return 1 when there is any."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").exists():
+        raise ConfigError(f"{root} is not a checkout of retrain; there is nothing to regenerate.")
+    files = generated_files(root)
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    check = "--check" in arguments
+    for path in stale:
+        if not check:
+            path.write_text(files[path], encoding="utf-8")
+        print(f"{'stale' if check else 'wrote'}: {path.relative_to(root)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
 from retrain.environments.args import check_names
 from retrain.environments.chat import text_of
 from retrain.environments.tools import calls_to_wire
-from retrain.environments.verifiers import NEEDS_V1, import_environment
+from retrain.environments.verifiers.modules import NEEDS_V1, import_environment
 from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.types import Example
 

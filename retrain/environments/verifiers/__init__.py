@@ -9,19 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from retrain.config import schema
 from retrain.environments import Environment, Say
-from retrain.environments.prime import install_environment
-from retrain.errors import ConfigError, MissingExtraError, PluginError
+from retrain.environments.verifiers.modules import NEEDS_V1, installed_version, is_shipped, module_name
+from retrain.environments.verifiers.prime import install_environment
+from retrain.errors import ConfigError
 
 OLDEST_CLASSIC = (0, 1, 14)
 FIRST_WITHOUT_CLASSIC = (0, 4)
-NEEDS_V1 = 'pip install "verifiers>=0.4"'
-NEEDS_CLASSIC = 'pip install "verifiers>=0.1.14,<0.4"'
-_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)(?:@[\w.+-]+)?")
 
 
 def load(section: schema.Environment, say: Say) -> Environment:
@@ -39,54 +36,14 @@ def load(section: schema.Environment, say: Say) -> Environment:
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)
     say(f"verifiers {'.'.join(map(str, installed))}, module {module}")
     if installed >= FIRST_WITHOUT_CLASSIC:
-        from retrain.environments.verifiers_v1 import TasksetEnvironment  # noqa: PLC0415  (imports verifiers: 4 s)
+        from retrain.environments.verifiers.taskset import TasksetEnvironment  # noqa: PLC0415  (imports verifiers: 4 s)
 
         return TasksetEnvironment(section, say)
     if installed >= OLDEST_CLASSIC:
-        from retrain.environments.verifiers_classic import ClassicEnvironment  # noqa: PLC0415  (imports verifiers)
+        from retrain.environments.verifiers.classic import ClassicEnvironment  # noqa: PLC0415  (imports verifiers)
 
         return ClassicEnvironment(section, say)
     raise ConfigError(f"verifiers {version('verifiers')} is too old.  Try: {NEEDS_V1}")
-
-
-def module_name(id: str) -> str:
-    """The module that `owner/name@version` is installed as."""
-    match = _ID.fullmatch(id)
-    if match is None:
-        raise ConfigError(
-            f'[environment] id = {id!r} is not an environment id.  Try: id = "owner/name", or "owner/name@version"'
-        )
-    return match["name"].replace("-", "_").lower()
-
-
-def import_environment(id: str) -> object:
-    """The environment's own module; what goes wrong in it is said with its name."""
-    module = module_name(id)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise PluginError(
-            f"environment {id!r}: its module {module!r} needs {error.name!r}, which is not installed."
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"environment {id!r}: importing its module {module!r} failed: {error!r}") from error
-
-
-def installed_version() -> tuple[int, ...]:
-    """Of the verifiers package, as numbers."""
-    try:
-        text = version("verifiers")
-    except PackageNotFoundError:
-        raise MissingExtraError(f'[environment] provider = "verifiers" needs the package.  Try: {NEEDS_V1}') from None
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
-
-
-def is_shipped(id: str) -> bool:
-    """Whether verifiers itself brings it."""
-    try:
-        return importlib.util.find_spec(f"verifiers.v1.tasksets.{module_name(id)}") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _not_installed(id: str, module: str) -> str:

@@ -1,0 +1,54 @@
+"""An environment's id, its module, and the verifiers package that is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from retrain.errors import ConfigError, MissingExtraError, PluginError
+
+NEEDS_V1 = 'pip install "verifiers>=0.4"'
+NEEDS_CLASSIC = 'pip install "verifiers>=0.1.14,<0.4"'
+_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)(?:@[\w.+-]+)?")
+
+
+def module_name(id: str) -> str:
+    """The module that `owner/name@version` is installed as."""
+    match = _ID.fullmatch(id)
+    if match is None:
+        raise ConfigError(
+            f'[environment] id = {id!r} is not an environment id.  Try: id = "owner/name", or "owner/name@version"'
+        )
+    return match["name"].replace("-", "_").lower()
+
+
+def import_environment(id: str) -> object:
+    """The environment's own module; what goes wrong in it is said with its name."""
+    module = module_name(id)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise PluginError(
+            f"environment {id!r}: its module {module!r} needs {error.name!r}, which is not installed."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"environment {id!r}: importing its module {module!r} failed: {error!r}") from error
+
+
+def installed_version() -> tuple[int, ...]:
+    """Of the verifiers package, as numbers."""
+    try:
+        text = version("verifiers")
+    except PackageNotFoundError:
+        raise MissingExtraError(f'[environment] provider = "verifiers" needs the package.  Try: {NEEDS_V1}') from None
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def is_shipped(id: str) -> bool:
+    """Whether verifiers itself brings it."""
+    try:
+        return importlib.util.find_spec(f"verifiers.v1.tasksets.{module_name(id)}") is not None
+    except ModuleNotFoundError:
+        return False

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from e2e.tiny import config_for, learner_for, policy_for, random_prompts
 
 from retrain.backends.local.loss import TokenBatch, summed_loss
@@ -85,7 +86,7 @@ def grouped_datums() -> list[Datum]:
     return datums
 
 
-@pytest.mark.parametrize("deterministic", ["auto", False])
+@pytest.mark.parametrize("deterministic", ["auto", *slow(False)])
 def test_a_training_step_repeats_to_the_bit_with_four_threads(
     four_threads: None, tiny: Path, deterministic: Any
 ) -> None:

@@ -91,6 +91,7 @@ def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) ->
     assert len(set(losses)) == len(losses)
 
 
+@pytest.mark.slow
 def test_shared_runs_that_are_stopped_go_on_to_the_same_end(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

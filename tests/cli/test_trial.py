@@ -113,6 +113,7 @@ def test_an_environment_is_made(folder: Path) -> None:
     assert outcomes(environment__provider="builtin", environment__id="nonsense")["[environment] provider"][1]
 
 
+@pytest.mark.slow
 def test_the_process_says_how_each_trial_went(folder: Path) -> None:
     (folder / "tried_loudly.py").write_text("print('trial: hello')\ndef score(response, reference): return 1.0\n")
     options = {"reward.type": "custom", "reward.custom_module": "tried_loudly"}

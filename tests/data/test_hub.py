@@ -114,6 +114,7 @@ def test_offline_without_a_cache_is_a_configuration_error(load):
     assert "openai/gsm8k (main)" in answer["ConfigError"] and 'source = "jsonl"' in answer["ConfigError"]
 
 
+@pytest.mark.slow
 def test_rows_as_the_data_sets_have_them_give_a_problem_each_with_an_answer(load):
     subjects = defaultdict(list)
     for line in (ROWS / "math.jsonl").read_text(encoding="utf-8").splitlines():

@@ -253,6 +253,7 @@ def test_reordered_choices_and_altered_texts_change_nothing(
     assert same(weights(Path(result.log_dir), 3), weights(calm[server.meaning], 3))
 
 
+@pytest.mark.slow
 def test_log_probs_rounded_to_four_digits_are_within_the_tolerance(server: Loopback, tmp_path: Path) -> None:
     server.alter = FromSecondStep(round_logprobs)
     result, _ = train_quietly(config_of(server, tmp_path, **SMALL))

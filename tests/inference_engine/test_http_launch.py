@@ -94,6 +94,7 @@ def assert_gone(folder: Path) -> None:
     wait_until(lambda: not any(map(is_running, started(folder)["pids"])), 20.0)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_its_own_server_which_ends_with_it(with_vllm: None, model: Path, tmp_path: Path) -> None:
     result, printed = train_quietly(config_of(model, tmp_path, inference__max_model_len=200))
     assert [row["step"] for row in rows(result.log_dir)] == [0, 1, 2, 3]

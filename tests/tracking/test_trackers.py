@@ -388,6 +388,7 @@ def test_a_campaigns_run_has_its_names_in_wandb(tmp_path: Path, offline: None) -
     assert logged["train/backpressure/sigma"] == 0.1
 
 
+@pytest.mark.slow
 def test_the_rank_analysis_is_a_run_of_its_own_with_its_table(tmp_path: Path, offline: None) -> None:
     from retrain.tracking.wandb import log_squeeze
 

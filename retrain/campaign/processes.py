@@ -15,7 +15,7 @@ from typing import IO, Protocol
 from retrain.campaign.plan import Run
 from retrain.config import dump_config
 from retrain.errors import CheckpointError
-from retrain.runtime.child import PARENT
+from retrain.runtime.child import CHILD, PARENT
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
@@ -100,7 +100,7 @@ class RunProcess:
         resume = ["--resume", str(folder)] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "retrain", str(folder / CONFIG_FILE), *resume],
+            [sys.executable, *CHILD, str(folder / CONFIG_FILE), *resume],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],

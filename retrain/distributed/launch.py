@@ -15,7 +15,7 @@ from types import FrameType
 
 import click
 
-from retrain.runtime.child import PARENT
+from retrain.runtime.child import CHILD, PARENT
 from retrain.runtime.interrupts import SIGNALS
 from retrain.storage.publishing import make_temporary
 
@@ -104,7 +104,7 @@ class Ranks:
 
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
     """Run `retrain` with these arguments in several processes; its exit code."""
-    command = [sys.executable, "-m", "retrain", *arguments]
+    command = [sys.executable, *CHILD, *arguments]
     folder = make_temporary("retrain-ranks")
     try:
         ranks = Ranks(processes, command, folder)

@@ -11,6 +11,7 @@ import sys
 _PR_SET_PDEATHSIG = 1
 # Set by whoever starts this process: if it is dead already, our parent is whoever adopted us.
 PARENT = "RETRAIN_PARENT"
+CHILD = ("-m", "retrain")
 
 
 def end_with_parent() -> None:

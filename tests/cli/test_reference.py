@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from retrain.cli.sync import main
 from retrain.config import TrainConfig, build_config, load_config
 from retrain.config.options import OPTIONAL_SECTIONS, all_options
 from retrain.config.reference import (
@@ -19,7 +20,6 @@ from retrain.config.reference import (
     docs_tables,
     help_text,
     json_schema,
-    main,
     starter,
 )
 

@@ -150,7 +150,7 @@ def test_the_folder_of_a_killed_launcher_is_swept(tmp_path: Path, monkeypatch: p
         for folder in folders:
             folder.mkdir(parents=True)
             (folder / "rank_1.log").write_text("")
-        monkeypatch.setattr(launching, "CHILD", "import sys; sys.exit(3)")
+        monkeypatch.setattr(launching, "CHILD", ("-c", "import sys; sys.exit(3)"))
         assert launching.launch(2, [], tmp_path / "logs") == 3
         other.kill()
     assert list((tmp_path / "tmp").iterdir()) == [folders[1]]

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from retrain.cli import COMMANDS, app, run
+from retrain.cli.sync import generated_files
 from retrain.config import load_config
-from retrain.config.reference import generated_files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -1,12 +1,12 @@
-"""The errors a user can meet.
+"""Errors raised to users.
 
     RetrainError
-    ├── ConfigError         the TOML, a flag or a file the user named is wrong        exit 2
-    ├── PluginError         a plug-in is missing, misshapen or returned nonsense      exit 1
+    ├── ConfigError         invalid TOML, flag or file                                exit 2
+    ├── PluginError         a plug-in is missing, invalid or returned invalid values  exit 1
     ├── MissingExtraError   an optional dependency is not installed                   exit 2
-    ├── BackendError        the training side failed                                  exit 1
+    ├── BackendError        the training backend failed                               exit 1
     ├── RolloutError        sampling or scoring failed                                exit 1
-    └── CheckpointError     a checkpoint is absent, corrupt or of another run         exit 2
+    └── CheckpointError     a checkpoint is missing, corrupt or from another run      exit 2
 
 A message says what is wrong, where, what was found and what to try. Only `retrain.cli.main` prints one and exits.
 """
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 
 class RetrainError(Exception):
-    """Root of every error that retrain raises on purpose."""
+    """Base class of all errors that retrain raises."""
 
     exit_code = 1
     next_step = ""
-    """A line to print below the message: how the run is resumed."""
+    """A line printed below the message: how to resume the run."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigIssue:
     """One thing wrong with a configuration.
 
     `where` names the table and key (`[training] lr`), `text` says what is wrong with it, `hint` what to do.
@@ -34,6 +34,8 @@ class Problem:
     where: str
     text: str
     hint: str = ""
+    tables: tuple[str, ...] = ()
+    """Tables that the issue compares, or in which a default now replaces a value that could not be used."""
 
     def __str__(self) -> str:
         line = f"{self.where} {self.text}".strip()
@@ -41,34 +43,34 @@ class Problem:
 
 
 class ConfigError(RetrainError):
-    """What the user wrote cannot be run; carries every problem found, not only the first."""
+    """A configuration cannot be run; carries every issue found, not only the first."""
 
     exit_code = 2
 
-    def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
-        self.problems = problems
-        super().__init__("\n".join([message, *(f"  {problem}" for problem in problems)]))
+    def __init__(self, message: str, issues: tuple[ConfigIssue, ...] = ()) -> None:
+        self.issues = issues
+        super().__init__("\n".join([message, *(f"  {issue}" for issue in issues)]))
 
 
 class PluginError(RetrainError):
-    """A plug-in could not be found, has the wrong shape, or returned something unusable."""
+    """A plug-in could not be found, is not of its kind, or returned an invalid value."""
 
 
 class MissingExtraError(RetrainError):
-    """An optional dependency is needed by the chosen options and is not installed."""
+    """The chosen options require an optional dependency that is not installed."""
 
     exit_code = 2
 
 
 class BackendError(RetrainError):
-    """The training side failed: a model that will not load, memory, a remote service."""
+    """The training backend failed: model loading, memory, a remote service."""
 
 
 class RolloutError(RetrainError):
-    """Sampling or scoring failed for so much of a batch that training on it would mislead."""
+    """Sampling or scoring failed for too much of a batch to train on the rest."""
 
 
 class CheckpointError(RetrainError):
-    """There is no checkpoint to resume from, it is damaged, or it belongs to a different run."""
+    """A checkpoint is missing, corrupt, or belongs to a different run."""
 
     exit_code = 2

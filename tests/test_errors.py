@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrain import errors
-from retrain.errors import ConfigError, Problem, RetrainError
+from retrain.errors import ConfigError, ConfigIssue, RetrainError
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_every_error_is_drawn_in_the_docstring() -> None:
 
 
 def test_a_problem_reads_as_where_what_and_what_to_do() -> None:
-    assert str(Problem("[a] b", "is wrong.", "Try: c")) == "[a] b is wrong.  Try: c"
-    assert str(Problem("[a] b", "is wrong.")) == "[a] b is wrong."
-    assert str(Problem("unknown table [a].", "", "Did you mean [b]?")) == "unknown table [a].  Did you mean [b]?"
-    assert str(Problem("", "and 3 more.")) == "and 3 more."
+    assert str(ConfigIssue("[a] b", "is wrong.", "Try: c")) == "[a] b is wrong.  Try: c"
+    assert str(ConfigIssue("[a] b", "is wrong.")) == "[a] b is wrong."
+    assert str(ConfigIssue("unknown table [a].", "", "Did you mean [b]?")) == "unknown table [a].  Did you mean [b]?"
+    assert str(ConfigIssue("", "and 3 more.")) == "and 3 more."
 
 
 def test_a_config_error_lists_its_problems_below_its_message() -> None:
-    error = ConfigError("run.toml has 2 problems:", (Problem("[a]", "x."), Problem("[b]", "y.", "Try: z")))
+    error = ConfigError("run.toml has 2 problems:", (ConfigIssue("[a]", "x."), ConfigIssue("[b]", "y.", "Try: z")))
     assert str(error) == "run.toml has 2 problems:\n  [a] x.\n  [b] y.  Try: z"
     assert str(ConfigError("no file")) == "no file"

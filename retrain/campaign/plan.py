@@ -14,7 +14,7 @@ from retrain.config.conditions import condition_overrides
 from retrain.config.load import build_condition
 from retrain.config.options import all_options
 from retrain.config.schema import Training
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags: none of those takes every character, or any length.
@@ -113,23 +113,25 @@ _NOT_IN_CONDITIONS = (
 )
 
 
-def _find_problems(config: TrainConfig) -> Iterator[Problem]:
+def _find_problems(config: TrainConfig) -> Iterator[ConfigIssue]:
     """What a condition may not set, and settings of the campaign that contradict each other."""
     campaign = config.campaign
     assert campaign is not None
     for index, condition in enumerate(campaign.conditions):
         for path, _ in condition_overrides(condition):
             if path in _NOT_IN_CONDITIONS:
-                yield Problem(f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions.")
+                yield ConfigIssue(
+                    f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions."
+                )
     if campaign.gpus_per_run > 1 and campaign.gpus_per_run != int(campaign.gpus_per_run):
-        yield Problem(
+        yield ConfigIssue(
             "[campaign] gpus_per_run", f"is {campaign.gpus_per_run}; above 1 Ray gives whole GPUs.", "Try: 2.0"
         )
     if campaign.share_model and (campaign.parallel or campaign.executor != "local"):
-        yield Problem(
+        yield ConfigIssue(
             "[campaign] share_model",
             "steps the runs in turn in one process on this machine.",
             'Try: parallel = false and executor = "local"',
         )
     if campaign.stop_when and len(campaign.conditions) < 2:
-        yield Problem("[campaign] stop_when", "compares conditions, and there is only one.", 'Try: stop_when = ""')
+        yield ConfigIssue("[campaign] stop_when", "compares conditions, and there is only one.", 'Try: stop_when = ""')

@@ -17,7 +17,7 @@ from typing import IO
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, Ended, prepare_folder, read_error
 from retrain.config.rules import values_of
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.runtime.child import PARENT
 
 LOG = "shared.log"
@@ -30,18 +30,18 @@ def refuse_unshared(runs: Sequence[Run]) -> None:
     first = values_of(runs[0].config)
     problems = []
     if first["backend.backend"] != "local" or "," in first["backend.devices"]:
-        problems.append(Problem("[campaign] share_model", "needs the local backend on one device."))
+        problems.append(ConfigIssue("[campaign] share_model", "needs the local backend on one device."))
     if first["inference.engine"] != "pytorch":
-        problems.append(Problem("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
+        problems.append(ConfigIssue("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
     if first["model.lora_rank"] == 0:
-        problems.append(Problem("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
+        problems.append(ConfigIssue("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
     if any(values_of(run.config)["distributed.zero_stage"] for run in runs):
-        problems.append(Problem("[campaign] share_model", "does not go with distributed.zero_stage."))
+        problems.append(ConfigIssue("[campaign] share_model", "does not go with distributed.zero_stage."))
     for run in {run.condition: run for run in runs}.values():
         own = values_of(run.config)
         for path in (path for path in own if path.startswith(_SHARED) and own[path] != first[path]):
             text = f"cannot be: {run.condition} has {path} = {own[path]!r}, {runs[0].condition} has {first[path]!r}."
-            problems.append(Problem("[campaign] share_model", text))
+            problems.append(ConfigIssue("[campaign] share_model", text))
     if problems:
         raise ConfigError("the runs cannot share a model:", tuple(problems))
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from retrain.config import TrainConfig
 from retrain.config.rules import held_out_source
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import find_model, hub_cache, read_context_length
 
 HUB_S = 4.0
@@ -35,7 +35,7 @@ def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambd
         raise ConfigError("this configuration cannot be run here:", problems)
 
 
-def find_obstacles(config: TrainConfig) -> Iterator[Problem]:
+def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Packages, keys, files and models that are not there, and answers that the model has no room for."""
     yield from _missing_packages(config)
     yield from _missing_keys(config)
@@ -51,13 +51,13 @@ def models_of(config: TrainConfig) -> dict[str, str]:
     return {"[model] model": config.model.model} | ({"[teaching] student_model": student} if student else {})
 
 
-def _missing_model(where: str, name: str) -> Iterator[Problem]:
+def _missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
     key = where.split()[-1]
     found = find_model(name).found
     if found == "missing":
-        yield Problem(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
+        yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):
-        yield Problem(
+        yield ConfigIssue(
             where,
             f"= {json.dumps(name)}: no such folder, not in the cache of the Hugging Face Hub, and the Hub cannot be "
             "reached.",
@@ -70,7 +70,7 @@ def _is_partly_cached(name: str) -> bool:
     return any((hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/*.json"))
 
 
-def _missing_files(config: TrainConfig) -> Iterator[Problem]:
+def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.environment.provider:
         return
     own = config.eval.path if config.eval.every and held_out_source(config) == "jsonl" else ""
@@ -79,7 +79,7 @@ def _missing_files(config: TrainConfig) -> Iterator[Problem]:
         ("[eval] path", own),
     ):
         if path and not _exists(path):
-            yield Problem(where, f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()}).")
+            yield ConfigIssue(where, f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()}).")
 
 
 def _exists(path: str) -> bool:
@@ -89,13 +89,13 @@ def _exists(path: str) -> bool:
         return True  # reading it will say what is wrong with such a name
 
 
-def _too_long(config: TrainConfig) -> Iterator[Problem]:
+def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A conversation of an environment is cut to what fits."""
     if config.backend.backend == "tinker" or config.environment.provider:
         return
     context = known_context(config)
     if context is not None and config.training.max_tokens >= context:
-        yield Problem(
+        yield ConfigIssue(
             "[training] max_tokens",
             f"= {config.training.max_tokens} and a prompt do not fit the model's context of {context}.",
             f"Try: max_tokens = {context // 2}",
@@ -107,24 +107,24 @@ def known_context(config: TrainConfig) -> int | None:
     return None if config.model.init_kwargs else read_context_length(find_model(config.model.model))
 
 
-def _missing_packages(config: TrainConfig) -> Iterator[Problem]:
+def _missing_packages(config: TrainConfig) -> Iterator[ConfigIssue]:
     for where, name, wanted in (
         ("[logging] wandb_project", "wandb", bool(config.logging.wandb_project)),
         ("[logging] trackio_project", "trackio", bool(config.logging.trackio_project)),
         ('[backend] backend = "tinker"', "tinker", config.backend.backend == "tinker"),
     ):
         if wanted and not _is_importable(name):
-            yield Problem(where, f"needs the package {name}, which is not installed.", f"Try: pip install {name}")
+            yield ConfigIssue(where, f"needs the package {name}, which is not installed.", f"Try: pip install {name}")
 
 
 def _is_importable(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _missing_keys(config: TrainConfig) -> Iterator[Problem]:
+def _missing_keys(config: TrainConfig) -> Iterator[ConfigIssue]:
     project = config.logging.wandb_project
     if project and not has_wandb_key():
-        yield Problem(
+        yield ConfigIssue(
             "[logging] wandb_project",
             f"= {json.dumps(project)} needs a key, and there is none.",
             "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline",
@@ -132,7 +132,7 @@ def _missing_keys(config: TrainConfig) -> Iterator[Problem]:
     if config.backend.backend == "tinker":
         problem = problem_with_tinker_key()
         if problem:
-            yield Problem("[backend] backend", f'= "tinker" {problem}', "Try: put TINKER_API_KEY=tml-... into .env")
+            yield ConfigIssue("[backend] backend", f'= "tinker" {problem}', "Try: put TINKER_API_KEY=tml-... into .env")
 
 
 def problem_with_tinker_key() -> str:

@@ -81,7 +81,7 @@ def _ask(template: str, option: Option, question: str, changes: dict[str, Any]) 
         try:
             build_config(parse_toml(starter(template, changes | {option.path: answer}), "this"), {}, source="this")
         except ConfigError as error:
-            click.echo("\n".join(str(problem) for problem in error.problems) or str(error), err=True)
+            click.echo("\n".join(str(problem) for problem in error.issues) or str(error), err=True)
         else:
             return answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from retrain.config.rules import values_of
 from retrain.config.schema import TrainConfig
 from retrain.config.toml import show_value
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 _SOURCES = "are C++ sources, built for one generation of GPUs where they run"
 # Of the engine in this process; others may have them.
@@ -16,7 +16,7 @@ UNBUILT = (
 )
 
 
-def find_absent_parts(config: TrainConfig) -> list[Problem]:
+def find_absent_parts(config: TrainConfig) -> list[ConfigIssue]:
     """What this configuration asks for that cannot be had."""
     values = values_of(config)
     if config.kind != "squeeze" and config.backend.backend == "tinker":
@@ -26,7 +26,7 @@ def find_absent_parts(config: TrainConfig) -> list[Problem]:
     if config.kind == "squeeze" or values["inference.engine"] != "pytorch":
         return []
     return [
-        Problem(
+        ConfigIssue(
             f"[inference] {key}", f"= {show_value(value)} is not for the pytorch engine: {reason}.", f"Try: {others}"
         )
         for key, value, reason, others in UNBUILT

@@ -9,10 +9,10 @@ from typing import Any
 from retrain.config.options import all_options, options_by_path
 from retrain.config.schema import TrainConfig
 from retrain.config.toml import format_value
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 
 
-def conditions_override_real_options(config: TrainConfig) -> Iterator[Problem]:
+def conditions_override_real_options(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Each key of a condition is an option's name, or a table of them; conditions and seeds must differ."""
     if config.campaign is None:
         return
@@ -20,17 +20,19 @@ def conditions_override_real_options(config: TrainConfig) -> Iterator[Problem]:
     for index, condition in enumerate(config.campaign.conditions):
         where = f"[campaign] conditions[{index}]"
         if not condition:
-            yield Problem(where, "is empty.", 'Try: advantage_mode = "grpo"')
+            yield ConfigIssue(where, "is empty.", 'Try: advantage_mode = "grpo"')
         for path, _ in condition_overrides(condition):
             if path not in options_by_path() or path.startswith(("campaign.", "resume.", "squeeze.")):
                 close = get_close_matches(path.rpartition(".")[2][:60], keys, n=1)
                 hint = f"Did you mean {close[0]}?" if close else ""
-                yield Problem(where, f"sets {path[:60]!r}, which is not an option that a condition can override.", hint)
+                yield ConfigIssue(
+                    where, f"sets {path[:60]!r}, which is not an option that a condition can override.", hint
+                )
     labels = [format_value(dict(sorted(condition_overrides(c)))) for c in config.campaign.conditions]
     if len(set(labels)) < len(labels):
-        yield Problem("[campaign] conditions", "holds the same condition twice.")
+        yield ConfigIssue("[campaign] conditions", "holds the same condition twice.")
     if len(set(config.campaign.seeds)) < len(config.campaign.seeds):
-        yield Problem("[campaign] seeds", "holds the same seed twice.")
+        yield ConfigIssue("[campaign] seeds", "holds the same seed twice.")
 
 
 def condition_overrides(condition: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from retrain.config.toml import (
     show_path,
     show_value,
 )
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 Tables = dict[str, Any]
 
@@ -74,11 +74,11 @@ def build_config(tables: Tables, overrides: Mapping[str, Any], source: str, stri
     config, problems = _judge(merged, problems)
     problems += _check_conditions(config, merged, known=frozenset(problems))
     if strict and not problems:
-        problems = [Problem(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
+        problems = [ConfigIssue(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         left_out = len(problems) - MAX_PROBLEMS
-        shown = [*problems[:MAX_PROBLEMS], Problem("", f"and {left_out} more.")] if left_out > 0 else problems
+        shown = [*problems[:MAX_PROBLEMS], ConfigIssue("", f"and {left_out} more.")] if left_out > 0 else problems
         raise ConfigError(f"{source} has {count}:", tuple(shown))
     return config
 
@@ -119,7 +119,7 @@ def dump_config(config: TrainConfig) -> str:
     return format_toml({name: table for name, table in tables.items() if table is not None})
 
 
-def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tables, list[Problem]]:
+def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tables, list[ConfigIssue]]:
     """Two levels are copied, which is as deep as anything here changes."""
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     problems = []
@@ -129,7 +129,7 @@ def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tabl
             problems.append(_unknown_key(section, key or path))
         elif section in OPTIONAL_SECTIONS and section not in merged:
             problems.append(
-                Problem(
+                ConfigIssue(
                     f"[{section}] {key}", "was set, but the file has no such table.", f"Try: add a [{section}] table"
                 )
             )
@@ -138,21 +138,21 @@ def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tabl
     return merged, problems
 
 
-def _drop_too_deep(tables: Tables) -> Iterator[Problem]:
+def _drop_too_deep(tables: Tables) -> Iterator[ConfigIssue]:
     """Take out what is nested so deeply that printing, comparing or dumping it would run out of stack."""
     text = f"is nested more than {MAX_DEPTH} levels deep."
     for section, table in list(tables.items()):
         if not isinstance(table, dict):
             if is_too_deep(table):
                 del tables[section]
-                yield Problem(f"[{_show_key(section)}]", text)
+                yield ConfigIssue(f"[{_show_key(section)}]", text)
             continue
         for key in [key for key, value in table.items() if is_too_deep(value)]:
             del table[key]
-            yield Problem(f"[{_show_key(section)}] {_show_key(key)}", text)
+            yield ConfigIssue(f"[{_show_key(section)}] {_show_key(key)}", text)
 
 
-def _check_shape(tables: Tables) -> tuple[TrainConfig, list[Problem]]:
+def _check_shape(tables: Tables) -> tuple[TrainConfig, list[ConfigIssue]]:
     """Validate; bad keys are reported and left at their defaults, so that the rules can still judge the rest."""
     try:
         return _validate(tables), []
@@ -182,33 +182,33 @@ def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
         section.pop(location[1], None)
 
 
-def _judge(tables: Tables, judged: list[Problem]) -> tuple[TrainConfig, list[Problem]]:
+def _judge(tables: Tables, judged: list[ConfigIssue]) -> tuple[TrainConfig, list[ConfigIssue]]:
     """The configuration, and all its problems with those already `judged`."""
     config, shape_problems = _check_shape(tables)
     judged = judged + shape_problems
     return config, judged + find_conflicts(config, judged)
 
 
-def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[Problem]) -> Iterator[Problem]:
+def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[ConfigIssue]) -> Iterator[ConfigIssue]:
     """Every condition must be a valid run of its own, so that a campaign does not fail at its last one."""
     base = {name: table for name, table in tables.items() if name not in OPTIONAL_SECTIONS}
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
         merged, _ = _apply_overrides(base, dict(condition_overrides(condition)))
         for problem in _judge(merged, [])[1]:
             if problem not in known:
-                yield Problem(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
+                yield ConfigIssue(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
 
 
-def _explain_all(details: Iterable[Any]) -> Iterator[Problem]:
+def _explain_all(details: Iterable[Any]) -> Iterator[ConfigIssue]:
     for count, detail in enumerate(details):
         location = tuple(detail["loc"])
         if count < MAX_PROBLEMS:
             yield _explain(location, detail)
         else:
-            yield Problem(".".join(str(part) for part in location[:2]), "is wrong.")
+            yield ConfigIssue(".".join(str(part) for part in location[:2]), "is wrong.")
 
 
-def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
+def _explain(location: tuple[Any, ...], detail: Any) -> ConfigIssue:
     """Turn one pydantic complaint into a sentence with table, key, value and what to write instead."""
     kind, value = detail["type"], detail["input"]
     section = str(location[0])
@@ -216,7 +216,7 @@ def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
         if kind == "extra_forbidden":
             return _unknown_section(section, value)
         hint = f"Try: [{section}], with single brackets" if _is_list_of_tables(value) else f"Try: [{section}]"
-        return Problem(f"[{section}]", f"must be a table, got {show_value(value)}.", hint)
+        return ConfigIssue(f"[{section}]", f"must be a table, got {show_value(value)}.", hint)
     option = options_by_path().get(f"{section}.{location[1]}")
     if option is None:
         return _unknown_key(section, str(location[1]))
@@ -225,9 +225,9 @@ def _explain(location: tuple[Any, ...], detail: Any) -> Problem:
         known = option.element_keys
         close = get_close_matches(str(location[-1])[:_SHOWN], known, n=1)
         hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-        return Problem(f"{option.where}{inside}", "is unknown.", hint)
+        return ConfigIssue(f"{option.where}{inside}", "is unknown.", hint)
     text = f"{_requirement(kind, detail)}, got {show_value(value)}."
-    return Problem(f"{option.where}{inside}", text, _suggest_value(option))
+    return ConfigIssue(f"{option.where}{inside}", text, _suggest_value(option))
 
 
 def _suggest_value(option: Option) -> str:
@@ -252,21 +252,21 @@ def _requirement(kind: str, detail: Any) -> str:
     return str(detail["msg"]).lower()
 
 
-def _unknown_section(section: str, value: object) -> Problem:
+def _unknown_section(section: str, value: object) -> ConfigIssue:
     if not isinstance(value, Mapping) and not _is_list_of_tables(value):
         homes = [option.where for option in all_options() if option.key == section]
         hint = f"Did you mean {homes[0]}?" if homes else "Options stand inside a [table]."
-        return Problem(f"unknown option {_show_key(section)}", "outside any table.", hint)
+        return ConfigIssue(f"unknown option {_show_key(section)}", "outside any table.", hint)
     close = get_close_matches(section[:_SHOWN], TrainConfig.model_fields, n=1)
     hint = f"Did you mean [{close[0]}]?" if close else f"Tables: {', '.join(TrainConfig.model_fields)}."
-    return Problem(f"unknown table [{_show_key(section)}].", "", hint)
+    return ConfigIssue(f"unknown table [{_show_key(section)}].", "", hint)
 
 
 def _is_list_of_tables(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def _unknown_key(section: str, key: str) -> Problem:
+def _unknown_key(section: str, key: str) -> ConfigIssue:
     """Look for the key by exact name in the other tables, then for a like one in its own, then anywhere."""
     options = all_options()
     own = get_close_matches(key[:_SHOWN], [option.key for option in options if option.section == section], n=1)
@@ -287,7 +287,7 @@ def _unknown_key(section: str, key: str) -> Problem:
         hint = f"Did you mean {next(option.where for option in options if option.key == near[0])}?"
     else:
         hint = "`retrain help` lists every option."
-    return Problem(f"unknown option [{_show_key(section)}] {_show_key(key)}.", "", hint)
+    return ConfigIssue(f"unknown option [{_show_key(section)}] {_show_key(key)}.", "", hint)
 
 
 def _show_key(key: str) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from retrain.config.options import options_by_path
 from retrain.config.schema import TrainConfig
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 
 
-def paths_can_be_used(config: TrainConfig) -> Iterator[Problem]:
+def paths_can_be_used(config: TrainConfig) -> Iterator[ConfigIssue]:
     """No path holds a NUL character, leads round in a circle of links, or is longer than a path may be."""
     squeeze = config.squeeze
     paths = {
@@ -33,7 +33,7 @@ def paths_can_be_used(config: TrainConfig) -> Iterator[Problem]:
         for value in filter(None, values):
             problem = _find_problem(value)
             if problem:
-                yield Problem(options_by_path()[option].where, problem, "Try: another path")
+                yield ConfigIssue(options_by_path()[option].where, problem, "Try: another path")
 
 
 def _find_problem(path: str) -> str:

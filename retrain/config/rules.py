@@ -15,11 +15,11 @@ from retrain.config.paths import paths_can_be_used
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.config.urls import judge_address_holds_no_password, urls_are_urls
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 from retrain.plugins import REGISTRIES, is_dotted_path
 from retrain.schedules.learning_rate import schedule_is_sound
 
-Rule = Callable[[TrainConfig], Iterator[Problem]]
+Rule = Callable[[TrainConfig], Iterator[ConfigIssue]]
 
 _DEVICE = re.compile(r"cpu|gpu:(0|[1-9][0-9]{0,2})")
 TABLE = re.compile(r"\[[a-z]+\]")
@@ -28,7 +28,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 SERVER_ENGINES = frozenset(REGISTRIES["engine"].builtins) - {"pytorch"}
 
 
-def find_conflicts(config: TrainConfig, judged: Iterable[Problem] = ()) -> list[Problem]:
+def find_conflicts(config: TrainConfig, judged: Iterable[ConfigIssue] = ()) -> list[ConfigIssue]:
     """Every problem that any rule finds.
 
     A table with a problem already `judged` holds a default where the user wrote something else, so what rules that
@@ -53,7 +53,7 @@ def values_of(config: TrainConfig) -> dict[str, Any]:
     return {path: tables[o.section][o.key] for path, o in options_by_path().items() if tables[o.section] is not None}
 
 
-def names_are_known(config: TrainConfig) -> Iterator[Problem]:
+def names_are_known(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A name that selects a part must be built in, installed, or a dotted path."""
     values = values_of(config)
     named = [(o.where, o.kind, values[o.path], o.default) for o in all_options() if o.kind and o.path in values]
@@ -62,33 +62,33 @@ def names_are_known(config: TrainConfig) -> Iterator[Problem]:
         # Empty is a choice only where it is the default.
         text = REGISTRIES[kind].problem_with(name) if name or default else ""
         if text:
-            yield Problem(where, text)
+            yield ConfigIssue(where, text)
 
 
-def devices_follow_the_grammar(config: TrainConfig) -> Iterator[Problem]:
+def devices_follow_the_grammar(config: TrainConfig) -> Iterator[ConfigIssue]:
     """`auto`, `cpu`, `gpu:N`, or several of the last two with commas."""
     devices = [device.strip() for device in config.backend.devices.split(",")]
     if devices == ["auto"]:
         return
     bad = [device for device in devices if not _DEVICE.fullmatch(device)]
     if bad:
-        yield Problem(
+        yield ConfigIssue(
             "[backend] devices",
             f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas; auto stands alone.",
             'Try: devices = "auto"',
         )
     elif len(set(devices)) < len(devices) and set(devices) != {"cpu"}:
-        yield Problem(
+        yield ConfigIssue(
             "[backend] devices", f"names {max(devices, key=devices.count)!r} twice.", f'Try: devices = "{devices[0]}"'
         )
 
 
-def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[Problem]:
+def split_mode_has_no_dropout(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Sampling and training would draw from one generator at once, and no run could be repeated."""
     split = "," in config.backend.devices
     ahead = "several [backend] devices" if split else "[training] async_steps"
     if config.lora.dropout and (split or (config.training.async_steps and samples_apart(config))):
-        yield Problem("[lora] dropout", f"does not go with {ahead}.", "Try: dropout = 0.0")
+        yield ConfigIssue("[lora] dropout", f"does not go with {ahead}.", "Try: dropout = 0.0")
 
 
 def samples_apart(config: TrainConfig) -> bool:
@@ -97,31 +97,31 @@ def samples_apart(config: TrainConfig) -> bool:
     return config.backend.backend != "local" or split or config.inference.engine in SERVER_ENGINES
 
 
-def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[Problem]:
+def samplers_are_where_they_can_be(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A sampler on a server has no device here."""
     server = config.inference.engine in SERVER_ENGINES
     if config.backend.backend == "local" and server and "," in config.backend.devices:
-        yield Problem(
+        yield ConfigIssue(
             "[backend] devices",
             f"names several, but [inference] engine {json.dumps(config.inference.engine)} samples on a server.",
             f'Try: devices = "{config.backend.devices.split(",")[-1].strip()}"; [training] async_steps = 1 overlaps',
         )
 
 
-def whole_models_are_trained_here(config: TrainConfig) -> Iterator[Problem]:
+def whole_models_are_trained_here(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Servers and services take adapters; a whole model is trained, and sampled from, in this process."""
     if config.model.lora_rank:
         return
     if config.backend.backend == "tinker":
-        yield Problem(
+        yield ConfigIssue(
             "[model] lora_rank", "= 0 trains the whole model, and tinker trains adapters.", "Try: lora_rank = 32"
         )
     if config.inference.engine in REGISTRIES["engine"].builtins and config.inference.engine != "pytorch":
         told = f"= 0 trains the whole model, and the engine {json.dumps(config.inference.engine)} is given adapters."
-        yield Problem("[model] lora_rank", told, 'Try: [inference] engine = "pytorch"')
+        yield ConfigIssue("[model] lora_rank", told, 'Try: [inference] engine = "pytorch"')
 
 
-def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[Problem]:
+def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[ConfigIssue]:
     """What retrain itself says when it loads a model cannot be said a second time."""
     ours = {
         "dtype": "[model] dtype", "torch_dtype": "[model] dtype", "device_map": "[backend] devices",
@@ -131,33 +131,33 @@ def init_kwargs_leave_ours_alone(config: TrainConfig) -> Iterator[Problem]:
     for name in config.model.init_kwargs:
         if name in ours:
             hint = f"Try: {ours[name]}" if ours[name] else "Quantised weights cannot be trained here."
-            yield Problem("[model] init_kwargs", f"has {name!r}, which is not for it to say.", hint)
+            yield ConfigIssue("[model] init_kwargs", f"has {name!r}, which is not for it to say.", hint)
 
 
-def micro_batches_are_cut_one_way(config: TrainConfig) -> Iterator[Problem]:
+def micro_batches_are_cut_one_way(config: TrainConfig) -> Iterator[ConfigIssue]:
     """How many there are and how large they are is one choice."""
     if config.memory.micro_batches and config.memory.micro_batch_rows:
-        yield Problem("[memory] micro_batches", "and micro_batch_rows cut a step in two ways.", "Set one of them.")
+        yield ConfigIssue("[memory] micro_batches", "and micro_batch_rows cut a step in two ways.", "Set one of them.")
 
 
-def weights_are_sharded_one_way(config: TrainConfig) -> Iterator[Problem]:
+def weights_are_sharded_one_way(config: TrainConfig) -> Iterator[ConfigIssue]:
     """By FSDP2 or by DeepSpeed, over the processes of one local run, with whole weights where they are needed."""
     own, stage = config.distributed, config.distributed.zero_stage
     if config.backend.backend != "local" or (not own.fsdp and not stage):
         return
     where = "[distributed] fsdp" if own.fsdp else "[distributed] zero_stage"
     if own.fsdp and stage:
-        yield Problem(where, f"does not go with zero_stage = {stage}: both shard.", "Try: zero_stage = 0")
+        yield ConfigIssue(where, f"does not go with zero_stage = {stage}: both shard.", "Try: zero_stage = 0")
     if config.campaign is not None:
-        yield Problem(where, "needs several processes, but each run of a [campaign] is one.", "Try: leave it out")
+        yield ConfigIssue(where, "needs several processes, but each run of a [campaign] is one.", "Try: leave it out")
     if not own.gather_for_generation and config.inference.engine == "pytorch":
-        yield Problem(
+        yield ConfigIssue(
             "[distributed] gather_for_generation",
             '= false leaves no rank with whole weights, which [inference] engine "pytorch" samples from.',
             'Try: gather_for_generation = true, or engine = "vllm"',
         )
     if stage == 3 and config.kl.beta and (config.kl.sync_ref_model or not config.model.lora_rank):
-        yield Problem(
+        yield ConfigIssue(
             "[kl] beta",
             "with [distributed] zero_stage = 3 has the base model as its reference, which takes an adapter to switch "
             "off and does not move.",
@@ -165,29 +165,31 @@ def weights_are_sharded_one_way(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def groups_can_differ(config: TrainConfig) -> Iterator[Problem]:
+def groups_can_differ(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Advantages compare completions of one prompt, so a lone completion teaches nothing."""
     if config.training.group_size < 2:
-        yield Problem(
+        yield ConfigIssue(
             "[training] group_size",
             "must be at least 2: advantages compare completions of one prompt.",
             "Try: group_size = 16",
         )
 
 
-def ratio_cap_lets_ratios_of_one_pass(config: TrainConfig) -> Iterator[Problem]:
+def ratio_cap_lets_ratios_of_one_pass(config: TrainConfig) -> Iterator[ConfigIssue]:
     """On-policy ratios are 1: a cap below shrinks them all, and below 1 - clip_low ppo drops negative advantages."""
     cap = config.loss.ratio_cap
     if 0 < cap < 1:
-        yield Problem("[loss] ratio_cap", f"must be 0 or at least 1, got {cap}.", "Try: ratio_cap = 2.0")
+        yield ConfigIssue("[loss] ratio_cap", f"must be 0 or at least 1, got {cap}.", "Try: ratio_cap = 2.0")
 
 
-def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[Problem]:
+def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[ConfigIssue]:
     if reward.type == "custom" and not reward.custom_module:
-        yield Problem(f"{where}custom_module", 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"')
+        yield ConfigIssue(
+            f"{where}custom_module", 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"'
+        )
 
 
-def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
+def rewards_are_complete(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A custom reward names its module, and weighted terms do the same."""
     reward = config.reward
     for index, term in enumerate(reward.terms):
@@ -196,25 +198,25 @@ def rewards_are_complete(config: TrainConfig) -> Iterator[Problem]:
         yield from _check_custom("[reward] ", reward)
 
 
-def correct_can_be_reached(config: TrainConfig) -> Iterator[Problem]:
+def correct_can_be_reached(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Built-in rewards give at most 1 each; weighted, they may all together stay below what counts as correct."""
     reward = config.reward
     known = all(term.type in REGISTRIES["reward"].builtins and term.type != "custom" for term in reward.terms)
     most = sum(max(term.weight, 0.0) for term in reward.terms)
     if reward.terms and known and not config.environment.provider and most < reward.correct_from - 1e-9:
-        yield Problem(
+        yield ConfigIssue(
             "[reward] correct_from",
             f"= {reward.correct_from:g} is more than the terms can add up to ({most:g}).",
             f"Try: correct_from = {most:g}",
         )
 
 
-def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
+def environment_is_complete(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A provider needs an id, and a rollout at least one turn."""
     environment = config.environment
     # A dotted path is a class of the user's own; what it needs to know is in args.
     if environment.provider and not environment.id and not is_dotted_path(environment.provider):
-        yield Problem(
+        yield ConfigIssue(
             "[environment] id",
             f"is empty, but provider is {json.dumps(environment.provider)}.",
             {"builtin": 'Try: id = "guess-number"', "reasoning_gym": 'Try: id = "chain_sum"'}.get(
@@ -222,33 +224,33 @@ def environment_is_complete(config: TrainConfig) -> Iterator[Problem]:
             ),
         )
     if environment.max_turns == 0:
-        yield Problem("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
+        yield ConfigIssue("[environment] max_turns", "must be -1 or at least 1, got 0.", "Try: max_turns = -1")
 
 
-def teaching_is_of_one_answer(config: TrainConfig) -> Iterator[Problem]:
+def teaching_is_of_one_answer(config: TrainConfig) -> Iterator[ConfigIssue]:
     """An environment has a conversation of its own, in which there is no place for a student."""
     if config.teaching.enabled and config.environment.provider:
-        yield Problem(
+        yield ConfigIssue(
             "[teaching] enabled",
             "does not go with an [environment]: the student answers problems of [data], scored by [reward].",
             "Try: enabled = false",
         )
 
 
-def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[Problem]:
+def teaching_has_an_advantage_for_losses(config: TrainConfig) -> Iterator[ConfigIssue]:
     """maxrl divides by a group's mean reward, which teaching that does harm makes negative. A campaign's runs are asked
     one by one."""
     teaching, mode = config.teaching, config.algorithm
     is_maxrl = mode.advantage_mode == "maxrl" and not mode.algorithm_mode
     if teaching.enabled and teaching.degradation_penalty_multiplier and is_maxrl and config.campaign is None:
-        yield Problem(
+        yield ConfigIssue(
             "[algorithm] advantage_mode",
             '= "maxrl" divides by the mean reward, which [teaching] enabled lets fall below 0 with a student.',
             'Try: advantage_mode = "grpo"',
         )
 
 
-def maxrl_has_no_penalties(config: TrainConfig) -> Iterator[Problem]:
+def maxrl_has_no_penalties(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A term with a negative weight takes the reward below 0 where the others give nothing. A campaign's runs are asked
     one by one."""
     mode = config.algorithm
@@ -257,7 +259,7 @@ def maxrl_has_no_penalties(config: TrainConfig) -> Iterator[Problem]:
         return
     for index, term in enumerate(config.reward.terms):
         if term.weight < 0:
-            yield Problem(
+            yield ConfigIssue(
                 f"[reward] terms[{index}].weight",
                 f'= {show_value(term.weight)} makes rewards negative, and [algorithm] advantage_mode = "maxrl" divides '
                 "by their mean.",
@@ -265,7 +267,7 @@ def maxrl_has_no_penalties(config: TrainConfig) -> Iterator[Problem]:
             )
 
 
-def students_have_whole_weights(config: TrainConfig) -> Iterator[Problem]:
+def students_have_whole_weights(config: TrainConfig) -> Iterator[ConfigIssue]:
     """The base is sampled over the policy's own tensors, which some ways of distributing keep in pieces."""
     own, spread = (
         config.distributed,
@@ -273,45 +275,45 @@ def students_have_whole_weights(config: TrainConfig) -> Iterator[Problem]:
     )
     shares = config.teaching.enabled and not config.teaching.student_model and config.model.lora_rank
     if shares and (own.fsdp or own.zero_stage == 3):
-        yield Problem(
+        yield ConfigIssue(
             "[teaching] student_model",
             f"is empty: the student would be the policy's own weights, which {spread} keeps in pieces.",
             f"Try: student_model = {json.dumps(config.model.model)}",
         )
 
 
-def data_source_is_complete(config: TrainConfig) -> Iterator[Problem]:
+def data_source_is_complete(config: TrainConfig) -> Iterator[ConfigIssue]:
     """jsonl needs a path, hub an id."""
     for section, own in (("data", config.data), ("eval", config.eval)):
         if own.source == "jsonl" and not own.path:
-            yield Problem(
+            yield ConfigIssue(
                 f"[{section}] path", f'is empty, but [{section}] source is "jsonl".', 'Try: path = "problems.jsonl"'
             )
     if config.data.source == "hub" and not config.data.id:
-        yield Problem("[data] id", 'is empty, but [data] source is "hub".', 'Try: id = "openai/gsm8k"')
+        yield ConfigIssue("[data] id", 'is empty, but [data] source is "hub".', 'Try: id = "openai/gsm8k"')
 
 
-def evaluation_has_enough_samples(config: TrainConfig) -> Iterator[Problem]:
+def evaluation_has_enough_samples(config: TrainConfig) -> Iterator[ConfigIssue]:
     """pass@k needs at least k samples."""
     if config.eval.k > config.eval.samples:
-        yield Problem(
+        yield ConfigIssue(
             "[eval] k",
             f"is {config.eval.k}, more than the {config.eval.samples} samples a problem.",
             f"Try: samples = {config.eval.k}",
         )
 
 
-def evaluation_has_held_out_problems(config: TrainConfig) -> Iterator[Problem]:
+def evaluation_has_held_out_problems(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A jsonl file has no splits, so evaluation on it needs a file of its own."""
     if config.eval.every and not config.eval.source and config.data.source == "jsonl" and not config.eval.path:
-        yield Problem(
+        yield ConfigIssue(
             "[eval] path",
             'is empty; with [data] source = "jsonl" evaluation needs its own file.',
             'Try: path = "held_out.jsonl"',
         )
 
 
-def evaluation_is_not_on_training_problems(config: TrainConfig) -> Iterator[Problem]:
+def evaluation_is_not_on_training_problems(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A pass rate on the problems that were trained on says nothing about others."""
     data, held_out = config.data, config.eval
     if not held_out.every or held_out_source(config) != data.source:
@@ -321,12 +323,12 @@ def evaluation_is_not_on_training_problems(config: TrainConfig) -> Iterator[Prob
     if data.source == "jsonl":
         # A file has no splits; that evaluation names one is the rule above.
         if held_out.path and _is_same_file(held_out.path, data.path):
-            yield Problem("[eval] path", "is the file of [data] path.", 'Try: path = "held_out.jsonl"')
+            yield ConfigIssue("[eval] path", "is the file of [data] path.", 'Try: path = "held_out.jsonl"')
     elif _is_same_split(data.source, held_out.split, data.split) and (
         # Of the built-in sources only jsonl reads a file.
         data.source in REGISTRIES["data"].builtins or _is_same_file(own_path, data.path)
     ):
-        yield Problem(
+        yield ConfigIssue(
             "[eval] split",
             f"= {show_value(held_out.split)} holds the problems of [data] split = {show_value(data.split)}.",
             'Try: split = "test"' if data.split == "train" else 'Try: [data] split = "train"',
@@ -345,27 +347,27 @@ def _is_same_file(one: str, other: str) -> bool:
         return one == other  # no file can have such a name, which reading it will say
 
 
-def backpressure_bounds_are_ordered(config: TrainConfig) -> Iterator[Problem]:
+def backpressure_bounds_are_ordered(config: TrainConfig) -> Iterator[ConfigIssue]:
     """The smallest batch size may not exceed the largest."""
     pressure = config.backpressure
     if pressure.max_batch_size < pressure.min_batch_size:
-        yield Problem(
+        yield ConfigIssue(
             "[backpressure] max_batch_size",
             f"is {pressure.max_batch_size}, below min_batch_size = {pressure.min_batch_size}.",
             f"Try: max_batch_size = {pressure.min_batch_size}",
         )
 
 
-def launch_device_follows_the_grammar(config: TrainConfig) -> Iterator[Problem]:
+def launch_device_follows_the_grammar(config: TrainConfig) -> Iterator[ConfigIssue]:
     """`auto`, `cpu` or `cuda:N`."""
     device = config.inference.launch_device
     if not _LAUNCH_DEVICE.fullmatch(device):
-        yield Problem(
+        yield ConfigIssue(
             "[inference] launch_device", f"is {device!r}; it is auto, cpu or cuda:N.", 'Try: launch_device = "cuda:1"'
         )
 
 
-def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[Problem]:
+def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Text that starts like a JSON array must be one, of non-empty strings."""
     text = config.logging.strategic_grams.strip()
     if not text.startswith("["):
@@ -375,14 +377,14 @@ def strategic_grams_can_be_read(config: TrainConfig) -> Iterator[Problem]:
     except (ValueError, RecursionError):
         grams = None
     if not isinstance(grams, list) or not grams or not all(isinstance(gram, str) and gram.strip() for gram in grams):
-        yield Problem(
+        yield ConfigIssue(
             "[logging] strategic_grams",
             "starts like a JSON array but is not one of phrases.",
             """Try: strategic_grams = '["wait", "let me check"]'""",
         )
 
 
-def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
+def templates_name_their_variables(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A teaching template that leaves out a variable would never show it to the model."""
     wanted = {
         "student_diagnostic_template": ("question",),
@@ -396,9 +398,9 @@ def templates_name_their_variables(config: TrainConfig) -> Iterator[Problem]:
         known = [f"{{{name}}}" for name in variables]
         missing = [name for name in known if text and name not in text]
         if missing:
-            yield Problem(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
+            yield ConfigIssue(f"[teaching] {key}", f"lacks {' and '.join(missing)}.")
         for name in _unknown_variables(text, variables):
-            yield Problem(
+            yield ConfigIssue(
                 f"[teaching] {key}", f"has {{{name}}}, which it does not know.", f"It knows {' and '.join(known)}."
             )
 
@@ -408,27 +410,27 @@ def _unknown_variables(text: str, known: Iterable[str]) -> list[str]:
     return [name for name in re.findall(r"(?<![\w\\}])\{([a-z_]+)\}", text) if name not in known]
 
 
-def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[Problem]:
+def judge_prompt_names_its_variables(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A judge that is not shown the answer cannot grade it, and a misspelt variable would be shown as it stands."""
     text = config.reward.judge_prompt
     if text and "{response}" not in text:
-        yield Problem("[reward] judge_prompt", "lacks {response}.")
+        yield ConfigIssue("[reward] judge_prompt", "lacks {response}.")
     known = ("question", "reference", "response")
     for name in _unknown_variables(text, known):
-        yield Problem(
+        yield ConfigIssue(
             "[reward] judge_prompt",
             f"has {{{name}}}, which it does not know.",
             "It knows {question}, {reference} and {response}.",
         )
 
 
-def values_can_be_written(config: TrainConfig) -> Iterator[Problem]:
+def values_can_be_written(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A run writes its configuration down as TOML, which has no null and holds only whole Unicode characters."""
     for path, value in values_of(config).items():
         if _holds_null(value):
-            yield Problem(options_by_path()[path].where, "holds null, which TOML lacks.", "Try: leave that key out")
+            yield ConfigIssue(options_by_path()[path].where, "holds null, which TOML lacks.", "Try: leave that key out")
         if any(_SURROGATE.search(text) for text in _texts(value)):
-            yield Problem(options_by_path()[path].where, "holds text that is not valid Unicode.")
+            yield ConfigIssue(options_by_path()[path].where, "holds text that is not valid Unicode.")
 
 
 def _holds_null(value: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from retrain.data.rows import collect_examples
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class HubSource:
         section = self._section
         if not section.id:
             raise ConfigError(
-                'source = "hub" needs a dataset.', (Problem("[data] id", "is empty.", 'Try: id = "openai/gsm8k"'),)
+                'source = "hub" needs a dataset.', (ConfigIssue("[data] id", "is empty.", 'Try: id = "openai/gsm8k"'),)
             )
         rows = load_rows(section.id, section.subset, section.split)
         return collect_examples(((f"row {index}", row) for index, row in enumerate(rows)), section, section.id)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrain.data.rows import BadRow, collect_examples
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class JsonlSource:
     def load(self) -> list[Example]:
         """Read the whole file; every bad line is reported, by number, in one error."""
         if not self._section.path:
-            problem = Problem("[data] path", "is empty.", 'Try: path = "problems.jsonl"')
+            problem = ConfigIssue("[data] path", "is empty.", 'Try: path = "problems.jsonl"')
             raise ConfigError('source = "jsonl" needs a file.', (problem,))
         path = Path(self._section.path).expanduser()
         try:

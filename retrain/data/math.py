@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from retrain.data.hub import load_rows
 from retrain.data.rows import BOX_INSTRUCTION
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.rewards.match import last_boxed
 from retrain.types import Example
 
@@ -28,7 +28,7 @@ class MathSource:
         """Load subject by subject; the answer is the last box of each solution."""
         section = self._section
         if section.subset and section.subset not in SUBJECTS + EASY_SUBJECTS:
-            problem = Problem(
+            problem = ConfigIssue(
                 "[data] subset", f"is {section.subset!r}.", f"Known: {', '.join(SUBJECTS + EASY_SUBJECTS)}."
             )
             raise ConfigError("there is no such MATH subject.", (problem,))

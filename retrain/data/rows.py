@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.rewards.match import last_boxed
 from retrain.types import Example
 
@@ -54,14 +54,14 @@ def to_example(row: object, section: schema.Data, id: str) -> Example:
 def collect_examples(rows: Iterable[tuple[str, object]], section: schema.Data, origin: str) -> list[Example]:
     """Read all rows, each with the words that say where it is; the bad ones come in one error."""
     examples: list[Example] = []
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     for where, row in rows:
         try:
             if isinstance(row, BadRow):
                 raise row
             examples.append(to_example(row, section, where))
         except BadRow as bad:
-            problems.append(Problem(where, str(bad)))
+            problems.append(ConfigIssue(where, str(bad)))
     if problems:
         raise_for_rows(problems, origin)
     if not examples:
@@ -69,11 +69,11 @@ def collect_examples(rows: Iterable[tuple[str, object]], section: schema.Data, o
     return examples
 
 
-def raise_for_rows(problems: Sequence[Problem], origin: str) -> None:
+def raise_for_rows(problems: Sequence[ConfigIssue], origin: str) -> None:
     """Raise one error for all bad rows, naming the first few."""
     shown = tuple(problems[:_SHOWN_PROBLEMS])
     rest = len(problems) - len(shown)
-    more = (Problem("", f"and {rest} more."),) if rest else ()
+    more = (ConfigIssue("", f"and {rest} more."),) if rest else ()
     noun = "row" if len(problems) == 1 else "rows"
     raise ConfigError(f"{origin} has {len(problems)} unusable {noun}:", (*shown, *more))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 if TYPE_CHECKING:
     from retrain.config import schema
@@ -32,13 +32,13 @@ def read_args(model: type[A], section: schema.Environment) -> A:
     raise ConfigError(f"[environment] id = {section.id!r} cannot take these args:", problems)
 
 
-def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: str) -> Problem:
+def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: str) -> ConfigIssue:
     where = f"[environment] args.{'.'.join(map(str, place))}"
     if kind != "extra_forbidden":
-        return Problem(where, f"is not valid: {text}.")
+        return ConfigIssue(where, f"is not valid: {text}.")
     close = get_close_matches(str(place[-1]), list(model.model_fields), n=1)
     hint = f"Did you mean {close[0]}?" if close else f"It takes: {', '.join(model.model_fields) or 'none'}."
-    return Problem(where, "is not known.", hint)
+    return ConfigIssue(where, "is not known.", hint)
 
 
 def check_names(args: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -48,6 +48,8 @@ def check_names(args: Mapping[str, Any], known: Sequence[str]) -> None:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(known) or 'nothing'}."
-            problems.append(Problem("[environment] args", f"has {name!r}, which the environment does not take.", hint))
+            problems.append(
+                ConfigIssue("[environment] args", f"has {name!r}, which the environment does not take.", hint)
+            )
     if problems:
         raise ConfigError("the environment's arguments are wrong:", tuple(problems))

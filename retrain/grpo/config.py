@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.combinations import find_combinations
 from retrain.grpo.inherited import find_inherited
 from retrain.grpo.parameters import Declared, check_values, parameter
@@ -542,7 +542,7 @@ def _refusing_strangers(made: Any) -> Any:
         for name in (name for name in arguments if name not in known):
             close = get_close_matches(name, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else "Leave it out; docs/grpo.md lists what there is."
-            problems.append(Problem(name, "is not known.", f"Try: {RENAMED[name]}" if name in RENAMED else hint))
+            problems.append(ConfigIssue(name, "is not known.", f"Try: {RENAMED[name]}" if name in RENAMED else hint))
         if problems:
             raise ConfigError("GRPOConfig was given arguments that it does not have:", tuple(problems))
         made(self, *args, **arguments)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 from retrain.grpo.parameters import defaults, is_declared
 
 _SHARDING = "says how weights are sharded, which the launcher does.  Try: accelerate launch --config_file zero3.yaml"
@@ -52,7 +52,7 @@ _UNSAID: dict[str, object] = {"include_num_input_tokens_seen": False, "debug": N
 _OTHERWISE = "belongs to the training loop of transformers, which does not run here"
 
 
-def find_inherited(config: Any) -> Iterator[Problem]:
+def find_inherited(config: Any) -> Iterator[ConfigIssue]:
     """A problem for each field that is not declared here and does not have its default."""
     usual = defaults(type(config))
     for field in dataclasses.fields(config):
@@ -62,7 +62,7 @@ def find_inherited(config: Any) -> Iterator[Problem]:
             continue
         reason, _, hint = _reason(field.name).partition("  ")
         text = f"= {value!r} cannot be used: it {reason.rstrip('.')}."
-        yield Problem(field.name, text, hint or "Leave it out.")
+        yield ConfigIssue(field.name, text, hint or "Leave it out.")
 
 
 def _reason(name: str) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.tokens import explain_missing_model
 from retrain.types import Group, StepMetrics
 
@@ -125,12 +125,12 @@ def lora_options(peft_config: object, model: str, config: Any) -> dict[str, Any]
     usual, given = vars(LoraConfig()), vars(peft_config)
     known = (*_LORA_TWINS, *_LORA_NOTES)
     problems = [
-        Problem(f"peft_config: {name}", f"= {given[name]!r} has no twin in retrain.", "Leave it out.")
+        ConfigIssue(f"peft_config: {name}", f"= {given[name]!r} has no twin in retrain.", "Leave it out.")
         for name in given
         if name not in known and given[name] != usual.get(name)
     ]
     if str(given["task_type"] or "CAUSAL_LM").rpartition(".")[2] != "CAUSAL_LM":
-        problems.append(Problem("peft_config: task_type", f"= {given['task_type']!r} is not CAUSAL_LM."))
+        problems.append(ConfigIssue("peft_config: task_type", f"= {given['task_type']!r} is not CAUSAL_LM."))
     if problems:
         raise ConfigError("peft_config cannot be used:", tuple(problems))
     return {

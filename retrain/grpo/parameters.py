@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def defaults(config: type) -> dict[str, Any]:
     return values
 
 
-def check_values(config: Any, hints: Mapping[str, Any]) -> Iterator[Problem]:
+def check_values(config: Any, hints: Mapping[str, Any]) -> Iterator[ConfigIssue]:
     """A problem for each declared parameter of the wrong type or out of range."""
     usual = defaults(type(config))
     for name, declared in declarations(type(config)).items():
@@ -79,7 +79,7 @@ def check_values(config: Any, hints: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         text = _wrong_type(value, hints[name]) or _out_of_range(value, declared)
         if text:
-            yield Problem(name, f"{text}, got {_show(value)}.", f"Try: {name}={_show(usual[name])}")
+            yield ConfigIssue(name, f"{text}, got {_show(value)}.", f"Try: {name}={_show(usual[name])}")
 
 
 def _wrong_type(value: object, hint: Any) -> str:

@@ -15,7 +15,7 @@ from retrain.assemble import DataProblems
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer, read_prompt
-from retrain.errors import CheckpointError, ConfigError, Problem
+from retrain.errors import CheckpointError, ConfigError, ConfigIssue
 from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
 from retrain.inference_engine import InferenceEngine
 from retrain.modeling.tokens import PromptEncoder
@@ -45,12 +45,12 @@ def read_dataset(dataset: object, what: str, terms: Sequence[Term], keep_columns
     rows = _rows(dataset, what)
     needs_answer = any(term.function is None for term in terms)
     examples: list[Example] = []
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     for number, row in enumerate(rows):
         try:
             examples.append(_example(row, number, needs_answer, keep_columns))
         except BadRow as bad:
-            problems.append(Problem(f"row {number}", str(bad)))
+            problems.append(ConfigIssue(f"row {number}", str(bad)))
     if problems:
         raise_for_rows(problems, what)
     if not examples:

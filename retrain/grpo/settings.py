@@ -16,7 +16,7 @@ from retrain.builtin import resolve_model
 from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
-from retrain.errors import ConfigError, PluginError, Problem
+from retrain.errors import ConfigError, ConfigIssue, PluginError
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
@@ -93,7 +93,7 @@ def _refuse_unknown(settings: Mapping[str, Any], known: tuple[str, ...]) -> None
         if key not in known:
             close = get_close_matches(key[:60], known, n=1)
             hint = f"Did you mean {close[0]}?" if close else "docs/grpo.md lists every setting."
-            problems.append(Problem(f"unknown setting {key!r}.", "", hint))
+            problems.append(ConfigIssue(f"unknown setting {key!r}.", "", hint))
     if problems:
         raise ConfigError("the composed settings cannot be run:", tuple(problems))
 
@@ -106,12 +106,12 @@ def _refuse_incomplete(model: Mapping[str, Any], lora: Mapping[str, Any], data: 
         ("reward_funcs", data["reward_funcs"], "reward_funcs=match"),
     ):
         if not value:
-            problems.append(Problem(name, "is missing.", f"Try: {hint}"))
+            problems.append(ConfigIssue(name, "is missing.", f"Try: {hint}"))
     if data["completion_only_training"] is not True:
         text = "= false cannot be: a policy gradient is over what was sampled, so prompts are never trained on."
-        problems.append(Problem("completion_only_training", text, "Leave it out."))
+        problems.append(ConfigIssue("completion_only_training", text, "Leave it out."))
     idle = [name for name, usual in LORA.items() if not lora["lora_rank"] and lora[name] != usual]
-    problems += [Problem(name, f"= {lora[name]!r} has no effect: it needs lora_rank.") for name in idle]
+    problems += [ConfigIssue(name, f"= {lora[name]!r} has no effect: it needs lora_rank.") for name in idle]
     if problems:
         raise ConfigError("the composed settings cannot be run:", tuple(problems))
 
@@ -122,19 +122,19 @@ def _refuse_unfit(lora: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     for name in ("max_train_examples", "max_val_examples"):
         value = data[name]
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            problems.append(Problem(name, f"must be a whole number of at least 1, got {value!r}."))
+            problems.append(ConfigIssue(name, f"must be a whole number of at least 1, got {value!r}."))
     for name in ("dataset_config", "train_split", "val_split", "prompt_column", "answer_column", "system_prompt"):
         if data[name] is not None and not isinstance(data[name], str):
-            problems.append(Problem(name, f"must be a text, got {data[name]!r}."))
+            problems.append(ConfigIssue(name, f"must be a text, got {data[name]!r}."))
     if data["keep_columns"] is not None and not _are_names(data["keep_columns"]):
-        problems.append(Problem("keep_columns", f"must be a list of names, got {data['keep_columns']!r}."))
+        problems.append(ConfigIssue("keep_columns", f"must be a list of names, got {data['keep_columns']!r}."))
     if lora["lora_target_modules"] != "all-linear" and not _are_names(lora["lora_target_modules"]):
         text = f"must be all-linear or a list of names, got {lora['lora_target_modules']!r}."
-        problems.append(Problem("lora_target_modules", text))
+        problems.append(ConfigIssue("lora_target_modules", text))
     for name, usual in (("lora_alpha", 1), ("lora_dropout", 0.0)):
         value = usual if lora[name] is None else lora[name]
         if not isinstance(value, int | float) or isinstance(value, bool):
-            problems.append(Problem(name, f"must be a number, got {value!r}."))
+            problems.append(ConfigIssue(name, f"must be a number, got {value!r}."))
     problems += _splits_of_a_file(data)
     if problems:
         raise ConfigError("the composed settings cannot be run:", tuple(problems))
@@ -144,7 +144,7 @@ def _are_names(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
-def _splits_of_a_file(data: Mapping[str, Any]) -> list[Problem]:
+def _splits_of_a_file(data: Mapping[str, Any]) -> list[ConfigIssue]:
     """A file, or a dataset saved without splits, is all there is: a split of it would be the whole again."""
     path = Path(str(data["dataset_id_or_path"])).expanduser()
     idle = ["train_split", "val_split", "dataset_config"]
@@ -158,7 +158,9 @@ def _splits_of_a_file(data: Mapping[str, Any]) -> list[Problem]:
         return []
     # "train" is what the whole of a file is called.
     given = [name for name in idle if data[name] is not None and (name, data[name]) != ("train_split", "train")]
-    return [Problem(name, f"= {data[name]!r} has no effect: {path} is {what}.", f"Try: {name}=null") for name in given]
+    return [
+        ConfigIssue(name, f"= {data[name]!r} has no effect: {path} is {what}.", f"Try: {name}=null") for name in given
+    ]
 
 
 def read_lora(lora: Mapping[str, Any]) -> LoraConfig | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from retrain.config import TrainConfig
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 _SHARDED_BY = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 
@@ -62,19 +62,19 @@ def refuse_alone(config: TrainConfig) -> None:
         )
 
 
-def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
     if config.kind == "campaign":
-        yield Problem("[campaign]", "starts its own processes.", "Try: retrain config.toml, without a launcher")
+        yield ConfigIssue("[campaign]", "starts its own processes.", "Try: retrain config.toml, without a launcher")
     if config.kind == "squeeze":
-        yield Problem("[squeeze]", "analyses an adapter in one process.", "Try: retrain config.toml")
+        yield ConfigIssue("[squeeze]", "analyses an adapter in one process.", "Try: retrain config.toml")
     if config.backend.backend != "local":
-        yield Problem(
+        yield ConfigIssue(
             "[backend] backend",
             f"= {config.backend.backend!r} trains elsewhere; one process is enough for it.",
             "Try: retrain config.toml, without a launcher",
         )
     if config.training.async_steps:
-        yield Problem(
+        yield ConfigIssue(
             "[training] async_steps",
             "does not go with several processes: all of them sample, then all of them train.",
             "Try: async_steps = 0",
@@ -82,16 +82,16 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[P
     yield from _contradictions(config, environment)
 
 
-def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
     """What `accelerate launch` was told must be what the file says."""
     told = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
     own = config.distributed
     ours = {"FSDP"} if own.fsdp else {"DeepSpeed"} if own.zero_stage else set()
     for name in sorted(told - ours):
         hint = "Try: fsdp = true" if name == "FSDP" else "Try: zero_stage = 1 or 3"
-        yield Problem("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
+        yield ConfigIssue("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
     if "FSDP" in told & ours and environment.get("FSDP_VERSION", "2") != "2":
-        yield Problem("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
+        yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
     if "DeepSpeed" in told & ours:
         for where, variable, wanted in (
             ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
@@ -101,7 +101,7 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         ):
             said = environment.get(f"ACCELERATE_{variable}", wanted)
             if said != wanted and not _same_number(said, wanted):
-                yield Problem(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
+                yield ConfigIssue(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
     for variable, harmless, what in (
         ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps"),
@@ -109,10 +109,10 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM"),
     ):
         if environment.get(variable, "").lower() not in harmless:
-            yield Problem("[distributed]", f"knows nothing of {what}, which accelerate's configuration sets.")
+            yield ConfigIssue("[distributed]", f"knows nothing of {what}, which accelerate's configuration sets.")
     mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no":
-        yield Problem(
+        yield ConfigIssue(
             "[model] dtype",
             f"says what weights are computed in, but accelerate's configuration has mixed_precision {mixed!r}.",
             "Try: mixed_precision: 'no'",

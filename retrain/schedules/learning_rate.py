@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import Problem
+from retrain.errors import ConfigIssue
 
 if TYPE_CHECKING:
     from retrain.config.schema import Optimizer, TrainConfig
@@ -87,11 +87,11 @@ def warmup_steps(wanted: float, max_steps: int) -> int:
     return math.ceil(wanted * max_steps) if wanted < 1 else int(wanted)
 
 
-def schedule_is_sound(config: TrainConfig) -> Iterator[Problem]:
+def schedule_is_sound(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A schedule takes its own arguments only, and warm-ups are counted in whole steps."""
     optimizer = config.optimizer
     if optimizer.warmup_steps >= 1 and optimizer.warmup_steps != int(optimizer.warmup_steps):
-        yield Problem(
+        yield ConfigIssue(
             "[optimizer] warmup_steps",
             f"must be a whole number of steps, or a share below 1, got {optimizer.warmup_steps}.",
             f"Try: warmup_steps = {int(optimizer.warmup_steps)}.0",
@@ -100,7 +100,7 @@ def schedule_is_sound(config: TrainConfig) -> Iterator[Problem]:
     wrong = list(_wrong_args(optimizer.schedule, args))
     yield from wrong
     if not wrong and args.get("lr_end", 0) >= config.training.lr:
-        yield Problem("[optimizer] schedule_args", "has an lr_end that is not below [training] lr.")
+        yield ConfigIssue("[optimizer] schedule_args", "has an lr_end that is not below [training] lr.")
 
 
 def unused_schedule_args(optimizer: Optimizer) -> list[str]:
@@ -115,15 +115,15 @@ def _used_args(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.schedule_args.items() if name not in unused}
 
 
-def _wrong_args(schedule: str, args: Mapping[str, Any]) -> Iterator[Problem]:
+def _wrong_args(schedule: str, args: Mapping[str, Any]) -> Iterator[ConfigIssue]:
     _, known = _SCHEDULES[schedule]
     for name, value in args.items():
         if name not in known:
             takes = f"It takes: {', '.join(known)}." if known else "It takes none."
-            yield Problem("[optimizer] schedule_args", f"has {name!r}, which {schedule!r} does not take.", takes)
+            yield ConfigIssue("[optimizer] schedule_args", f"has {name!r}, which {schedule!r} does not take.", takes)
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            yield Problem("[optimizer] schedule_args", f"has {name} = {value!r}, which is not a number.")
+            yield ConfigIssue("[optimizer] schedule_args", f"has {name} = {value!r}, which is not a number.")
         elif not known[name][0] <= value <= known[name][1]:
             low, high = known[name]
             bounds = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
-            yield Problem("[optimizer] schedule_args", f"has {name} = {value:g}, which must be {bounds}.")
+            yield ConfigIssue("[optimizer] schedule_args", f"has {name} = {value:g}, which must be {bounds}.")

@@ -59,11 +59,7 @@ def outcome(text: str) -> ConfigError | TrainConfig:
     except ConfigError as error:
         message = str(error)
         assert message.startswith("fuzz.toml ")
-        assert (
-            all(PLACE.search(f"{p.where} {p.text}") for p in error.problems)
-            if error.problems
-            else PLACE.search(message)
-        )
+        assert all(PLACE.search(f"{p.where} {p.text}") for p in error.issues) if error.issues else PLACE.search(message)
         assert not UNPRINTABLE.search(message) and len(message) < 100_000
         message.encode("utf-8")
         return error

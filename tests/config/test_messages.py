@@ -16,7 +16,7 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
     tables = parse_toml(text, "run.toml") if isinstance(text, str) else text
     with pytest.raises(ConfigError) as caught:
         build_config(tables, {}, "run.toml")
-    return [str(problem) for problem in caught.value.problems]
+    return [str(problem) for problem in caught.value.issues]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_all_problems_come_in_one_error() -> None:
         build_config(parse_toml(text, "run.toml"), {"nothing.here": 1}, "run.toml")
     assert str(caught.value).splitlines()[0] == "run.toml has 7 problems:"
     assert len(str(caught.value).splitlines()) == 8
-    places = " | ".join(problem.where for problem in caught.value.problems)
+    places = " | ".join(problem.where for problem in caught.value.issues)
     for place in ("[nothing] here", "lr", "[training] lr", "max_stepz", "[trainnning]", "devices", "max_batch_size"):
         assert place in places
 

@@ -389,7 +389,7 @@ def test_notes_are_errors_for_whoever_wants_it_strict(tmp_path: Path) -> None:
     assert load_config(path).reward.custom_module == "mine"
     with pytest.raises(ConfigError) as caught:
         load_config(path, strict=True)
-    assert [str(problem) for problem in caught.value.problems] == [
+    assert [str(problem) for problem in caught.value.issues] == [
         "[planning] threshold is not used: [planning] detector is regex.",
         "[reward] custom_module is not used: [reward] type is match.",
     ]

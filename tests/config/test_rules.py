@@ -405,7 +405,7 @@ def test_a_rule_names_what_it_refuses(rule: str, tables: dict[str, Any], text: s
     with pytest.raises(ConfigError) as caught:
         build_config(tables, {}, rule)
     assert text in str(caught.value)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.issues) == 1
 
 
 def test_every_rule_is_tried_both_ways() -> None:
@@ -427,13 +427,13 @@ def test_each_condition_must_be_a_valid_run(condition: dict[str, Any], text: str
     with pytest.raises(ConfigError) as caught:
         build_config({"campaign": {"conditions": [GRPO, condition]}}, {}, "campaign.toml")
     assert text in str(caught.value)
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.issues) == 1
 
 
 def test_a_problem_of_the_file_is_not_repeated_for_every_condition() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config({"training": {"lr": -1}, "campaign": {}}, {}, "campaign.toml")
-    assert len(caught.value.problems) == 1
+    assert len(caught.value.issues) == 1
 
 
 def test_a_condition_names_options_by_key_or_by_table() -> None:

@@ -117,7 +117,7 @@ BAD_ROWS = [
 def test_a_bad_row_is_named_by_its_line(load, line, message):
     with pytest.raises(ConfigError) as caught:
         load('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.issues
     assert problem.where == "line 3" and message in problem.text
     assert "has 1 unusable row:" in str(caught.value)
 
@@ -154,7 +154,7 @@ def test_any_object_is_either_an_example_or_a_named_problem(tmp_path_factory, ro
     try:
         (example,) = load_examples(Data(source="jsonl", path=str(path)))
     except ConfigError as error:
-        assert error.problems[0].where == "line 1"
+        assert error.issues[0].where == "line 1"
     else:
         assert example.prompt and example.reference
 

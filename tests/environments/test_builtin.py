@@ -196,4 +196,4 @@ def test_what_cannot_be_played_is_refused(id: str, args: dict[str, Any], text: s
 def test_all_bad_arguments_come_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         build("guess-number", top=0, tries=0, x=1)
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.issues) == 3

@@ -130,7 +130,7 @@ def test_a_documented_parameter_has_its_default(name: str) -> None:
 def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         GRPOConfig("out", **{name: value})
-    (problem,) = error.value.problems
+    (problem,) = error.value.issues
     assert problem.where == name and repr(value)[:40] in problem.text and f"Try: {name}=" in problem.hint
 
 
@@ -182,13 +182,13 @@ def test_every_documented_parameter_is_tried_with_a_wrong_value() -> None:
 def test_a_forbidden_combination_is_refused(arguments: dict[str, Any], where: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         GRPOConfig("out", **arguments)
-    assert [(problem.where, text in problem.text) for problem in error.value.problems] == [(where, True)]
+    assert [(problem.where, text in problem.text) for problem in error.value.issues] == [(where, True)]
 
 
 def test_a_group_must_divide_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
         GRPOConfig("out", per_device_train_batch_size=5, gradient_accumulation_steps=2, num_generations=4)
-    assert str(error.value.problems[0]) == (
+    assert str(error.value.issues[0]) == (
         "num_generations = 4 does not divide per_device_train_batch_size 5 × gradient_accumulation_steps 2 × processes "
         "1 = 10 completions a step.  Try: num_generations=2 or 5 or 10, or per_device_train_batch_size=4 or 6"
     )
@@ -287,7 +287,7 @@ def test_it_can_be_parsed_from_a_command_line() -> None:
 def test_all_wrong_values_come_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
         GRPOConfig("out", top_p=2.0, beta=-1.0, fp16=True)
-    assert [problem.where for problem in error.value.problems] == ["fp16", "top_p", "beta"]
+    assert [problem.where for problem in error.value.issues] == ["fp16", "top_p", "beta"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from retrain.config import TrainConfig
 from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import format_value
-from retrain.errors import ConfigError, Problem
+from retrain.errors import ConfigError, ConfigIssue
 
 # What would change the policy or the loss and cannot be asked of the service, and what to say of it.
 _REFUSED = {
@@ -30,22 +30,24 @@ def refuse_unsupported(config: TrainConfig) -> None:
         raise ConfigError('this configuration cannot be run with [backend] backend = "tinker":', problems)
 
 
-def find_unsupported(config: TrainConfig) -> Iterator[Problem]:
+def find_unsupported(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A problem for each of them."""
     values, options = values_of(config), options_by_path()
     for path, reason in _REFUSED.items():
         option = options[path]
         if values[path] != option.default:
             hint = f"Leave it at {format_value(option.default)}."
-            yield Problem(option.where, f"= {format_value(values[path])} is not possible with Tinker: {reason}", hint)
+            yield ConfigIssue(
+                option.where, f"= {format_value(values[path])} is not possible with Tinker: {reason}", hint
+            )
     kind = config.loss.type
     if kind not in SERVICE_LOSSES:
         known = ", ".join(SERVICE_LOSSES)
-        yield Problem(
+        yield ConfigIssue(
             "[loss] type", f'= "{kind}" is not possible with Tinker: The service has no such loss.', f"Try: {known}"
         )
     elif _is_uncapped(config) and config.loss.ratio_cap != options["loss.ratio_cap"].default:
-        yield Problem(
+        yield ConfigIssue(
             "[loss] ratio_cap",
             f'= {format_value(config.loss.ratio_cap)} is not possible with Tinker and type = "{kind}": The service '
             "clips by clip_low and clip_high.",

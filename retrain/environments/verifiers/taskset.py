@@ -23,7 +23,7 @@ from retrain.environments.args import check_names
 from retrain.environments.tools import calls_to_wire
 from retrain.environments.verifiers.harness import HARNESS_ID, ChatHarness
 from retrain.environments.verifiers.modules import NEEDS_CLASSIC, import_environment, is_shipped
-from retrain.errors import ConfigError, PluginError, Problem, RolloutError
+from retrain.errors import ConfigError, ConfigIssue, PluginError, RolloutError
 from retrain.types import Example
 
 MOST_ROWS = 100_000
@@ -248,12 +248,12 @@ def _refuse_sandboxes(env: Any, who: str) -> None:
             )
 
 
-def _problems(error: ValidationError) -> list[Problem]:
+def _problems(error: ValidationError) -> list[ConfigIssue]:
     """What pydantic says of each argument."""
     found = []
     for each in error.errors():
         place = ".".join(str(part) for part in each["loc"] if part != "taskset")
-        found.append(Problem(f"[environment] args.{place}", f"is {each['input']!r}: {each['msg']}."))
+        found.append(ConfigIssue(f"[environment] args.{place}", f"is {each['input']!r}: {each['msg']}."))
     return found
 
 

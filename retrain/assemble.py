@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
@@ -26,6 +26,7 @@ from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
+from retrain.runtime.control import NoControl, RunControl, raise_if_stopped
 from retrain.runtime.devices import check_devices, is_on_cpu
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.seeding import derive_seed
@@ -46,7 +47,7 @@ MOST_REPEATS = 1000
 """Of one example in one step."""
 
 
-class Problems(Protocol):
+class TaskSource(Protocol):
     """Where a run's examples come from, and what scores the answers to them."""
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
@@ -63,17 +64,15 @@ class Problems(Protocol):
 
 
 @dataclass(frozen=True)
-class Supplied:
-    """Parts that a caller brings in place of those that a configuration names."""
+class Overrides:
+    """Components that a caller brings in place of those that a configuration names."""
 
     backend: MakeBackend | None = None
-    problems: Callable[[TrainConfig, Console], Problems] | None = None
+    tasks: Callable[[TrainConfig, Console], TaskSource] | None = None
     tokenizer: Any = None
     trackers: tuple[Tracker, ...] = ()
-    """These are told of the run beside the configured ones."""
-
-
-NOTHING = Supplied()
+    """Added to the configured ones."""
+    control: RunControl = field(default_factory=NoControl)
 
 
 @dataclass
@@ -94,6 +93,7 @@ class Parts:
     jsonl: JsonlTracker
     checkpoints: Checkpoints
     console: Console
+    control: RunControl
 
 
 class PlanningMasks:
@@ -120,18 +120,19 @@ def assemble(
     config: TrainConfig,
     force_resume: bool = False,
     console: Console | None = None,
-    supplied: Supplied = NOTHING,
+    overrides: Overrides | None = None,
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
     refuse_absent_parts(config)
     console = console or Console()
-    if supplied == NOTHING:
+    if overrides is None:
         check_before_loading(config, console.say)
-    if supplied.backend is None:
+    overrides = overrides or Overrides()
+    if overrides.backend is None:
         check_devices(config)
     with ExitStack() as stack:
         try:
-            parts = _build(config, force_resume, console, stack, supplied)
+            parts = _build(config, force_resume, console, stack, overrides)
         except PluginError as error:
             # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
             error.exit_code = ConfigError.exit_code
@@ -139,30 +140,36 @@ def assemble(
         yield parts
 
 
-def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, supplied: Supplied) -> Parts:
+def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, overrides: Overrides) -> Parts:
     folder = RunFolder(config, force_resume, console.say)
     stack.callback(folder.close)
     config = folder.config
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
     # Rewards and environments start first: they warm up while the model loads, and a broken one fails early.
-    problems = (supplied.problems or _find_problems(config))(config, console)
-    stack.callback(problems.close)
+    tasks = (overrides.tasks or _find_tasks(config))(config, console)
+    stack.callback(tasks.close)
     console.say(f"Loading tokenizer for {config.model.model} ...")
-    tokenizer = supplied.tokenizer or load_tokenizer(config.model.model)
+    tokenizer = overrides.tokenizer or load_tokenizer(config.model.model)
     console.say("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
     console.say(f"Vocabulary table: {len(texts)} entries")
-    examples, held_out = problems.load(tokenizer)
+    examples, held_out = tasks.load(tokenizer)
     _check_batch(config, examples)
     config = _count_steps(config, examples)
-    backend = (supplied.backend or _find_backend(config))(config, tokenizer, console.say, console.progress)
+
+    def progress(phase: str, done: int, total: int) -> None:
+        # Engines report while they sample; a stop request ends the step here, before it is trained on.
+        raise_if_stopped(overrides.control)
+        console.progress(phase, done, total)
+
+    backend = (overrides.backend or _find_backend(config))(config, tokenizer, console.say, progress)
     if isinstance(backend, Closes):
         stack.push(lambda kind, error, trace: backend.close(kind))
     # Only the local backend samples with [inference] engine; others bring their own.
     sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
     credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
-    scorer = problems.scorer(backend)
+    scorer = tasks.scorer(backend)
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
@@ -177,14 +184,15 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=_build_log(config, folder, console, [jsonl, *supplied.trackers]),
+        tracker=_build_log(config, folder, console, [jsonl, *overrides.trackers]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
         console=console,
+        control=overrides.control,
     )
 
 
-def _find_problems(config: TrainConfig) -> Callable[[TrainConfig, Console], Problems]:
+def _find_tasks(config: TrainConfig) -> Callable[[TrainConfig, Console], TaskSource]:
     return EnvironmentProblems if config.environment.provider else DataProblems
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from retrain.advantages import Credit
-from retrain.assemble import NOTHING, Parts, Supplied, assemble
+from retrain.assemble import Overrides, Parts, assemble
 from retrain.backends import ReportsLate
 from retrain.checks.agreement import DisagreementError, unsignalled
 from retrain.checks.repeats import refuse_repeats
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
 from retrain.rollout import Rollouts
+from retrain.runtime.control import raise_if_stopped
 from retrain.runtime.interrupts import Interrupts
 from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
@@ -30,16 +31,13 @@ from retrain.tracking.console import Console
 from retrain.tracking.jsonl import EVALS
 from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics
 
-# What a backend may tell about the sampler of a step, and about its own update.
-OPTIONAL_METRICS = (
-    *("lr", "kl_ref", "staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl"),
-    *("rows_checked", "rows_excluded", "rows_mismatch_max"),
-)
+# Reported by every backend; None where it has no value for a step.
+TRAINING_METRICS = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")
 
 
 @dataclass
-class Progress:
-    """How far a run is, and what it has seen."""
+class RunState:
+    """Counters of a run, saved with every checkpoint."""
 
     step: int = 0
     right: int = 0
@@ -49,8 +47,20 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class StepBatch:
+    """All that a step trains on, and how it was obtained."""
+
+    rollouts: Rollouts
+    credit: Credit
+    datums: list[Datum]
+    evaluation: Evaluation | None
+    repeated_completions: int
+    sepa_lambda: float
+
+
+@dataclass(frozen=True)
 class TrainResult:
-    """What a run came to."""
+    """Result of a run."""
 
     log_dir: str
     steps: int
@@ -58,109 +68,124 @@ class TrainResult:
     first_evaluation: Evaluation | None
     last_evaluation: Evaluation | None
     weights: str = ""
-    """Where a service keeps what was trained; empty when it is in `[backend] adapter_path`."""
+    """Where a service keeps the trained weights; empty when they are in `[backend] adapter_path`."""
 
 
 def train(
     config: TrainConfig,
     force_resume: bool = False,
     console: Console | None = None,
-    supplied: Supplied = NOTHING,
+    overrides: Overrides | None = None,
 ) -> TrainResult:
     """Run a configuration to its last step, from its checkpoint if it resumes one.
 
-    `supplied` are parts that take the place of those that the configuration names.
+    `overrides` replaces components that the configuration names, and may steer the run through its `control`.
     """
-    with assemble(config, force_resume, console, supplied) as parts, Interrupts() as interrupts:
-        progress = resume(parts)
+    with assemble(config, force_resume, console, overrides) as parts, Interrupts() as interrupts:
+        state = resume(parts)
         parts.folder.settle()
         try:
             parts.tracker.start(parts.config)
-            return run_or_save(parts, progress, interrupts)
+            return run_or_save(parts, state, interrupts)
         finally:
             parts.tracker.finish()
 
 
-def run_or_save(parts: Parts, progress: Progress, interrupts: Interrupts) -> TrainResult:
-    """Every step that is left, or a checkpoint where they end."""
+def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainResult:
+    """Run the remaining steps; if they end early, save a checkpoint."""
     try:
-        return run_steps(parts, progress, interrupts)
+        return run_steps(parts, state, interrupts)
     except BaseException as error:
         late = parts.backend.capabilities.reports_late
-        refused = isinstance(error, DisagreementError) and (late or not error.is_whole)
-        # Whatever it was, between steps the state is whole and worth keeping; but for a step that was counted as done.
-        if interrupts.between_steps and not refused:
+        rejected = isinstance(error, DisagreementError) and (late or not error.is_whole)
+        # Between steps the state is complete and worth keeping, unless it counts a step that was rejected.
+        if interrupts.between_steps and not rejected:
             interrupts.hold()
-            save(parts, progress, "interrupted")
+            save(parts, state, "interrupted")
         raise
 
 
-def run_steps(parts: Parts, progress: Progress, interrupts: Interrupts) -> TrainResult:
-    """Every step that is left."""
-    training = parts.config.training
-    first = last = None
-    while progress.step < training.max_steps:
-        step, started = progress.step, time.perf_counter()
-        cursor, schedule = parts.order.state_dict(), parts.sepa.state_dict()
+def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainResult:
+    """Run the remaining steps."""
+    first = None
+    while state.step < parts.config.training.max_steps:
+        raise_if_stopped(parts.control)
+        step, started = state.step, time.perf_counter()
+        order, sepa = parts.order.state_dict(), parts.sepa.state_dict()
         try:
-            seed_everything(training.seed, step)
-            engine = parts.backend.sampler(step)
-            last = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
-            first = first or last
-            rollouts = parts.rollouts.collect(engine, step, progress.batch_size)
-            repeats = count_repeats(parts, rollouts.groups)
-            parts.sepa.observe_correct_rate(rollouts.correct_rate)
-            sepa_lambda = parts.sepa.resolve_lambda(step)
-            masks = parts.planning.of(rollouts.groups) if parts.planning else None
-            credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
-            datums = build_datums(rollouts.groups, credit, all_groups=parts.config.kl.beta > 0)
-            # Still inside the try: an interrupt must find the problems either given back or the step under way.
+            batch = collect_batch(parts, state)
+            first = first or batch.evaluation
+            # Inside the try: an interrupt must find either the examples given back or the step under way.
             interrupts.hold()
         except BaseException:
-            # The step never happened: it will draw the same problems when it does.
-            parts.order.load_state_dict(cursor)
-            parts.sepa.load_state_dict(schedule)
+            # The step never happened: it will draw the same examples when it does.
+            parts.order.load_state_dict(order)
+            parts.sepa.load_state_dict(sepa)
             raise
         with interrupts.held():
             training_started = time.perf_counter()
-            parts.console.progress("training", 0, len(datums))
-            looked_at = rows_to_look_at(parts, rollouts.groups, datums, step)
             try:
-                outcome = parts.backend.train_step([*datums, *looked_at], step)
+                outcome = train_on(parts, batch, step)
             except DisagreementError as error:
-                # A step that was refused never happened either, so what came before it is worth keeping.
+                # A rejected step never happened either, so the state before it is worth keeping.
                 if error.is_whole and not parts.backend.capabilities.reports_late:
-                    parts.order.load_state_dict(cursor)
-                    parts.sepa.load_state_dict(schedule)
+                    parts.order.load_state_dict(order)
+                    parts.sepa.load_state_dict(sepa)
                     interrupts.give_up()
                 raise
             train_time = time.perf_counter() - training_started
-            parts.sepa.update(credit.exec_entropy_var)
-            note(parts, progress, rollouts, outcome)
-            metrics = describe(parts, progress, rollouts, credit, outcome)
-            metrics |= {
-                "num_datums": len(datums),
-                "repeated_completions": repeats,
-                "sepa_lambda": sepa_lambda,
-                "train_time_s": train_time,
-                "step_time_s": time.perf_counter() - started,
-                **(last.metrics() if last else {}),
-            }
-            parts.backpressure.observe(metrics)
-            progress.batch_size = parts.backpressure.recommend(progress.batch_size)
-            metrics |= parts.backpressure.metrics()
-            if last:
-                parts.jsonl.write(EVALS, [last.record(step)])
-            if training.record:
-                write_recording(parts.folder.path, step, rollouts.groups)
-            parts.tracker.log(step, metrics, credit.of(rollouts.groups))
-            progress.step += 1
-            if progress.step % training.save_every == 0 or progress.step == training.max_steps:
-                save(parts, progress, "running")
-    last = finish(parts, progress)
-    weights = str(read_notes(parts.checkpoints.path_of(progress.step)).get("adapter", ""))
-    rate = progress.right / max(1, progress.scored)
-    return TrainResult(str(parts.folder.path), progress.step, rate, first, last, weights)
+            update(parts, state, batch, outcome)
+            metrics = step_metrics(parts, state, batch, outcome)
+            metrics |= {"train_time_s": train_time, "step_time_s": time.perf_counter() - started}
+            adapt_batch_size(parts, state, metrics)
+            record(parts, state, batch, metrics)
+        parts.control.after_step(step, metrics)
+    last = finish(parts, state)
+    weights = str(read_notes(parts.checkpoints.path_of(state.step)).get("adapter", ""))
+    return TrainResult(str(parts.folder.path), state.step, state.right / max(1, state.scored), first, last, weights)
+
+
+def collect_batch(parts: Parts, state: RunState) -> StepBatch:
+    """Evaluate if due, sample and score the step's prompts, and assign credit."""
+    config, step = parts.config, state.step
+    seed_everything(config.training.seed, step)
+    engine = parts.backend.sampler(step)
+    evaluation = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
+    rollouts = parts.rollouts.collect(engine, step, state.batch_size)
+    repeats = count_repeats(parts, rollouts.groups)
+    parts.sepa.observe_correct_rate(rollouts.correct_rate)
+    sepa_lambda = parts.sepa.resolve_lambda(step)
+    masks = parts.planning.of(rollouts.groups) if parts.planning else None
+    credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
+    datums = build_datums(rollouts.groups, credit, all_groups=config.kl.beta > 0)
+    return StepBatch(rollouts, credit, datums, evaluation, repeats, sepa_lambda)
+
+
+def train_on(parts: Parts, batch: StepBatch, step: int) -> StepMetrics:
+    """Take one optimizer step."""
+    parts.console.progress("training", 0, len(batch.datums))
+    checked = rows_to_check(parts, batch.rollouts.groups, batch.datums, step)
+    return parts.backend.train_step([*batch.datums, *checked], step)
+
+
+def adapt_batch_size(parts: Parts, state: RunState, metrics: StepMetrics) -> None:
+    """Let back-pressure choose the next batch size."""
+    parts.backpressure.observe(metrics)
+    state.batch_size = parts.backpressure.recommend(state.batch_size)
+    metrics |= parts.backpressure.metrics()
+
+
+def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics) -> None:
+    """Write the step to the logs, and a checkpoint if one is due."""
+    step, training, groups = state.step, parts.config.training, batch.rollouts.groups
+    if batch.evaluation:
+        parts.jsonl.write(EVALS, [batch.evaluation.record(step)])
+    if training.record:
+        write_recording(parts.folder.path, step, groups)
+    parts.tracker.log(step, metrics, batch.credit.of(groups))
+    state.step += 1
+    if state.step % training.save_every == 0 or state.step == training.max_steps:
+        save(parts, state, "running")
 
 
 def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = False) -> list[Datum]:
@@ -197,7 +222,7 @@ def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list
     return datums
 
 
-def rows_to_look_at(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum], step: int) -> list[Datum]:
+def rows_to_check(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum], step: int) -> list[Datum]:
     """A few rows that are not trained on, drawn from the seed: their log-probs are compared with the trainer's too."""
     if not parts.backend.capabilities.checks_rows:
         return []
@@ -214,69 +239,75 @@ def rows_to_look_at(parts: Parts, groups: Sequence[Group], datums: Sequence[Datu
     return unsignalled(others, tokens, derive_seed(parts.config.training.seed, "proof", step))
 
 
-def note(parts: Parts, progress: Progress, rollouts: Rollouts, outcome: StepMetrics) -> None:
-    """Add a step to the running counts; a late outcome is that of the step before, whose row waits for it."""
-    scores = rollouts.scores
-    progress.right += sum(score.outcome == "right" for score in scores)
-    progress.scored += len(scores)
+def update(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics) -> None:
+    """Add a step to the running counts; a late outcome completes the row of the step before."""
+    parts.sepa.update(batch.credit.exec_entropy_var)
+    scores = batch.rollouts.scores
+    state.right += sum(score.outcome == "right" for score in scores)
+    state.scored += len(scores)
     if parts.backend.capabilities.reports_late:
-        settle(parts, progress, outcome)
+        settle(parts, state, outcome)
     else:
-        progress.skipped += int(outcome.get("skipped") or 0)
+        state.skipped += int(outcome.get("skipped") or 0)
 
 
-def settle(parts: Parts, progress: Progress, outcome: StepMetrics) -> None:
+def settle(parts: Parts, state: RunState, outcome: StepMetrics) -> None:
     """Complete the row that waits for its step's outcome, if there is one."""
     if parts.tracker.held is not None:
-        progress.skipped += int(outcome.get("skipped") or 0)
-        parts.tracker.settle(outcome, progress.skipped)
+        state.skipped += int(outcome.get("skipped") or 0)
+        parts.tracker.settle(outcome, state.skipped)
 
 
-def describe(parts: Parts, progress: Progress, rollouts: Rollouts, credit: Credit, outcome: StepMetrics) -> StepMetrics:
-    """The step's metrics, but for what only the loop knows."""
-    scores = rollouts.scores
+def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics) -> StepMetrics:
+    """The step's metrics: the loop's own, and everything that the backend reported."""
+    rollouts, scores = batch.rollouts, batch.rollouts.scores
     completions = [completion for group in rollouts.groups for completion in group.completions_G]
     tokens = sum(len(completion.token_ids_T) for completion in completions)
-    return {
-        "step": progress.step,
+    reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
+    reported.pop("skipped", None)
+    own: StepMetrics = {
+        "step": state.step,
         "condition": parts.config.condition,
         "loss_is_placeholder": parts.backend.capabilities.reports_late,
-        **{key: outcome.get(key) for key in ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")},
-        **{key: outcome[key] for key in OPTIONAL_METRICS if key in outcome},
-        "skipped_steps": progress.skipped,
+        "skipped_steps": state.skipped,
         "mean_reward": sum(score.value for score in scores) / len(scores) if scores else 0.0,
         "correct_rate": rollouts.correct_rate,
-        "running_correct_rate": progress.right / max(1, progress.scored),
+        "running_correct_rate": state.right / max(1, state.scored),
         "sepa_gate_open": parts.sepa.gate_open,
+        "sepa_lambda": batch.sepa_lambda,
         "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),
         "sample_time_s": rollouts.sample_time_s,
         "score_time_s": rollouts.score_time_s,
         "tokens_per_s": tokens / max(rollouts.sample_time_s, 1e-9),
-        "batch_size": progress.batch_size,
+        "batch_size": state.batch_size,
         "group_size": parts.config.training.group_size,
+        "num_datums": len(batch.datums),
+        "repeated_completions": batch.repeated_completions,
         "reward_errors": rollouts.errors,
         "rewards_none": sum(score.outcome == "none" for group in rollouts.groups for score in group.scores_G),
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **rollouts.metrics,
-        **credit.metrics(),
+        **batch.credit.metrics(),
+        **(batch.evaluation.metrics() if batch.evaluation else {}),
     }
+    return reported | own
 
 
-def resume(parts: Parts) -> Progress:
+def resume(parts: Parts) -> RunState:
     """Put every part where the checkpoint left it, or at the beginning."""
     checkpoint = parts.folder.checkpoint
     if checkpoint is None:
-        return Progress(batch_size=parts.config.training.batch_size)
-    state = checkpoint.state
+        return RunState(batch_size=parts.config.training.batch_size)
+    saved = checkpoint.state
     parts.backend.load(checkpoint.path)
-    parts.order.load_state_dict(state["order"])
-    parts.sepa.load_state_dict(state["sepa"])
-    parts.backpressure.load_state_dict(state["backpressure"])
-    progress = Progress(**state["progress"])
-    mention_other_schedule(parts, checkpoint.step, int(state.get("max_steps", parts.config.training.max_steps)))
-    if state["configured_batch_size"] != parts.config.training.batch_size:
-        progress.batch_size = parts.config.training.batch_size
-    return progress
+    parts.order.load_state_dict(saved["order"])
+    parts.sepa.load_state_dict(saved["sepa"])
+    parts.backpressure.load_state_dict(saved["backpressure"])
+    state = RunState(**saved["progress"])
+    mention_other_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
+    if saved["configured_batch_size"] != parts.config.training.batch_size:
+        state.batch_size = parts.config.training.batch_size
+    return state
 
 
 def mention_other_schedule(parts: Parts, step: int, max_steps: int) -> None:
@@ -292,47 +323,47 @@ def mention_other_schedule(parts: Parts, step: int, max_steps: int) -> None:
         )
 
 
-def save(parts: Parts, progress: Progress, status: str) -> None:
+def save(parts: Parts, state: RunState, status: str) -> None:
     """A checkpoint at this step, unless it has one already, and a note of it in trainer_state.json."""
     if isinstance(parts.backend, ReportsLate):
-        settle(parts, progress, parts.backend.settle())
+        settle(parts, state, parts.backend.settle())
     parts.tracker.release()
-    state = {
-        "progress": vars(progress).copy(),
+    saved = {
+        "progress": vars(state).copy(),
         "configured_batch_size": parts.config.training.batch_size,
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
         # Every generator is seeded from these two at each step, so they are all the random state there is.
-        "random": {"seed": parts.config.training.seed, "step": progress.step},
+        "random": {"seed": parts.config.training.seed, "step": state.step},
         "log_sizes": parts.jsonl.sizes(),
     }
-    if progress.step in parts.checkpoints.steps():
-        path = parts.checkpoints.path_of(progress.step)
+    if state.step in parts.checkpoints.steps():
+        path = parts.checkpoints.path_of(state.step)
     else:
-        path = parts.checkpoints.save(progress.step, state, parts.backend.save)
+        path = parts.checkpoints.save(state.step, saved, parts.backend.save)
     write_state_file(
         parts.folder.path,
         {
-            "step": progress.step,
+            "step": state.step,
             "max_steps": parts.config.training.max_steps,
             "status": status,
             "condition": parts.config.condition,
-            "checkpoint": f"checkpoints/step_{progress.step:06d}",
-            "running_correct_rate": progress.right / max(1, progress.scored),
+            "checkpoint": f"checkpoints/step_{state.step:06d}",
+            "running_correct_rate": state.right / max(1, state.scored),
             **read_notes(path),
         },
     )
     publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)
 
 
-def finish(parts: Parts, progress: Progress) -> Evaluation | None:
+def finish(parts: Parts, state: RunState) -> Evaluation | None:
     """A last look at the held-out problems, and the run is marked finished."""
     last = None
     if parts.evaluator.every:
         # The step after next: a sampler that lags one step behind has the last update by then.
-        last = parts.evaluator.run(parts.backend.sampler(progress.step + 1))
-        parts.jsonl.write(EVALS, [last.record(progress.step)])
-    save(parts, progress, "finished")
+        last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
+        parts.jsonl.write(EVALS, [last.record(state.step)])
+    save(parts, state, "finished")
     return last

@@ -19,14 +19,15 @@ from e2e.runs import fake_config, rows, rows_without_times, run_command, train_q
 from e2e.tiny import write_tokenizer
 
 from retrain.advantages import AlgorithmContext
-from retrain.assemble import assemble
+from retrain.assemble import Overrides, assemble
 from retrain.data import ExampleOrder
 from retrain.errors import ConfigError, PluginError, RolloutError
+from retrain.runtime.control import StopRequested
 from retrain.runtime.interrupts import Interrupts
 from retrain.storage.recording import read_recordings
 from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
-from retrain.types import FloatArray, IntArray
+from retrain.types import FloatArray, IntArray, StepMetrics
 
 DOCUMENTED_KEYS = [
     "step",
@@ -315,6 +316,45 @@ def test_a_loss_that_is_not_a_number_is_logged_as_none_and_the_run_goes_on(
     assert [row["ratio_max"] for row in metrics] == [None, None]
     assert [row["skipped_steps"] for row in metrics] == [1, 2]
     assert "| loss=nan |" in printed
+
+
+@pytest.mark.parametrize("backend", ["e2e.fakes.build", "e2e.fakes.build_settling"])
+def test_every_metric_that_a_backend_reports_is_logged(
+    model: Path, tmp_path: Path, play: type[Play], backend: str
+) -> None:
+    play.outcome = {"experts_used": 7}
+    train_quietly(fake_config(model, tmp_path, backend__backend=backend, training__max_steps=3))
+    metrics = rows(tmp_path / "logs")
+    assert [(row["step"], row["experts_used"]) for row in metrics] == [(0, 7), (1, 7), (2, 7)]
+    assert not any("skipped" in row for row in metrics)
+
+
+class StopAfter:
+    """A RunControl that stops a run after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.seen: list[tuple[int, int]] = []
+
+    def should_stop(self) -> bool:
+        return len(self.seen) == self.steps
+
+    def after_step(self, step: int, metrics: StepMetrics) -> None:
+        self.seen.append((step, int(metrics["num_datums"] or 0)))
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_control_sees_every_step_and_can_stop_the_run(
+    model: Path, uncut: Rows, tmp_path: Path, every: int
+) -> None:
+    control, config = StopAfter(3), fake_config(model, tmp_path, logging__every=every)
+    with pytest.raises(StopRequested):
+        train_quietly(config, overrides=Overrides(control=control))
+    assert control.seen == [(row["step"], row["num_datums"]) for row in uncut[:3]]
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert (state["step"], state["status"]) == (3, "interrupted")
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
+    assert rows_without_times(tmp_path / "logs") == uncut
 
 
 def test_tokens_beyond_the_tokenizer_are_survived(model: Path, tmp_path: Path, play: type[Play]) -> None:

@@ -12,12 +12,12 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from retrain.assemble import Supplied
+from retrain.assemble import Overrides
 from retrain.backends.local.shared import SharedModel
 from retrain.campaign.processes import STDERR, STDOUT
 from retrain.config import load_config
@@ -26,7 +26,7 @@ from retrain.runtime.child import end_with_parent
 from retrain.storage.folder import CONFIG_FILE
 from retrain.tracking.console import Console
 from retrain.trainer import train
-from retrain.types import Group, StepMetrics
+from retrain.types import StepMetrics
 
 
 class Turns:
@@ -60,24 +60,20 @@ class Turns:
             self.leave()
 
 
-class TurnConsole(Console):
-    """A run's console: once a step is logged the others have their turns, and when told to, the run stops."""
+class TurnControl:
+    """A RunControl: after each step the other runs have their turns; all stop when the campaign does."""
 
-    def __init__(self, stream: TextIO, turns: Turns) -> None:
-        super().__init__(stream)
+    def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
-    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Print the step, then wait until the other runs have taken theirs."""
-        super().log(step, metrics, groups)
+    def should_stop(self) -> bool:
+        """Whether the campaign is stopping."""
+        return self.turns.stopping
+
+    def after_step(self, step: int, metrics: StepMetrics) -> None:
+        """Wait until the other runs have taken a step."""
         self.turns.leave()
         self.turns.take()
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Show progress. Up to its training a step can be given up, and is when the campaign stops."""
-        if self.turns.stopping and phase != "training":
-            raise KeyboardInterrupt
-        super().progress(phase, done, total)
 
 
 class Host:
@@ -106,7 +102,8 @@ class Host:
             try:
                 resume = {"resume.from": str(folder)} if (folder / "checkpoints").is_dir() else {}
                 config = load_config(folder / CONFIG_FILE, resume)
-                train(config, console=TurnConsole(output, self.turns), supplied=Supplied(backend=self.model.build))
+                overrides = Overrides(backend=self.model.build, control=TurnControl(self.turns))
+                train(config, console=Console(output), overrides=overrides)
             except KeyboardInterrupt:
                 return 130
             except RetrainError as error:

@@ -297,8 +297,8 @@ class Link:
         with suppress(OSError):
             self.connection.send(Failed(trace, lost_peer))
 
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Called by an engine as it samples: stop when nobody wants the answer."""
+    def raise_if_abandoned(self) -> None:
+        """Raise AbandonedError if rank 0 no longer waits for the command under way."""
         if self.abandoned >= self.current:
             raise AbandonedError
 

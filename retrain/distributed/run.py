@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from retrain.assemble import NOTHING, Supplied
+from retrain.assemble import Overrides
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.distributed.backend import RankedBackend
@@ -38,7 +38,7 @@ def train_on_ranks(
     place: Place,
     force_resume: bool = False,
     console: Console | None = None,
-    supplied: Supplied = NOTHING,
+    overrides: Overrides | None = None,
 ) -> TrainResult:
     """Run a configuration on rank 0 with the others' help. On every other rank this serves, and ends the process."""
     refuse_on_ranks(config)
@@ -65,7 +65,7 @@ def train_on_ranks(
         return RankedBackend(own, hub, samples_on_all(config))
 
     try:
-        return train(config, force_resume, console, replace(supplied, backend=make_backend))
+        return train(config, force_resume, console, replace(overrides or Overrides(), backend=make_backend))
     finally:
         _ENDED.append(place.rank)
         hub.close()

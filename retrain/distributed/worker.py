@@ -67,8 +67,15 @@ class Worker:
     def _build(self, config: TrainConfig) -> None:
         self.config = config
         tokenizer = load_tokenizer(config.model.model)
-        say = lambda line: print(line, flush=True)  # noqa: E731
-        self.backend = build_rank(config, self.place, tokenizer, say, self.link.progress)
+
+        def log(line: str) -> None:
+            print(line, flush=True)
+
+        def progress(phase: str, done: int, total: int) -> None:
+            # Engines report while they sample: the place to stop when nobody waits for the completions.
+            self.link.raise_if_abandoned()
+
+        self.backend = build_rank(config, self.place, tokenizer, log, progress)
 
     def _require(self, path: Path) -> None:
         if not path.is_dir():

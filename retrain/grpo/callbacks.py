@@ -11,7 +11,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.evaluate import Evaluation
-from retrain.tracking.console import Console
 from retrain.types import Group, StepMetrics
 
 EVENTS = (
@@ -25,28 +24,8 @@ ALIASES = {
 _WISHES = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class StopRequested(Exception):
-    """A callback asked for the end of training."""
-
-
-class StoppableConsole(Console):
-    """Ends a run between its steps when a callback wants that: up to its training a step can be given up."""
-
-    def __init__(self, callbacks: Callbacks) -> None:
-        super().__init__()
-        self.callbacks = callbacks
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Show progress, or stop."""
-        if phase != "training":
-            self.callbacks.raise_failure()
-            if self.callbacks.control.should_training_stop:
-                raise StopRequested
-        super().progress(phase, done, total)
-
-
 class Callbacks:
-    """A Tracker that tells callbacks what happens, and writes `state.log_history`."""
+    """A Tracker that calls the callbacks and writes `state.log_history`; a RunControl that lets them stop the run."""
 
     def __init__(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         self.args = args
@@ -98,6 +77,14 @@ class Callbacks:
             self._tell_step(step, metrics)
         except BaseException as error:
             self.failure = error
+
+    def should_stop(self) -> bool:
+        """Whether a callback set `should_training_stop`; raises what one raised."""
+        self.raise_failure()
+        return bool(self.control.should_training_stop)
+
+    def after_step(self, step: int, metrics: StepMetrics) -> None:
+        """Nothing: callbacks are called from `log`, with the metrics of a finished step."""
 
     def raise_failure(self) -> None:
         """Raise what a callback raised, once."""

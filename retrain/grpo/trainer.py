@@ -13,13 +13,13 @@ from typing import Any
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
-from retrain.assemble import Supplied, assemble
+from retrain.assemble import Overrides, assemble
 from retrain.backends.local import build_alone
 from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
 from retrain.distributed.run import train_on_ranks
 from retrain.errors import CheckpointError, ConfigError
-from retrain.grpo.callbacks import Callbacks, StoppableConsole, StopRequested
+from retrain.grpo.callbacks import Callbacks
 from retrain.grpo.combinations import global_batch
 from retrain.grpo.config import GRPOConfig
 from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
@@ -27,6 +27,7 @@ from retrain.grpo.models import ModelKeeper, read_model
 from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, read_dataset
 from retrain.grpo.rewards import read_terms
 from retrain.modeling.tokens import load_tokenizer
+from retrain.runtime.control import StopRequested
 from retrain.runtime.ranks import Place, find_place, refuse_alone
 from retrain.storage.checkpoint import Checkpoints
 from retrain.tracking.console import Console
@@ -144,11 +145,10 @@ class GRPOTrainer:
         self.state.epoch = step / self.callbacks.epoch_steps
 
     def _run(self, config: TrainConfig, place: Place | None) -> TrainResult:
-        console = StoppableConsole(self.callbacks)
         if place is None:
             refuse_alone(config)
-            return train(config, console=console, supplied=self._supplied())
-        return train_on_ranks(config, place, console=console, supplied=self._supplied())
+            return train(config, overrides=self._overrides())
+        return train_on_ranks(config, place, overrides=self._overrides())
 
     def _train_in_place(self) -> None:
         """A whole model that was given loaded is the trained one from here on, as a script for TRL expects."""
@@ -165,8 +165,8 @@ class GRPOTrainer:
         config = self.config(newest)
         self.keeper.start(config)
         # Of several ranks only the first is left by now.
-        supplied = replace(self._supplied(told=False), backend=build_alone)
-        with assemble(config, supplied=supplied) as parts:
+        overrides = replace(self._overrides(training=False), backend=build_alone)
+        with assemble(config, overrides=overrides) as parts:
             step = resume(parts).step
             # The step after next: a sampler that lags one step behind has the last update by then.
             metrics = parts.evaluator.run(parts.backend.sampler(step + 1)).metrics()
@@ -203,14 +203,16 @@ class GRPOTrainer:
             raise CheckpointError(f"{folder.parent} holds no weights yet.  Try: trainer.train() first")
         return folder
 
-    def _supplied(self, told: bool = True) -> Supplied:
+    def _overrides(self, training: bool = True) -> Overrides:
         data = ScriptData(self.examples, self.held_out, self.terms, self.state, self.args.chat_template_kwargs or {})
 
         def problems(config: TrainConfig, console: Console) -> ScriptProblems:
             return ScriptProblems(data, config, console)
 
-        trackers = (self.keeper, self.prompts, self.callbacks) if told else ()
-        return Supplied(problems=problems, tokenizer=self.processing_class, trackers=trackers)
+        overrides = Overrides(tasks=problems, tokenizer=self.processing_class)
+        if not training:
+            return overrides
+        return replace(overrides, trackers=(self.keeper, self.prompts, self.callbacks), control=self.callbacks)
 
     def _find_resume(self, wanted: bool | str | None) -> str:
         """The run folder to go on from, or ""."""

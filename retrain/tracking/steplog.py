@@ -8,11 +8,9 @@ from retrain.config import TrainConfig
 from retrain.tracking import Tracker
 from retrain.types import Group, StepMetrics
 
-# What the optimiser step alone can say. A backend that trains while the next step is sampled says it a step late.
-TRAINED = (
-    *("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm", "lr", "kl_ref"),
-    *("rows_checked", "rows_excluded", "rows_mismatch_max"),
-)
+# Metrics of the sampler. A backend that trains while the next step is sampled reports them with their own step, and
+# everything else one step late.
+SAMPLER_METRICS = ("staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl")
 
 
 class StepLog:
@@ -39,7 +37,7 @@ class StepLog:
     def settle(self, outcome: StepMetrics, skipped_steps: int) -> None:
         """Write the row that is held back, with what its own step came to."""
         if self.held is not None:
-            own = {key: outcome[key] for key in TRAINED if key in outcome}
+            own = {key: value for key, value in outcome.items() if key not in (*SAMPLER_METRICS, "skipped")}
             self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
 
     def release(self) -> None:

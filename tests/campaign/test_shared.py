@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from e2e.runs import rows, rows_without_times, write_problems
 from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
 from safetensors.torch import load_file
 
-from retrain.backends.local.shared import point_at, trained_parameters
+from retrain.backends.local.shared import SharedBackend, point_at, trained_parameters
 from retrain.campaign.host import Host, Turns
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import prepare_folder
@@ -24,6 +25,7 @@ from retrain.errors import ConfigError
 from retrain.modeling.policy import fresh_adapter
 from retrain.tracking.console import Console
 from retrain.trainer import train
+from retrain.types import Datum, StepMetrics
 
 from .campaigns import GRPO, MAXRL, TESTS, campaign_config
 
@@ -37,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(folder)
 
 
-def config_with(model: Path, folder: Path, **campaign: Any) -> TrainConfig:
+def config_with(model: Path, folder: Path, more: dict[str, Any] | None = None, **campaign: Any) -> TrainConfig:
     tables = {
         "backend": {"backend": "local", "devices": "cpu"},
         "model": {"model": str(model), "lora_rank": 4},
@@ -48,7 +50,7 @@ def config_with(model: Path, folder: Path, **campaign: Any) -> TrainConfig:
         "plugins": {"search_paths": [str(TESTS)]},
     }
     settings = {"seeds": [1, 2], "max_steps": 4, "conditions": [GRPO, SEPA], "share_model": True} | campaign
-    return campaign_config(folder / "c", tables, **settings)
+    return campaign_config(folder / "c", tables | (more or {}), **settings)
 
 
 def run_shared(runs: list[Run]) -> dict[str, int]:
@@ -89,6 +91,23 @@ def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) ->
             assert all(a[key].equal(b[key]) for key in a)
     losses = [rows(run.folder)[-1]["loss"] for run in shared]
     assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_how_often_steps_are_logged_does_not_change_the_turns(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    plain, trained = SharedBackend.train_step, []
+
+    def train_step(self: SharedBackend, datums: Sequence[Datum], step: int) -> StepMetrics:
+        trained.append((threading.current_thread().name, step))
+        return plain(self, datums, step)
+
+    monkeypatch.setattr(SharedBackend, "train_step", train_step)
+    config = config_with(model, tmp_path, {"logging": {"every": every}}, seeds=[1], max_steps=3)
+    runs = plan_runs(config, tmp_path / "shared", "c.toml")
+    assert set(run_shared(runs).values()) == {0}
+    assert trained == [(run.name, step) for step in range(3) for run in runs]
 
 
 @pytest.mark.slow

@@ -63,7 +63,8 @@ class LateBackend(PlayedBackend):
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         super().train_step(datums, step)
-        before, self.reported = self.reported, {"loss": float(step), "lr": float(step), "skipped": step % 2}
+        own = {"loss": float(step), "lr": float(step), "skipped": step % 2} | Play.outcome
+        before, self.reported = self.reported, own
         return before | {"staleness": min(step, 1)}
 
     def save(self, path: Path) -> None:

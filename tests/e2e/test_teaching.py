@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrain.assemble import Supplied
+from retrain.assemble import Overrides
 from retrain.backends import FrozenModel
 from retrain.backends.local import LocalBackend
 from retrain.backends.local import build as build_local
@@ -80,7 +80,7 @@ def test_a_run_trains_the_teaching_and_logs_the_student(model: Path, tmp_path: P
         return backend
 
     config = config_for(model, tmp_path, eval__every=2, eval__max_examples=4)
-    _, printed = train_quietly(config, supplied=Supplied(backend=build))
+    _, printed = train_quietly(config, overrides=Overrides(backend=build))
     assert "with the adapter off." in printed
     logs = tmp_path / "logs"
     for row in rows(logs):
@@ -212,7 +212,7 @@ def test_the_embedded_teacher_learns_what_its_student_is_rewarded_for(tmp_path: 
         training__lr=2e-3,
         reward__custom_function="score_box",
     )
-    train_quietly(config, supplied=Supplied(backend=build))
+    train_quietly(config, overrides=Overrides(backend=build))
     metrics = rows(tmp_path / "logs")
     taught = [row["student_accuracy"] for row in metrics]
     assert np.mean(taught[-2:]) > np.mean(taught[:2]) + 0.15

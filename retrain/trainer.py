@@ -26,9 +26,9 @@ from retrain.runtime.interrupts import Interrupts
 from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
+from retrain.storage.logs import EVALS
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
-from retrain.tracking.jsonl import EVALS
 from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics
 
 # Reported by every backend; None where it has no value for a step.

@@ -20,7 +20,7 @@ from retrain.config.toml import format_value
 from retrain.errors import ConfigError
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, FREE_TO_CHANGE, SEARCH_DEPTH
-from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
+from retrain.storage.logs import EVALS, METRICS, whole_rows
 
 Row = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
-from retrain.tracking.jsonl import EVALS, METRICS, whole_rows
+from retrain.storage.logs import EVALS, METRICS, whole_rows
 
 # Enough for the last steps of any log, however long it has become.
 _TAIL_BYTES = 1 << 17

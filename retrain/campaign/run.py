@@ -38,7 +38,7 @@ from retrain.runtime.ranks import refuse_alone
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
-from retrain.tracking.jsonl import EVALS, METRICS
+from retrain.storage.logs import EVALS, METRICS
 
 INTERRUPTED = 130
 POLL_S = 0.2

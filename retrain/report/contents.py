@@ -16,8 +16,8 @@ from retrain.config.options import options_by_path
 from retrain.config.rules import values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
+from retrain.storage.logs import FILES, GENERATIONS, whole_rows
 from retrain.storage.recording import FOLDER as RECORDINGS
-from retrain.tracking.jsonl import FILES, GENERATIONS, whole_rows
 
 Data = dict[str, Any]
 

@@ -14,9 +14,8 @@ from retrain.config.rules import values_of
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
+from retrain.storage.logs import FILES, cut_logs, restore_logs
 from retrain.storage.recording import drop_recordings
-from retrain.tracking.jsonl import FILES, cut_logs
-from retrain.tracking.restore import restore_logs
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"

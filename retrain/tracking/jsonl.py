@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,18 +14,10 @@ from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact_all
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.logs import DEBUG, FILES, GENERATIONS, METRICS, STEPS
 from retrain.tracking import prompt_text
 from retrain.tracking.debug import debug_row
 from retrain.types import Group, Metric, StepMetrics
-
-METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
-    "metrics.jsonl",
-    "emergence/steps.jsonl",
-    "emergence/generations.jsonl",
-    "eval.jsonl",
-    "debug.jsonl",
-)
-FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 
 
 class JsonlTracker:
@@ -115,30 +107,3 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
 def _finite(value: Metric) -> Metric:
     """JSON has no NaN; a step whose loss is none was skipped, and says so under another key."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The rows among lines of a log; one that a kill tore, or that is no object, is left out."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
-def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Shorten the files to what they held at a checkpoint: later steps will be written again.
-
-    Returns the names of those that hold less than that, because somebody else shortened or deleted them.
-    """
-    short = []
-    for name in FILES:
-        path, size = log_dir / name, sizes.get(name, 0)
-        held = path.stat().st_size if path.exists() else 0
-        if held < size:
-            short.append(name)
-        elif held > size:
-            os.truncate(path, size)
-    return short

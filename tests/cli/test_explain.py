@@ -13,7 +13,7 @@ import pytest
 from retrain.cli import run
 from retrain.config.reference import starter
 from retrain.modeling.files import find_model
-from retrain.tracking.jsonl import FILES
+from retrain.storage.logs import FILES
 
 
 @pytest.fixture(autouse=True)

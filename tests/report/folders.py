@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retrain.config import load_config
 from retrain.config.load import dump_config
-from retrain.tracking.jsonl import EVALS, GENERATIONS, METRICS
+from retrain.storage.logs import EVALS, GENERATIONS, METRICS
 
 
 def write_run(folder: Path, seed: int, mode: str = "grpo", steps: int = 6, lift: float = 0.0) -> Path:

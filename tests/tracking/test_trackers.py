@@ -20,10 +20,10 @@ import pytest
 from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
+from retrain.storage.logs import DEBUG, FILES, cut_logs, restore_logs
 from retrain.tracking import EveryFew, Trackers, metric_name
 from retrain.tracking.console import Console, step_line
-from retrain.tracking.jsonl import DEBUG, FILES, JsonlTracker, cut_logs
-from retrain.tracking.restore import restore_logs
+from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import Completion, Example, Group, Score, StepMetrics
 
 METRICS: StepMetrics = {

@@ -1,4 +1,7 @@
-"""Logs that lost rows between a checkpoint and its resume: what is gone is said, and rebuilt from the other logs."""
+"""The log files of a run: their names, reading them, and what a resume does with them.
+
+A resume cuts what was logged after its checkpoint. Rows that were lost since are rebuilt from the other files.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,43 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.tracking.jsonl import EVALS, GENERATIONS, METRICS, STEPS, whole_rows
+METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
+    "metrics.jsonl",
+    "emergence/steps.jsonl",
+    "emergence/generations.jsonl",
+    "eval.jsonl",
+    "debug.jsonl",
+)
+FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 
 Row = dict[str, Any]
+
+
+def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The rows among lines of a log; one that a kill tore, or that is no object, is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Shorten the files to what they held at a checkpoint: later steps will be written again.
+
+    Returns the names of those that hold less than that, because somebody else shortened or deleted them.
+    """
+    short = []
+    for name in FILES:
+        path, size = log_dir / name, sizes.get(name, 0)
+        held = path.stat().st_size if path.exists() else 0
+        if held < size:
+            short.append(name)
+        elif held > size:
+            os.truncate(path, size)
+    return short
 
 
 def restore_logs(log_dir: Path, short: Sequence[str], steps: int, condition: str, say: Callable[[str], None]) -> None:

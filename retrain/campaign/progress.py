@@ -67,13 +67,15 @@ def read_progress(folder: Path) -> RunProgress:
     steps = read_tail(folder / METRICS)
     last = steps[-1] if steps else {}
     training = config.get("training", {})
+    # With epochs, the number of steps is known once the data is, so it is in the state and not in the file.
+    max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
     times = [row["step_time_s"] for row in steps[-_RECENT:] if isinstance(row.get("step_time_s"), float)]
     evaluations = read_tail(folder / EVALS)
     return RunProgress(
-        status=_status(folder, state, training.get("max_steps")),
+        status=_status(folder, state),
         step=done,
-        max_steps=training.get("max_steps"),
+        max_steps=max_steps,
         condition=str(last.get("condition") or state.get("condition") or ""),
         seed=training.get("seed"),
         correct_rate=last.get("correct_rate"),
@@ -140,7 +142,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
     return list(whole_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
 
 
-def _status(folder: Path, state: dict[str, Any], max_steps: int | None) -> str:
+def _status(folder: Path, state: dict[str, Any]) -> str:
     if is_held(folder):
         return "running"
     if state.get("status") == "running" or not state:

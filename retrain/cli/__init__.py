@@ -13,7 +13,7 @@ from types import TracebackType
 import click
 from click.shell_completion import CompletionItem
 
-from retrain.errors import RetrainError
+from retrain.errors import ConfigError, RetrainError
 from retrain.isolation.redaction import redact
 
 __all__ = ["let_threads_sleep", "main", "run", "suggest_command"]
@@ -83,6 +83,8 @@ class _Commands(click.Group):
             return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
+            if len(args) > 1 and not first.startswith("-") and not os.path.exists(first) and suggest_command(first):
+                raise ConfigError(f"there is no file or command {first!r}.  {suggest_command(first)}")
             args = [_TRAIN, *args]
         return super().parse_args(ctx, args)
 

@@ -18,6 +18,7 @@ from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
+from retrain.storage.publishing import RECORD
 
 if TYPE_CHECKING:
     from retrain.trainer import TrainResult
@@ -141,6 +142,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     evaluation = result.last_evaluation
     held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""
     adapter = Path(config.backend.adapter_path).expanduser()
+    if not (adapter / RECORD).is_file():
+        adapter = Path(result.log_dir) / "checkpoints" / f"step_{result.steps:06d}" / "adapter"
     where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter.is_dir() else ""
     where = f", weights in {result.weights}" if result.weights else where
     _say(f"Done: {result.steps} steps{held_out}, logs in {result.log_dir}{where}.")

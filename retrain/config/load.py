@@ -227,10 +227,12 @@ def _explain(location: tuple[Any, ...], detail: Any) -> ConfigIssue:
         hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
         return ConfigIssue(f"{option.where}{inside}", "is unknown.", hint)
     text = f"{_requirement(kind, detail)}, got {show_value(value)}."
-    return ConfigIssue(f"{option.where}{inside}", text, _suggest_value(option))
+    return ConfigIssue(f"{option.where}{inside}", text, _suggest_value(option, value))
 
 
-def _suggest_value(option: Option) -> str:
+def _suggest_value(option: Option, value: object) -> str:
+    if option.type_name == "list[str]" and isinstance(value, str):
+        return f"Try: {option.key} = {format_value([value])}"
     return f"Try: {option.key} = {format_value(option.default)}"
 
 

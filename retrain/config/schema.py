@@ -80,7 +80,7 @@ class Training(Section):
     max_steps: Count = option(500, "Training steps in all.", ge=1, flag="--max-steps")
     epochs: float = option(0.0, "Passes over the examples in place of max_steps; 0 counts steps.", ge=0, le=1e6)
     batch_size: Count = option(8, "Prompts a step.", ge=1, le=1_000_000)
-    group_size: Count = option(16, "Completions a prompt.", ge=1)
+    group_size: Count = option(16, "Completions per prompt.", ge=1, le=100_000)
     max_tokens: Count = option(2048, "Most new tokens a completion.", ge=1)
     temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature")
     lr: float = option(4e-5, "Learning rate.", gt=0, le=10)

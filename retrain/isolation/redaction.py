@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +25,14 @@ PUBLIC_VARIABLES = (
 """What a program needs to find its files and its language; none of them holds a key. Patterns as in a shell."""
 
 _SECRET_NAME = re.compile(
-    r"(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|PWD|CREDENTIALS?|AUTH|COOKIE|DSN|PAT)(?:_|$)",
+    r"(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|PWD|CREDENTIALS?|AUTH|COOKIE|DSN|PAT)(?:_|$)"
+    # As in PGPASSWORD and MYTOKEN; not TOKENIZERS.
+    r"|(?:API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)S?(?:_|$)",
     re.IGNORECASE,
 )
+_PASSWORD_NAME = re.compile(r"PASS(?:WORD|WD|PHRASE)", re.IGNORECASE)
 # A shorter value is a word or a number, and would be hidden wherever it occurs.
-_SHORTEST_SECRET = 8
+_SHORTEST_SECRET, _SHORTEST_PASSWORD = 8, 6
 
 # A name and a password, or a token in the place of the name.
 _IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
@@ -36,10 +40,15 @@ _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE
 )
 _IN_HEADER = re.compile(r"(?P<name>\bBearer\s+)[A-Za-z0-9._~+/=-]{8,}")
-_KEY_PREFIXES = ("sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "AKIA", "xox", "tml-")
+_KEY_PREFIXES = (
+    *("sk-", "hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "AKIA", "xox", "tml-"),
+    "-----BEGIN",
+)
 _KEY_FORMATS = re.compile(
     r"\b(?:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
-    r"|xox[abprs]-[A-Za-z0-9-]{10,}|tml-[A-Za-z0-9_-]{16,})"
+    r"|xox[abprs]-[A-Za-z0-9-]{10,}|tml-[A-Za-z0-9_-]{16,}|glpat-[A-Za-z0-9_-]{16,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
 )
 
 
@@ -88,13 +97,26 @@ def _is_named(name: str, patterns: Iterable[str]) -> bool:
 @lru_cache(maxsize=4)
 def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] | None:
     """A pattern of every value that is a secret by the name of its variable."""
-    values = {
-        value.strip()
-        for name, value in environment
-        if _SECRET_NAME.search(name) and not _is_named(name, PUBLIC_VARIABLES) and not os.path.isabs(value)
-    }
-    # A password of a URL may turn up without the URL.
-    users = (found[0].removesuffix("@") for _, value in environment for found in _IN_URL.finditer(value))
-    values |= {user.partition(":")[2] or user for user in users}
-    known = sorted((value for value in values if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+    values = set[str]()
+    for name, value in environment:
+        if _SECRET_NAME.search(name) and not _is_named(name, PUBLIC_VARIABLES) and not os.path.isabs(value):
+            shortest = _SHORTEST_PASSWORD if _PASSWORD_NAME.search(name) else _SHORTEST_SECRET
+            values |= {form for form in _forms(value.strip()) if len(form) >= shortest}
+        for found in _IN_URL.finditer(value):
+            # A password of a URL may turn up without the URL.
+            user = found[0].removesuffix("@")
+            values |= {form for form in _forms(user.partition(":")[2] or user) if len(form) >= _SHORTEST_SECRET}
+    known = sorted(values, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, known))) if known else None
+
+
+def _forms(value: str) -> set[str]:
+    """A secret as it is, line by line, and escaped as `repr` and JSON print it."""
+    parts = {value, *(line.strip() for line in value.splitlines())}
+    quoted = {write(part)[1:-1] for part in parts for write in (repr, json.dumps, _dump_unicode)}
+    # repr escapes one kind of quote only where both occur.
+    return parts | quoted | {part.replace("\\", "\\\\").replace("'", "\\'") for part in parts}
+
+
+def _dump_unicode(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

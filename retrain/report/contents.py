@@ -72,13 +72,14 @@ def describe_run(run: RunRecord) -> Data:
         for row in run.evaluations.values()
     ]
     times = [row["step_time_s"] for row in rows if row.get("step_time_s")]
+    progress = read_progress(run.path)
     return {
         "name": run.path.resolve().name,
         "condition": run.condition,
         "seed": run.seed,
-        "status": run.status if run.status not in ("", "running") else read_progress(run.path).status,
+        "status": run.status if run.status not in ("", "running") else progress.status,
         "done": rows[-1]["step"] + 1 if rows else 0,
-        "max_steps": run.config.training.max_steps,
+        "max_steps": progress.max_steps,
         "late_correct_rate": statistics.fmean(late) if late else None,
         "last_eval": evals[-1] if evals else None,
         "median_step_s": statistics.median(times) if times else None,

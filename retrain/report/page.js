@@ -177,7 +177,7 @@ function table(heads, rows, numbers = []) {
 function overview() {
   return [legend(), table(
     ["run", "condition", "seed", "status", "steps", "correct rate, last tenth", "held-out pass@1", "seconds a step"],
-    data.runs.map((run) => [run.name, run.condition, run.seed, run.status, `${run.done} of ${run.max_steps}`,
+    data.runs.map((run) => [run.name, run.condition, run.seed, run.status, run.max_steps ? `${run.done} of ${run.max_steps}` : run.done,
       percent(run.late_correct_rate), run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–",
       run.median_step_s]), [2, 4, 5, 6, 7])];
 }

@@ -128,28 +128,34 @@ def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     """A full disk or the like, in a sentence; the run failed, its input was not wrong."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     explained = CheckpointError(
-        f"could not write to {where}: {reason}. What was saved before is whole.  "
-        "Try: make room, then resume with the command below."
+        f"could not write to {where}: {reason}. Earlier checkpoints are intact.  "
+        "Try: free some space, then resume from the last checkpoint, or start again if there is none yet."
     )
     explained.exit_code = 1
     return explained
 
 
-def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> None:
-    """Put a copy of the newest adapter where `[backend] adapter_path` wants it. A copy that fails loses nothing."""
-    if not (checkpoint / "adapter").is_dir():
+def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> Path | None:
+    """Copy the newest adapter to `[backend] adapter_path`; return where the adapter is, if there is one.
+
+    A copy that fails loses nothing.
+    """
+    source = checkpoint / "adapter"
+    if not source.is_dir():
         # A backend of another kind may have none.
-        return
+        return None
     if not may_replace(adapter_path):
         say(
-            f"Warning: {adapter_path} holds something other than an adapter, so it is left alone. "
-            f"The adapter is in {checkpoint / 'adapter'}."
+            f"Warning: {adapter_path} holds files that retrain did not write, so it is left alone. "
+            f"The adapter is in {source}."
         )
-        return
+        return source
     try:
-        publish_folder(adapter_path, lambda draft: _copy_into(checkpoint / "adapter", draft))
+        publish_folder(adapter_path, lambda draft: _copy_into(source, draft))
     except OSError as error:
-        say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {checkpoint / 'adapter'}.")
+        say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {source}.")
+        return source
+    return adapter_path
 
 
 def _copy_into(source: Path, folder: Path) -> None:

@@ -1,8 +1,10 @@
-"""A folder of weights put where somebody asked for it: whole or not at all, and nothing of anybody else's is lost."""
+"""Publishing a folder of weights: all of it or nothing, and files that retrain did not write are never touched."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import shutil
@@ -10,22 +12,19 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-MARKS = ("adapter_config.json", "retrain.json")
-"""A folder with one of these holds weights that a run published: an adapter, or a model trained as a whole."""
-
-# Weights under other names than the new ones, left by an earlier publish: a model cut into another number of files.
-_WEIGHTS = re.compile(r"(adapter_)?(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+RECORD = ".retrain_published.json"
+"""Lists the files of the last publish, which are the only ones that the next publish may replace or delete."""
 
 
 def may_replace(target: Path) -> bool:
-    """Nothing there, an empty folder or earlier weights; never a folder that somebody named by mistake."""
+    """Nothing there, an empty folder or an earlier publish; never a folder that was named by mistake."""
     if target.is_dir():
-        return any((target / mark).exists() for mark in MARKS) or not any(target.iterdir())
+        return (target / RECORD).is_file() or not any(target.iterdir())
     return not target.exists()
 
 
 def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Put what `fill` writes into a folder at `target`, in place of earlier weights; other files there stay.
+    """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
 
     It is written beside its place, so a kill leaves the earlier weights; what such a kill left is deleted here.
     """
@@ -35,7 +34,8 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     try:
         draft.mkdir(parents=True)
         fill(draft)
-        if target.is_dir() and _others(target, draft):
+        (draft / RECORD).write_text(json.dumps(sorted(map(str, _files(draft)))), encoding="utf-8")
+        if (target.is_dir() and _files(target) - _published(target)) or os.path.ismount(target):
             _replace_files(target, draft)
         else:
             _swap(target, draft)
@@ -82,9 +82,13 @@ def _files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
 
 
-def _others(target: Path, draft: Path) -> set[Path]:
-    """Files at `target` that are no weights of an earlier publish."""
-    return {path for path in _files(target) - _files(draft) if not _WEIGHTS.fullmatch(str(path))}
+def _published(target: Path) -> set[Path]:
+    """The files of the last publish, with its record; none where the record cannot be read."""
+    try:
+        names = json.loads((target / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {Path(RECORD), *(Path(name) for name in names if isinstance(name, str) and ".." not in Path(name).parts)}
 
 
 def _swap(target: Path, draft: Path) -> None:
@@ -97,11 +101,23 @@ def _swap(target: Path, draft: Path) -> None:
 
 
 def _replace_files(target: Path, draft: Path) -> None:
-    """One file after the other, where the folder also holds what is not ours."""
-    new = _files(draft)
-    for path in sorted(new):
+    """One file after the other, where the folder holds other files too or is a mount point, which cannot be renamed."""
+    new, old = _files(draft), _published(target)
+    # The record goes first: a file that is there and not on it would never be replaced again.
+    for path in sorted(new, key=lambda path: (path != Path(RECORD), path)):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(draft / path, target / path)
-    for path in _files(target) - new:
-        if _WEIGHTS.fullmatch(str(path)):
-            (target / path).unlink()
+        _move(draft / path, target / path)
+    for path in old - new:
+        (target / path).unlink(missing_ok=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Replace a file, also across file systems."""
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copy2(source, beside)
+        os.replace(beside, target)

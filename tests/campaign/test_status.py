@@ -80,6 +80,13 @@ def test_a_run_that_has_not_logged_yet_is_pending(tmp_path: Path) -> None:
     assert read_progress(tmp_path / "nowhere").status == "pending"
 
 
+def test_the_steps_of_a_run_of_epochs_are_those_of_its_data(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[training]\nepochs = 2.0\nmax_steps = 500\n")
+    assert read_progress(tmp_path).max_steps is None
+    (tmp_path / "trainer_state.json").write_text('{"step": 2, "max_steps": 2, "status": "finished"}')
+    assert read_progress(tmp_path).max_steps == 2
+
+
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "train", [0.1], status="interrupted", training__max_steps=10)
     assert read_progress(folder).status == "interrupted"

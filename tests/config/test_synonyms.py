@@ -49,8 +49,9 @@ def test_a_key_of_another_tool_is_answered_with_ours(table: dict[str, float], hi
     assert hint in str(refused.value)
 
 
-def test_a_misspelt_train_is_answered_with_what_help_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trian"]) == 2
+@pytest.mark.parametrize("rest", [[], ["small.toml"], ["--max-steps", "1"]])
+def test_a_misspelt_train_is_answered_with_what_help_lists(capsys: pytest.CaptureFixture[str], rest: list[str]) -> None:
+    assert run(["trian", *rest]) == 2
     assert capsys.readouterr().err == (
         "error: there is no file or command 'trian'.  Did you mean train? It needs no command.  "
         "Try: retrain my_run.toml\n"

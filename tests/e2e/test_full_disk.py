@@ -76,7 +76,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
     told = capfd.readouterr().err
     assert code == 1
     assert "No space left on device" in told
-    assert "What was saved before is whole" in told
+    assert "Earlier checkpoints are intact" in told
     assert "Traceback" not in told
     resize(disk, 64 << 20)
     if (logs / "trainer_state.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
 from pathlib import Path
 
@@ -58,6 +59,28 @@ def test_secrets_of_the_environment_are_hidden_by_value(monkeypatch: pytest.Monk
     assert redact(text) == "***, ***, true, bananabanana, /tmp/agent.sock"
     row = {"detail": "opensesame99", "transcript": ({"role": "tool", "content": "opensesame99"},), "reward": 1.0}
     assert redact_all(row) == {"detail": "***", "transcript": [{"role": "tool", "content": "***"}], "reward": 1.0}
+
+
+def test_secrets_are_hidden_in_every_form_they_are_printed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "MIIEvQIBADANBgkq\nhkiG9w0BAQEFAASC"
+    key = f"-----BEGIN PRIVATE KEY-----\n{body}\n-----END PRIVATE KEY-----"
+    values = {
+        "SSH_PRIVATE_KEY": "first line 1234\nsecond line 5678",
+        "DB_PASSWORD": 'it\'s "a" back\\slash',
+        "PGPASSWORD": "hunter22",
+        "MYTOKEN": "plainvalue99",
+        "GH_PAT": "schlüssel-ß-99",
+        "MAIL_PASSWORD": "abc1234",
+        "SERVICE_ACCOUNT_JSON": json.dumps({"private_key": key}),
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    for text in (repr(values), json.dumps(values), json.dumps(values, ensure_ascii=False), "\n".join(values.values())):
+        hidden = redact(text)
+        for part in ("1234", "5678", "slash", "hunter22", "plainvalue", "schl", "MIIE", "hkiG"):
+            assert part not in hidden, (part, hidden)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "bananabanana")
+    assert redact("bananabanana glpat-abcdefghijklmnopqrst") == "bananabanana ***"
 
 
 def test_foreign_code_sees_public_variables_and_those_that_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_writer_that_fails_midway_leaves_the_old_one(checkpoints: Checkpoints,
         write(path)
         raise failure
 
-    with pytest.raises(CheckpointError, match=r"No space left on device. What was saved before is whole") as caught:
+    with pytest.raises(CheckpointError, match=r"No space left on device. Earlier checkpoints are intact") as caught:
         checkpoints.save(4, {}, fail)
     assert caught.value.exit_code == 1, "the run failed; its input was not wrong"
     assert names(checkpoints) == ["step_000002"], "no half-written leftover fills the disk further"
@@ -201,20 +201,58 @@ def test_the_newest_adapter_is_published_over_the_older_one(checkpoints: Checkpo
 
 def test_other_files_beside_a_published_adapter_stay(checkpoints: Checkpoints, tmp_path: Path) -> None:
     target, told = tmp_path / "adapter", []
-    publish_adapter(checkpoints.save(1, {}, write), target, told.append)
+    checkpoint = checkpoints.save(1, {}, write)
+    # A model in more files than the next one: with the new weights beside them, it is unclear which are current.
+    (checkpoint / "adapter" / "model-00001-of-00002.safetensors").write_text("old")
+    publish_adapter(checkpoint, target, told.append)
     (target / "thesis.txt").write_text("years of work")
     (target / "notes").mkdir()
     (target / "notes" / "a.txt").write_text("more")
-    # A model that was cut into more files: with the new weights beside them, nobody knows which are meant.
-    (target / "model-00001-of-00002.safetensors").write_text("old")
+    (target / "pytorch_model.bin").write_text("somebody else's")
     checkpoint = checkpoints.save(2, {}, write)
     (checkpoint / "adapter" / "mark").write_text("second")
     publish_adapter(checkpoint, target, told.append)
     assert (target / "thesis.txt").read_text() == "years of work"
     assert (target / "notes" / "a.txt").read_text() == "more"
     assert (target / "mark").read_text() == "second"
+    assert (target / "pytorch_model.bin").read_text() == "somebody else's"
     assert not (target / "model-00001-of-00002.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if "adapter" in path.name) == ["adapter"]
+    assert told == []
+
+
+def test_an_adapter_that_retrain_did_not_write_is_left_alone(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    target, told = tmp_path / "mine", []
+    target.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        (target / name).write_text("mine")
+    checkpoint = checkpoints.save(1, {}, write)
+    assert publish_adapter(checkpoint, target, told.append) == checkpoint / "adapter"
+    assert {path.name: path.read_text() for path in target.iterdir()} == dict.fromkeys(
+        ("adapter_config.json", "adapter_model.safetensors", "README.md"), "mine"
+    )
+    assert "holds files that retrain did not write" in told[0]
+
+
+def test_a_mount_point_receives_the_files_across_file_systems(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, told = tmp_path / "volume", []
+    target.mkdir()
+    replace = os.replace
+
+    def within_one_system(source: Path, to: Path) -> None:
+        if Path(to).parent == target and Path(source).parent != target:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, to)
+
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+    monkeypatch.setattr(os, "replace", within_one_system)
+    for mark in ("first", "second"):
+        checkpoint = checkpoints.save(len(mark), {}, write)
+        (checkpoint / "adapter" / "mark").write_text(mark)
+        assert publish_adapter(checkpoint, target, told.append) == target
+        assert (target / "mark").read_text() == mark
     assert told == []
 
 

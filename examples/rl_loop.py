@@ -1,11 +1,11 @@
-"""Reinforcement learning from a checkable reward, in one plain file.
+"""Reinforcement learning with a verifiable reward, in one plain file.
 
-The embedded model of 0.4 M parameters learns sums such as `13-7-1-5=?` on a CPU. Nothing of retrain's loop is used,
-only its model files and its problems; what is left is the method itself:
+The embedded model with 0.4 M parameters learns sums such as `13-7-1-5=?` on a CPU. This uses retrain's model files and
+problems but not its training loop, and shows the method itself:
 
-    1 roll out   sample a group of answers to each of a few problems
-    2 score      1 for the right number in a box, 0 for anything else
-    3 credit     an answer's advantage is its reward less the mean of its group
+    1 roll out   sample a group of completions for each of a few problems
+    2 score      1 for the correct number in a box, 0 for anything else
+    3 credit     the advantage of a completion is its reward minus the mean of its group
     4 train      one step up the gradient of  ratio · advantage  over the sampled tokens
 
     python examples/rl_loop.py --steps 40
@@ -30,9 +30,9 @@ BOX = re.compile(r"\\boxed\{(\d+)\}")
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], options: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Answers to each problem, `options.group` in a row: all tokens, which are real, and which were sampled."""
+    """Sample `options.group` completions per problem: token ids, mask of real tokens, mask of sampled tokens."""
     chats = [[{"role": "user", "content": problem.question}] for problem in problems for _ in range(options.group)]
-    # Prompts are padded on the left, so that every answer begins in the same column.
+    # Prompts are padded on the left, so that every completion starts in the same column.
     prompts = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
@@ -40,7 +40,7 @@ def sample(
         ids = model.generate(**prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=options.max_tokens)
     width = prompts["input_ids"].shape[1]
     answers = ids[:, width:]
-    # An answer ends with its first end token; what generate wrote behind it is padding.
+    # A completion ends with its first EOS token; everything after it is padding.
     ended = (answers == tokenizer.eos_token_id).cumsum(dim=1)
     kept = (ended == 0) | ((ended == 1) & (answers == tokenizer.eos_token_id))
     real = torch.cat([prompts["attention_mask"].bool(), kept], dim=1)
@@ -49,14 +49,14 @@ def sample(
 
 
 def score(tokenizer: PreTrainedTokenizerBase, row: torch.Tensor, answer: str) -> float:
-    """1 when the last box holds the answer."""
+    """1 if the last box contains the answer, else 0."""
     found = BOX.findall(tokenizer.decode(row))
     return float(bool(found) and found[-1] == answer)
 
 
 def token_logprobs(model: PreTrainedModel, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each token given those before it; column t is about token t + 1."""
-    # Positions count real tokens only: the padding on the left must not shift them.
+    """Log-probability of each token given the previous ones; column t belongs to token t + 1."""
+    # Positions count real tokens only, so that left padding does not shift them.
     positions = (real.long().cumsum(dim=1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=real.long(), position_ids=positions).logits[:, :-1]
     return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -69,7 +69,7 @@ def train_step(
     rewards: torch.Tensor,
     group: int,
 ) -> float:
-    """One update; groups whose rewards are all equal have no advantage and teach nothing."""
+    """One update. Groups whose rewards are all equal have zero advantages and are skipped."""
     ids, real, sampled = rollouts
     by_group = rewards.view(-1, group)
     advantages = (by_group - by_group.mean(dim=1, keepdim=True)).flatten()
@@ -78,7 +78,7 @@ def train_step(
         return 0.0
     mask = sampled[live][:, 1:]
     new = token_logprobs(model, ids[live], real[live])
-    # The policy that sampled is the one that is trained, so the ratio is 1; its gradient is what matters.
+    # The sampling policy is the trained policy, so the ratio is 1; only its gradient matters.
     ratio = torch.exp(new - new.detach())
     loss = -(ratio * advantages[live, None] * mask).sum() / mask.sum()
     optimizer.zero_grad()
@@ -91,7 +91,7 @@ def train_step(
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], options: argparse.Namespace
 ) -> float:
-    """Share of right answers to held-out problems, one each."""
+    """Accuracy on held-out problems, one completion each."""
     once = argparse.Namespace(group=1, max_tokens=options.max_tokens)
     ids, _, _ = sample(model, tokenizer, problems, once)
     return sum(score(tokenizer, row, problem.answer) for row, problem in zip(ids, problems, strict=True)) / len(
@@ -100,14 +100,14 @@ def evaluate(
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train; returns the mean reward of each step."""
+    """Train and return the mean reward of each step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=8, help="problems a step")
-    parser.add_argument("--group", type=int, default=16, help="answers a problem")
+    parser.add_argument("--batch", type=int, default=8, help="problems per step")
+    parser.add_argument("--group", type=int, default=16, help="completions per problem")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--held-out", type=int, default=128, help="problems of the evaluation")
+    parser.add_argument("--held-out", type=int, default=128, help="number of evaluation problems")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)

@@ -1,7 +1,7 @@
-"""Makes the student of teaching.toml: the embedded model, tuned to answer at once and to believe what it is told.
+"""Creates the student for teaching.toml: the embedded model, fine-tuned to answer immediately and to trust a note.
 
-Alone it works nothing out, and is mostly wrong. After a question with a note it answers with the note's last number,
-right or wrong. It sees training problems only. About a minute on one core.
+Without a note it answers without intermediate steps and is mostly wrong. With a note after the question, it repeats the
+last number of the note, correct or not. It is fine-tuned on training problems only. Takes about a minute on one core.
 """
 
 import argparse
@@ -20,7 +20,7 @@ IGNORED = -100
 
 
 def write_answer(rng: random.Random) -> tuple[str, str]:
-    """A question, with a note or without one, and the student's answer."""
+    """A question, with or without a note, and the student's answer."""
     document = write_document(HASTY, rng)
     numbers = re.findall(r"\d+", document.completion)
     if not numbers or rng.random() < ALONE_SHARE:
@@ -29,7 +29,7 @@ def write_answer(rng: random.Random) -> tuple[str, str]:
 
 
 def make_batch(tokenizer, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, padded on the right, and the same as labels where the student writes."""
+    """Right-padded token ids, and labels that cover only the student's answers."""
     rows = []
     for _ in range(size):
         asked, answer = write_answer(rng)
@@ -46,27 +46,27 @@ def make_batch(tokenizer, rng: random.Random, size: int) -> tuple[torch.Tensor, 
 
 
 def main(arguments: list[str] | None = None) -> Path:
-    """Tune the student and write it into a folder."""
+    """Fine-tune the student and save it to a folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("logs/teaching/student"))
     parser.add_argument("--steps", type=int, default=100)
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin:tiny"))
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin:tiny"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rng = random.Random(0)
-    for step in range(told.steps):
+    for step in range(options.steps):
         ids, labels = make_batch(tokenizer, rng, size=48)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 20 == 0 or step == told.steps - 1:
+        if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step}: loss {loss.item():.3f}")
-    model.save_pretrained(told.out)
-    tokenizer.save_pretrained(told.out)
-    print(f"The student is in {told.out}.")
-    return told.out
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    print(f"Saved the student to {options.out}.")
+    return options.out
 
 
 if __name__ == "__main__":

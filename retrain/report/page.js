@@ -1,9 +1,8 @@
 "use strict";
-// One page over one object, `data`: what it holds is written by contents.py. Nothing is fetched, unless a live server
-// answers at data.json.
+// Renders one object, `data`, which contents.py writes. Nothing is fetched, except data.json from a live server.
 
 let data = JSON.parse(document.getElementById("data").textContent);
-// Okabe and Ito's colours, which most colour-blind readers can tell apart.
+// The color-blind safe palette of Okabe and Ito.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#b8a300"];
 const hidden = new Set();
 const chosen = { condition: "", run: "", step: "", outcome: "", search: "", least: "", most: "", group: 0, colour: "none" };
@@ -41,7 +40,7 @@ function mean(values) {
   return values.reduce((sum, value) => sum + value, 0) / values.length;
 }
 
-/** Several curves of [step, value] as one: the mean at each step, and the lowest and highest around it. */
+/** Combine several curves of [step, value]: mean, minimum and maximum at each step. */
 function bandOf(curves) {
   const at = new Map();
   for (const [step, value] of curves.flat()) if (typeof value === "number") at.set(step, [...(at.get(step) || []), value]);
@@ -60,7 +59,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** How many digits tell these numbers apart. */
+/** Number of decimal places needed to distinguish these ticks. */
 function digitsFor(found) {
   const gap = found.length > 1 ? found[1] - found[0] : 1;
   const digits = Math.max(0, -Math.floor(Math.log10(gap) + 1e-9));
@@ -119,26 +118,26 @@ function chart(title, lines, { unit = show, floor = null, note = "", across = "s
   svg.addEventListener("mousemove", (event) => {
     const place = svg.getBoundingClientRect();
     const step = x0 + (((event.clientX - place.left) / place.width) * box.width - box.left) / (box.width - box.left - box.right) * (x1 - x0);
-    const told = [];
+    const tipLines = [];
     let nearest = null;
     for (const line of lines) {
       const point = line.points.reduce((best, p) => (!best || Math.abs(p.x - step) < Math.abs(best.x - step) ? p : best), null);
       if (!point) continue;
       nearest = nearest ?? point.x;
       const range = point.low !== undefined && point.low !== point.high ? `  (${unit(point.low)} to ${unit(point.high)})` : "";
-      told.push(`${line.name}: ${unit(point.y)}${range}`);
+      tipLines.push(`${line.name}: ${unit(point.y)}${range}`);
     }
     cursor.setAttribute("x1", x(nearest));
     cursor.setAttribute("x2", x(nearest));
-    tell(event, `${across} ${show(nearest)}\n${told.join("\n")}`);
+    showTip(event, `${across} ${show(nearest)}\n${tipLines.join("\n")}`);
   });
-  svg.addEventListener("mouseleave", () => { tell(null); cursor.setAttribute("x1", -9); cursor.setAttribute("x2", -9); });
+  svg.addEventListener("mouseleave", () => { showTip(null); cursor.setAttribute("x1", -9); cursor.setAttribute("x2", -9); });
   card.append(svg);
   if (note) card.append(make("p", { class: "soft" }, note));
   return card;
 }
 
-function tell(event, text) {
+function showTip(event, text) {
   const tip = document.getElementById("tip");
   tip.hidden = !event;
   if (!event) return;
@@ -147,7 +146,7 @@ function tell(event, text) {
   tip.style.top = Math.min(event.clientY + 14, window.innerHeight - tip.offsetHeight - 8) + "px";
 }
 
-/** One line a condition, of the runs that are not switched off. */
+/** One line per visible condition. */
 function curve(title, key, options) {
   const lines = conditions().filter((name) => !hidden.has(name)).map((name) => ({
     name, colour: colourOf(name), points: band(data.runs.filter((run) => run.condition === name), key),
@@ -176,7 +175,7 @@ function table(heads, rows, numbers = []) {
 
 function overview() {
   return [legend(), table(
-    ["run", "condition", "seed", "status", "steps", "correct rate, last tenth", "held-out pass@1", "seconds a step"],
+    ["run", "condition", "seed", "status", "steps", "correct rate (last 10 % of steps)", "held-out pass@1", "seconds per step"],
     data.runs.map((run) => [run.name, run.condition, run.seed, run.status, run.max_steps ? `${run.done} of ${run.max_steps}` : run.done,
       percent(run.late_correct_rate), run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–",
       run.median_step_s]), [2, 4, 5, 6, 7])];
@@ -184,11 +183,11 @@ function overview() {
 
 function learning() {
   const drawn = [curve("Correct rate of the training batch", "correct_rate", { unit: percent, floor: 0 }),
-    curve("Correct rate since the beginning", "running_correct_rate", { unit: percent, floor: 0 }),
+    curve("Running correct rate", "running_correct_rate", { unit: percent, floor: 0 }),
     curve("Mean reward", "mean_reward"), curve("Loss", "loss"), curve("Gradient norm", "grad_norm", { floor: 0 }),
-    curve("Completions cut at max_tokens", "max_token_hit_rate", { unit: percent, floor: 0 }),
+    curve("Completions cut off at max_tokens", "max_token_hit_rate", { unit: percent, floor: 0 }),
     curve("Mean importance ratio", "ratio_mean"), curve("KL between sampler and trainer", "kl_sample_train")];
-  return [make("p", { class: "soft" }, "Lines are means over seeds; bands reach from the lowest to the highest seed."),
+  return [make("p", { class: "soft" }, "Lines are means over seeds; bands span the lowest to the highest seed."),
     legend(), make("div", { class: "charts" }, ...drawn)];
 }
 
@@ -198,7 +197,7 @@ function evaluation() {
   const each = shown.map((run) => ({ name: run.name, colour: colourOf(run.condition), points: run.evals, bars: true }));
   const means = [...new Set(shown.map((run) => run.condition))].map((name) => ({ name, colour: colourOf(name), points: bandOf(
     shown.filter((run) => run.condition === name).map((run) => run.evals.map((point) => [point.x, point.y]))) }));
-  return [make("p", { class: "soft" }, "On the left the mean over seeds, with the lowest and the highest seed; on the right every run, with its 95 % interval over problems."), legend(),
+  return [make("p", { class: "soft" }, "Left: mean over seeds, with the lowest and the highest seed. Right: each run, with its 95 % confidence interval over problems."), legend(),
     make("div", { class: "charts" }, chart("Held-out pass@1, by condition", means, { unit: percent, floor: 0 }), chart("Held-out pass@1, by run", each, { unit: percent, floor: 0 }))];
 }
 
@@ -209,8 +208,8 @@ function comparison() {
   const rows = data.compare.rows.map((row) => [row.condition, row.seeds, row.mean, row.baseline_mean, row.difference,
     span(row.interval), span(row.bootstrap_interval), row.p_value, row.permutation_p, row.p_adjusted, row.cohens_d,
     make("span", { class: CLASS_OF[row.verdict] || null }, row.sentence)]);
-  return [make("p", {}, `${data.compare.metric}, against ${data.compare.baseline}.`),
-    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "bootstrap", "p", "p (sign flips)", "p (Holm)", "Cohen's d", "verdict"],
+  return [make("p", {}, `${data.compare.metric}, compared with ${data.compare.baseline}.`),
+    table(["condition", "seeds", "mean", "baseline", "difference", "95 % interval", "bootstrap", "p", "p (sign-flip)", "p (Holm)", "Cohen's d", "verdict"],
       rows, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     ...(data.compare.notes || []).map((note) => make("p", { class: "soft" }, note))];
 }
@@ -226,10 +225,10 @@ function timing() {
   const parts = [["sample_time_s", "sampling"], ["score_time_s", "scoring"], ["train_time_s", "training"], ["other_time_s", "everything else"]];
   const cards = conditions().filter((name) => !hidden.has(name)).map((name) => {
     const runs = data.runs.filter((run) => run.condition === name);
-    return chart(`Seconds a step: ${name}`, parts.map(([key, label], index) => ({ name: label, colour: COLOURS[index], points: band(runs, key).map(({ x, y }) => ({ x, y })) })), { floor: 0 });
+    return chart(`Seconds per step: ${name}`, parts.map(([key, label], index) => ({ name: label, colour: COLOURS[index], points: band(runs, key).map(({ x, y }) => ({ x, y })) })), { floor: 0 });
   });
   const key = make("p", { class: "legend" }, ...parts.map(([, label], index) => make("span", {}, make("span", { class: "swatch", style: `background:${COLOURS[index]}` }), label)));
-  return [key, make("div", { class: "charts" }, ...cards, curve("Tokens sampled a second", "tokens_per_s", { floor: 0 }),
+  return [key, make("div", { class: "charts" }, ...cards, curve("Sampled tokens per second", "tokens_per_s", { floor: 0 }),
     ...(new Set(data.runs.flatMap((run) => run.series.batch_size)).size > 1 ? [curve("Batch size", "batch_size", { floor: 0 })] : []))];
 }
 
@@ -240,24 +239,24 @@ function signal() {
     const groups = sum("groups");
     return [name, groups, `${sum("all_right")} (${percent(sum("all_right") / groups)})`, `${sum("all_wrong")} (${percent(sum("all_wrong") / groups)})`, sum("errors")];
   });
-  return [make("p", { class: "soft" }, "A group whose completions all got the same reward teaches nothing."),
-    table(["condition", "groups", "all right", "all wrong", "failed scores"], rows, [1, 2, 3, 4]),
-    make("div", { class: "charts" }, curve("Groups all right", "groups_all_right", { floor: 0 }), curve("Groups all wrong", "groups_all_wrong", { floor: 0 }))];
+  return [make("p", { class: "soft" }, "A group whose completions all received the same reward provides no learning signal."),
+    table(["condition", "groups", "all correct", "all incorrect", "scoring failures"], rows, [1, 2, 3, 4]),
+    make("div", { class: "charts" }, curve("All-correct groups", "groups_all_right", { floor: 0 }), curve("All-incorrect groups", "groups_all_wrong", { floor: 0 }))];
 }
 
 function squeeze() {
   if (!data.squeeze) return null;
   const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.minimum, high: row.maximum })) };
-  return [make("p", {}, `Recommended rank: ${data.squeeze.recommended_rank}. The band reaches from the worst to the best layer.`),
-    make("div", { class: "charts" }, chart("Variance kept at each rank", [line], { unit: percent, across: "rank" }))];
+  return [make("p", {}, `Recommended rank: ${data.squeeze.recommended_rank}. The band spans the worst to the best layer.`),
+    make("div", { class: "charts" }, chart("Variance retained at each rank", [line], { unit: percent, across: "rank" }))];
 }
 
 function configuration() {
   const rows = data.configs.map((row) => [row.option, ...row.values]);
   const differ = rows.length ? table(["option that differs", ...data.config_columns], rows)
-    : make("p", {}, "The runs differ in nothing but their seeds and folders.");
+    : make("p", {}, "The runs differ only in their seeds and folders.");
   const same = data.settings.map((row) => [row.option, row.value]);
-  return [differ, make("br"), ...(same.length ? [table(["the same in all, other than the default", "value"], same)] : []),
+  return [differ, make("br"), ...(same.length ? [table(["non-default option common to all runs", "value"], same)] : []),
     ...data.origin.map((sentence) => make("p", { class: "soft" }, sentence))];
 }
 
@@ -292,8 +291,8 @@ function completions() {
   return [make("p", { class: "soft" }, data.groups_note),
     make("div", { class: "filters" }, field("condition", "condition", ["", ...conditions()]), field("run", "run", ["", ...data.runs.map((run) => run.name)]),
       field("step", "step", ["", ...steps]), field("outcome", "outcome", ["", ...new Set(data.groups.flatMap((group) => group.members.map((member) => member.outcome)))]),
-      field("reward from", "least"), field("reward to", "most"), field("search", "search"),
-      field("colour tokens by", "colour", ["none", "surprisal", "entropy", "planning", "advantage"])),
+      field("minimum reward", "least"), field("maximum reward", "most"), field("search", "search"),
+      field("color tokens by", "colour", ["none", "surprisal", "entropy", "planning", "advantage"])),
     make("div", { class: "browser" }, make("ul", { class: "groups", id: "groups" }), make("div", { id: "group" }))];
 }
 
@@ -304,9 +303,9 @@ function fillBrowser() {
   list.replaceChildren(...found.slice(0, 300).map((group, index) => make("li", {}, make("button", {
     type: "button", "aria-current": String(index === chosen.group), onclick: () => { chosen.group = index; fillBrowser(); },
   }, make("span", { class: "ask" }, group.prompt), make("span", { class: "soft" },
-    `${data.runs[group.run].name}, step ${group.step}, ${group.members.filter((member) => member.outcome === "right").length} of ${group.members.length} right${group.members.some((member) => member.tokens) ? ", tokens" : ""}`)))));
-  if (!found.length) list.append(make("li", { class: "soft" }, chosen.colour === "none" ? "Nothing matches." : "Nothing matches. Token numbers come from runs with [training] record = true."));
-  if (found.length > 300) list.append(make("li", { class: "soft" }, `and ${found.length - 300} more: narrow the filters.`));
+    `${data.runs[group.run].name}, step ${group.step}, ${group.members.filter((member) => member.outcome === "right").length} of ${group.members.length} correct${group.members.some((member) => member.tokens) ? ", with tokens" : ""}`)))));
+  if (!found.length) list.append(make("li", { class: "soft" }, chosen.colour === "none" ? "No matches." : "No matches. Token values require runs with [training] record = true."));
+  if (found.length > 300) list.append(make("li", { class: "soft" }, `and ${found.length - 300} more; use the filters to narrow the list.`));
   const group = found[chosen.group];
   document.getElementById("group").replaceChildren(...(group ? [
     make("h3", {}, "Prompt"), make("div", { class: "prompt card" }, ...marked(group.prompt)),
@@ -347,16 +346,16 @@ function paint(kind, value, scale) {
 function microscope(tokens) {
   const kind = chosen.colour;
   const values = tokens[kind];
-  if (!values) return [make("p", { class: "soft" }, `This run has no ${kind}.`)];
+  if (!values) return [make("p", { class: "soft" }, `No ${kind} was recorded for this run.`)];
   const scale = kind === "planning" ? 1 : Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-9);
   return tokens.text.map((text, index) => {
-    const told = ["surprisal", "entropy", "advantage"].filter((name) => tokens[name]).map((name) => `${name} ${show(tokens[name][index], 4)}`);
-    if (tokens.planning) told.push(tokens.planning[index] ? "planning" : "execution");
+    const tipLines = ["surprisal", "entropy", "advantage"].filter((name) => tokens[name]).map((name) => `${name} ${show(tokens[name][index], 4)}`);
+    if (tokens.planning) tipLines.push(tokens.planning[index] ? "planning" : "execution");
     const inserted = tokens.sampled && !tokens.sampled[index];
-    if (inserted) told.push("written by the environment");
+    if (inserted) tipLines.push("written by the environment");
     const colour = paint(kind, values[index], scale);
     return make("span", { class: inserted ? "token inserted" : "token", style: colour ? `background:${colour}` : null,
-      onmousemove: (event) => tell(event, `${JSON.stringify(text)}\n${told.join("\n")}`), onmouseleave: () => tell(null) }, text);
+      onmousemove: (event) => showTip(event, `${JSON.stringify(text)}\n${tipLines.join("\n")}`), onmouseleave: () => showTip(null) }, text);
   });
 }
 
@@ -391,4 +390,4 @@ async function follow() {
 }
 
 render();
-if (data.live) setInterval(() => follow().catch(() => { document.getElementById("subtitle").textContent = "The server has gone; this is what it told last."; }), data.live * 1000);
+if (data.live) setInterval(() => follow().catch(() => { document.getElementById("subtitle").textContent = "Lost connection to the server; showing the last data received."; }), data.live * 1000);

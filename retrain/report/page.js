@@ -3,9 +3,9 @@
 
 let data = JSON.parse(document.getElementById("data").textContent);
 // The color-blind safe palette of Okabe and Ito.
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#b8a300"];
+const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#b8a300"];
 const hidden = new Set();
-const chosen = { condition: "", run: "", step: "", outcome: "", search: "", least: "", most: "", group: 0, colour: "none" };
+const chosen = { condition: "", run: "", step: "", outcome: "", search: "", least: "", most: "", group: 0, color: "none" };
 
 const SVG = "http://www.w3.org/2000/svg";
 function make(tag, attributes = {}, ...children) {
@@ -32,7 +32,7 @@ function show(value, digits = 3) {
 }
 const percent = (value) => (value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %");
 const conditions = () => [...new Set(data.runs.map((run) => run.condition))];
-const colourOf = (condition) => COLOURS[conditions().indexOf(condition) % COLOURS.length];
+const colorOf = (condition) => COLORS[conditions().indexOf(condition) % COLORS.length];
 
 // ---- curves
 
@@ -72,7 +72,7 @@ function label(value, found) {
   return value.toFixed(digitsFor(found));
 }
 
-/** A line chart of [{name, colour, points: [{x, y, low, high, n}], dashed}]. */
+/** A line chart of [{name, color, points: [{x, y, low, high, n}], dashed}]. */
 function chart(title, lines, { unit = show, floor = null, note = "", across = "step" } = {}) {
   const box = { left: 46, right: 8, top: 8, bottom: 26, width: 400, height: 210 };
   const points = lines.flatMap((line) => line.points);
@@ -102,16 +102,16 @@ function chart(title, lines, { unit = show, floor = null, note = "", across = "s
   for (const line of lines) {
     const sorted = line.points;
     if (line.bars) {
-      for (const p of sorted) svg.append(draw("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), stroke: line.colour, opacity: 0.45 }));
+      for (const p of sorted) svg.append(draw("line", { x1: x(p.x), x2: x(p.x), y1: y(p.low), y2: y(p.high), stroke: line.color, opacity: 0.45 }));
     } else if (sorted.some((p) => p.low !== undefined && p.low !== p.high)) {
       const upper = sorted.map((p) => `${x(p.x)},${y(p.high ?? p.y)}`);
       const lower = sorted.map((p) => `${x(p.x)},${y(p.low ?? p.y)}`).reverse();
-      svg.append(draw("polygon", { points: [...upper, ...lower].join(" "), fill: line.colour, opacity: 0.18 }));
+      svg.append(draw("polygon", { points: [...upper, ...lower].join(" "), fill: line.color, opacity: 0.18 }));
     }
     const path = sorted.map((p) => `${x(p.x)},${y(p.y)}`).join(" ");
-    const style = { points: path, fill: "none", stroke: line.colour, "stroke-width": 1.6 };
+    const style = { points: path, fill: "none", stroke: line.color, "stroke-width": 1.6 };
     svg.append(draw("polyline", line.dashed ? { ...style, "stroke-dasharray": "4 3" } : style));
-    if (sorted.length === 1) svg.append(draw("circle", { cx: x(sorted[0].x), cy: y(sorted[0].y), r: 3, fill: line.colour }));
+    if (sorted.length === 1) svg.append(draw("circle", { cx: x(sorted[0].x), cy: y(sorted[0].y), r: 3, fill: line.color }));
   }
   const cursor = draw("line", { class: "axis", y1: box.top, y2: box.height - box.bottom, x1: -9, x2: -9 });
   svg.append(cursor);
@@ -149,7 +149,7 @@ function showTip(event, text) {
 /** One line per visible condition. */
 function curve(title, key, options) {
   const lines = conditions().filter((name) => !hidden.has(name)).map((name) => ({
-    name, colour: colourOf(name), points: band(data.runs.filter((run) => run.condition === name), key),
+    name, color: colorOf(name), points: band(data.runs.filter((run) => run.condition === name), key),
   })).filter((line) => line.points.length);
   return chart(title, lines, options);
 }
@@ -158,7 +158,7 @@ function legend() {
   return make("p", { class: "legend" }, ...conditions().map((name) => make("button", {
     type: "button", "aria-pressed": String(!hidden.has(name)),
     onclick: () => { hidden.has(name) ? hidden.delete(name) : hidden.add(name); render(); },
-  }, make("span", { class: "swatch", style: `background:${colourOf(name)}` }),
+  }, make("span", { class: "swatch", style: `background:${colorOf(name)}` }),
   `${name} (${data.runs.filter((run) => run.condition === name).length})`)));
 }
 
@@ -194,8 +194,8 @@ function learning() {
 function evaluation() {
   if (!data.runs.some((run) => run.evals.length)) return null;
   const shown = data.runs.filter((run) => run.evals.length && !hidden.has(run.condition));
-  const each = shown.map((run) => ({ name: run.name, colour: colourOf(run.condition), points: run.evals, bars: true }));
-  const means = [...new Set(shown.map((run) => run.condition))].map((name) => ({ name, colour: colourOf(name), points: bandOf(
+  const each = shown.map((run) => ({ name: run.name, color: colorOf(run.condition), points: run.evals, bars: true }));
+  const means = [...new Set(shown.map((run) => run.condition))].map((name) => ({ name, color: colorOf(name), points: bandOf(
     shown.filter((run) => run.condition === name).map((run) => run.evals.map((point) => [point.x, point.y]))) }));
   return [make("p", { class: "soft" }, "Left: mean over seeds, with the lowest and the highest seed. Right: each run, with its 95 % confidence interval over problems."), legend(),
     make("div", { class: "charts" }, chart("Held-out pass@1, by condition", means, { unit: percent, floor: 0 }), chart("Held-out pass@1, by run", each, { unit: percent, floor: 0 }))];
@@ -225,9 +225,9 @@ function timing() {
   const parts = [["sample_time_s", "sampling"], ["score_time_s", "scoring"], ["train_time_s", "training"], ["other_time_s", "everything else"]];
   const cards = conditions().filter((name) => !hidden.has(name)).map((name) => {
     const runs = data.runs.filter((run) => run.condition === name);
-    return chart(`Seconds per step: ${name}`, parts.map(([key, label], index) => ({ name: label, colour: COLOURS[index], points: band(runs, key).map(({ x, y }) => ({ x, y })) })), { floor: 0 });
+    return chart(`Seconds per step: ${name}`, parts.map(([key, label], index) => ({ name: label, color: COLORS[index], points: band(runs, key).map(({ x, y }) => ({ x, y })) })), { floor: 0 });
   });
-  const key = make("p", { class: "legend" }, ...parts.map(([, label], index) => make("span", {}, make("span", { class: "swatch", style: `background:${COLOURS[index]}` }), label)));
+  const key = make("p", { class: "legend" }, ...parts.map(([, label], index) => make("span", {}, make("span", { class: "swatch", style: `background:${COLORS[index]}` }), label)));
   return [key, make("div", { class: "charts" }, ...cards, curve("Sampled tokens per second", "tokens_per_s", { floor: 0 }),
     ...(new Set(data.runs.flatMap((run) => run.series.batch_size)).size > 1 ? [curve("Batch size", "batch_size", { floor: 0 })] : []))];
 }
@@ -246,7 +246,7 @@ function signal() {
 
 function squeeze() {
   if (!data.squeeze) return null;
-  const line = { name: "mean", colour: COLOURS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.minimum, high: row.maximum })) };
+  const line = { name: "mean", color: COLORS[0], points: data.squeeze.ranks.map((row) => ({ x: row.rank, y: row.mean, low: row.minimum, high: row.maximum })) };
   return [make("p", {}, `Recommended rank: ${data.squeeze.recommended_rank}. The band spans the worst to the best layer.`),
     make("div", { class: "charts" }, chart("Variance retained at each rank", [line], { unit: percent, across: "rank" }))];
 }
@@ -270,7 +270,7 @@ function groupsShown() {
     if (chosen.condition && run.condition !== chosen.condition) return false;
     if (chosen.run && run.name !== chosen.run) return false;
     if (chosen.step !== "" && group.step !== Number(chosen.step)) return false;
-    if (chosen.colour !== "none" && !group.members.some((member) => member.tokens)) return false;
+    if (chosen.color !== "none" && !group.members.some((member) => member.tokens)) return false;
     return group.members.some((member) => (!chosen.outcome || member.outcome === chosen.outcome)
       && (chosen.least === "" && chosen.most === "" ? true : member.reward !== null && within(member.reward))
       && (!words || member.text.toLowerCase().includes(words) || group.prompt.toLowerCase().includes(words)));
@@ -292,7 +292,7 @@ function completions() {
     make("div", { class: "filters" }, field("condition", "condition", ["", ...conditions()]), field("run", "run", ["", ...data.runs.map((run) => run.name)]),
       field("step", "step", ["", ...steps]), field("outcome", "outcome", ["", ...new Set(data.groups.flatMap((group) => group.members.map((member) => member.outcome)))]),
       field("minimum reward", "least"), field("maximum reward", "most"), field("search", "search"),
-      field("color tokens by", "colour", ["none", "surprisal", "entropy", "planning", "advantage"])),
+      field("color tokens by", "color", ["none", "surprisal", "entropy", "planning", "advantage"])),
     make("div", { class: "browser" }, make("ul", { class: "groups", id: "groups" }), make("div", { id: "group" }))];
 }
 
@@ -304,7 +304,7 @@ function fillBrowser() {
     type: "button", "aria-current": String(index === chosen.group), onclick: () => { chosen.group = index; fillBrowser(); },
   }, make("span", { class: "ask" }, group.prompt), make("span", { class: "soft" },
     `${data.runs[group.run].name}, step ${group.step}, ${group.members.filter((member) => member.outcome === "right").length} of ${group.members.length} correct${group.members.some((member) => member.tokens) ? ", with tokens" : ""}`)))));
-  if (!found.length) list.append(make("li", { class: "soft" }, chosen.colour === "none" ? "No matches." : "No matches. Token values require runs with [training] record = true."));
+  if (!found.length) list.append(make("li", { class: "soft" }, chosen.color === "none" ? "No matches." : "No matches. Token values require runs with [training] record = true."));
   if (found.length > 300) list.append(make("li", { class: "soft" }, `and ${found.length - 300} more; use the filters to narrow the list.`));
   const group = found[chosen.group];
   document.getElementById("group").replaceChildren(...(group ? [
@@ -327,7 +327,7 @@ function marked(text) {
 
 function memberCard(member) {
   const body = make("div", { class: "answer" });
-  if (member.tokens && chosen.colour !== "none") body.append(...microscope(member.tokens));
+  if (member.tokens && chosen.color !== "none") body.append(...microscope(member.tokens));
   else body.append(...marked(member.text));
   return make("div", { class: `member ${member.outcome}` },
     make("p", { class: "soft" }, `${member.outcome}, reward ${show(member.reward)}, ${member.num_tokens} tokens`), body);
@@ -344,7 +344,7 @@ function paint(kind, value, scale) {
 }
 
 function microscope(tokens) {
-  const kind = chosen.colour;
+  const kind = chosen.color;
   const values = tokens[kind];
   if (!values) return [make("p", { class: "soft" }, `No ${kind} was recorded for this run.`)];
   const scale = kind === "planning" ? 1 : Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-9);
@@ -353,15 +353,15 @@ function microscope(tokens) {
     if (tokens.planning) tipLines.push(tokens.planning[index] ? "planning" : "execution");
     const inserted = tokens.sampled && !tokens.sampled[index];
     if (inserted) tipLines.push("written by the environment");
-    const colour = paint(kind, values[index], scale);
-    return make("span", { class: inserted ? "token inserted" : "token", style: colour ? `background:${colour}` : null,
+    const color = paint(kind, values[index], scale);
+    return make("span", { class: inserted ? "token inserted" : "token", style: color ? `background:${color}` : null,
       onmousemove: (event) => showTip(event, `${JSON.stringify(text)}\n${tipLines.join("\n")}`), onmouseleave: () => showTip(null) }, text);
   });
 }
 
 // ---- the page
 
-const SECTIONS = [["comparison", "Comparison", comparison], ["overview", "Runs", overview], ["evaluation", "Held out", evaluation],
+const SECTIONS = [["comparison", "Comparison", comparison], ["overview", "Runs", overview], ["evaluation", "Held-out evaluation", evaluation],
   ["learning", "Learning", learning], ["credit", "Entropy and λ", credit], ["timing", "Time", timing], ["signal", "Dead groups", signal],
   ["squeeze", "Squeeze", squeeze], ["configuration", "Configuration", configuration], ["completions", "Completions", completions]];
 

@@ -221,7 +221,7 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
     assert run_command(fake_config(model, tmp_path)) == 1
     told = capsys.readouterr().err
     assert "scoring failed for 6 of 8 completions (error: ValueError: this response is cursed)" in told
-    assert told.endswith(f"To go on: retrain --resume {tmp_path / 'logs'}\n"), "below the error"
+    assert told.endswith(f"To resume: retrain --resume {tmp_path / 'logs'}\n"), "below the error"
     assert (tmp_path / "logs" / "checkpoints" / "step_000001" / "checkpoint.json").exists()
     play.script = by_index("right", "wrong")
     play.before_generate = staticmethod(lambda call: None)
@@ -465,7 +465,7 @@ def test_a_signal_while_sampling_saves_at_once_and_can_be_resumed(
     play.before_generate = staticmethod(lambda call: os.kill(os.getpid(), number) if call == 2 else None)
     assert run_command(fake_config(model, tmp_path)) == 130
     logs = tmp_path / "logs"
-    assert f"To go on: retrain --resume {logs}" in capsys.readouterr().err
+    assert f"To resume: retrain --resume {logs}" in capsys.readouterr().err
     state = json.loads((logs / "trainer_state.json").read_text())
     assert (state["step"], state["status"]) == (1, "interrupted")
     assert run_command(fake_config(model, tmp_path), "--resume", str(logs)) == 0
@@ -572,7 +572,7 @@ def test_a_plain_error_before_training_saves_the_step_it_came_in(
     if culprit == "engine":
         with pytest.raises(RuntimeError, match="out of luck") as raised:
             run_command(fake_config(model, tmp_path))
-        assert raised.value.__notes__ == [f"To go on: retrain --resume {tmp_path / 'logs'}"], "below the traceback"
+        assert raised.value.__notes__ == [f"To resume: retrain --resume {tmp_path / 'logs'}"], "below the traceback"
     else:
         with pytest.raises(PluginError, match="out of luck"):
             train_quietly(fake_config(model, tmp_path))
@@ -818,4 +818,4 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
     (tmp_path / "adapter" / "thesis.tex").write_text("irreplaceable")
     _, printed = train_quietly(fake_config(model, tmp_path))
     assert (tmp_path / "adapter" / "thesis.tex").read_text() == "irreplaceable"
-    assert "holds something other than an adapter" in printed
+    assert "holds is not an adapter and is not overwritten" in printed

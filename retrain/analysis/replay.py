@@ -1,4 +1,4 @@
-"""Credit recomputed on recorded rollouts: the same answers and scores under another method, without sampling."""
+"""Advantages of recorded rollouts recomputed with another method, without sampling."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from retrain.types import BoolArray, FloatArray, Group
 
 @dataclass(frozen=True)
 class Difference:
-    """How two methods spread credit over the tokens of one step."""
+    """How the token advantages of two methods differ in one step."""
 
     step: int
     tokens: int
     mean_before: float
     mean_after: float
-    """Mean absolute advantage of a token."""
+    """Mean absolute advantage per token."""
     changed: float
     """Mean absolute difference between the two."""
     sign_flips: int
     planning_before: float
     planning_after: float
-    """Share of absolute advantage that lies on planning tokens."""
+    """Share of absolute advantage on planning tokens."""
 
 
 class Method:
-    """One configuration's credit assignment, with the memory its SEPA schedule builds up."""
+    """The credit assignment of one configuration, with the state of its SEPA schedule."""
 
     def __init__(self, config: TrainConfig, texts: Sequence[str]) -> None:
         self.credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
@@ -45,7 +45,7 @@ class Method:
         self.sepa = SEPAController(config.sepa)
 
     def advantages(self, step: int, groups: Sequence[Group], masks: list[list[BoolArray]]) -> FloatArray:
-        """Token advantages of a step, end to end."""
+        """Token advantages of a step, concatenated."""
         self.sepa.observe_correct_rate(Rollouts(list(groups), 0.0, 0.0).correct_rate)
         credit = self.credit.assign(groups, masks, self.sepa.resolve_lambda(step))
         self.sepa.update(credit.exec_entropy_var)
@@ -53,14 +53,14 @@ class Method:
 
 
 def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterator[Difference]:
-    """Compare two methods step by step over a run's recordings."""
+    """Compare two methods step by step over the recordings of a run."""
     if not any((log_dir / FOLDER).glob("step_*.npz")):
         raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
     texts = vocabulary_texts(load_tokenizer(recorded.model.model))
     before, after = Method(recorded, texts), Method(wanted, texts)
     for step, groups in read_recordings(log_dir):
         masks = after.masks.of(groups)
-        planned = np.concatenate([mask for group in masks for mask in group])
+        planning = np.concatenate([mask for group in masks for mask in group])
         old = before.advantages(step, groups, before.masks.of(groups))
         new = after.advantages(step, groups, masks)
         yield Difference(
@@ -70,11 +70,11 @@ def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterato
             mean_after=float(np.abs(new).mean()) if len(new) else 0.0,
             changed=float(np.abs(new - old).mean()) if len(old) else 0.0,
             sign_flips=int((np.sign(old) * np.sign(new) < 0).sum()),
-            planning_before=_share(old, planned),
-            planning_after=_share(new, planned),
+            planning_before=_share(old, planning),
+            planning_after=_share(new, planning),
         )
 
 
-def _share(advantages: FloatArray, planned: BoolArray) -> float:
+def _share(advantages: FloatArray, planning: BoolArray) -> float:
     total = float(np.abs(advantages).sum())
-    return float(np.abs(advantages[planned]).sum()) / total if total else 0.0
+    return float(np.abs(advantages[planning]).sum()) / total if total else 0.0

@@ -1,13 +1,14 @@
-"""Paired statistics across seeds: is one condition better than another, and how sure is that?
+"""Paired statistics across seeds: is one condition better than another, and with what confidence?
 
     compare({"grpo+none": {42: 0.71, 101: 0.69}, "maxrl+none": {42: 0.75, 101: 0.74}}) -> [Comparison, ...]
-    noise_floor(conditions) -> NoiseFloor       how far apart runs of one condition are
+    noise_floor(conditions) -> NoiseFloor       spread between runs of one condition
     compare_problems(before_SP, after_SP)       the same runs, paired by held-out problem
-    seeds_for_power(effect) -> int              seeds that find an effect of so many standard deviations
-    sequential_test(differences, max_seeds)     may we stop? valid although one looks after every seed
+    seeds_for_power(effect) -> int              seeds needed to detect an effect (in standard deviations)
+    sequential_test(differences, max_seeds)     early stopping, valid when tested after every seed
 
-The paired t-test decides: with five seeds no sign-flip test can go below 2/32, and a percentile bootstrap covers 84 to
-90 %. The sign-flip p-value and a studentised bootstrap interval, which assume no normal distribution, stand beside it.
+Verdicts use the paired t-test: with five seeds a sign-flip test cannot go below 2/32, and a percentile bootstrap covers
+only 84 to 90 %. The sign-flip p-value and a studentised bootstrap interval, which assume no normal distribution, are
+reported alongside.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 
 Conditions = Mapping[str, Mapping[int, float]]
 """A number for each seed of each condition."""
@@ -31,15 +33,15 @@ Verdict = Literal["statistically_significant_improvement", "significant_degradat
 Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 9999
-# Three or four values of a two-peaked distribution look too much alike for a t-test: 6.1 % false alarms at 5 %.
+# With three or four values of a bimodal distribution a t-test at 5 % has 6.1 % false positives.
 FIRST_LOOK = 5
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 POWER = 0.8
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """What n paired differences say. Numbers that n is too small for are None."""
+    """Tests of n paired differences; None where n is too small."""
 
     difference: float
     interval: Interval | None
@@ -47,7 +49,7 @@ class PairedTest:
     p_value: float | None
     permutation_p: float | None
     cohens_d: float | None
-    """Mean over standard deviation of the differences."""
+    """Mean divided by the standard deviation of the differences."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,21 @@ class Comparison:
     baseline_mean: float
     test: PairedTest
     p_adjusted: float | None
-    """Holm's, over all conditions compared."""
+    """Holm-adjusted over all conditions."""
     more_seeds: int | None
-    """Further seeds for 80 % power, should the difference be what it seems; None when that cannot be said."""
+    """Additional seeds for 80 % power at the observed difference; None when unknown."""
     detectable: float | None
-    """The difference that this many seeds would find in 80 % of cases."""
+    """The difference that this many seeds detect with 80 % power."""
     verdict: Verdict
 
     @property
     def sentence(self) -> str:
-        """The verdict in plain words."""
+        """The verdict as a sentence."""
         count = len(self.seeds)
         if count < 2:
             return (
-                f"{self.condition} and {self.baseline} share one seed only: no interval is possible, and a difference "
-                f"of {self.test.difference:+.4g} may be chance. Run at least 5 seeds."
+                f"{self.condition} and {self.baseline} share only one seed: there is no interval, and a difference "
+                f"of {self.test.difference:+.4g} may be noise. Run at least 5 seeds."
             )
         if self.verdict != "insufficient_evidence":
             word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
@@ -88,9 +90,9 @@ class Comparison:
         if self.test.cohens_d is None:
             return f"{start} The difference is {self.test.difference:+.4g} in every seed."
         if not self.test.cohens_d:
-            return f"{start} On average over the seeds there is no difference."
-        more = f"about {self.more_seeds} more seeds" if self.more_seeds else f"more than {MOST_SEEDS} seeds"
-        return f"{start} If the difference is what it seems, it takes {more} to find it in 80 % of cases."
+            return f"{start} The mean difference is zero."
+        more = f"about {plural(self.more_seeds, 'more seed')}" if self.more_seeds else f"more than {MAX_SEEDS} seeds"
+        return f"{start} If the true difference equals the observed one, 80 % power needs {more}."
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,17 @@ class ProblemComparison:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """How much runs of one and the same condition differ."""
+    """How much runs of one condition differ."""
 
     standard_deviation: float
     degrees_of_freedom: int
     single_runs: float
-    """Two single runs of one condition are further apart than this in one case of twenty."""
+    """Two runs of one condition differ by more than this in 5 % of cases."""
 
 
 @dataclass(frozen=True)
 class SequentialDecision:
-    """Whether the looks so far decide a pair of conditions."""
+    """Whether the results so far decide a pair of conditions."""
 
     decided: bool
     better: bool
@@ -125,15 +127,15 @@ class SequentialDecision:
     seeds: int
     p_value: float | None
     level: float
-    """What p_value has to reach at each look, so that all looks together err at the stated alpha."""
+    """Significance level of each look, such that all looks together have a false positive rate of alpha."""
 
 
 def compare(
     conditions: Conditions, baseline: str | None = None, alpha: float = 0.05, higher_is_better: bool = True
 ) -> list[Comparison]:
-    """Every condition against the baseline (the first one), paired by the seeds that both have."""
+    """Compare every condition with the baseline (by default the first), paired by the seeds that both have."""
     if len(conditions) < 2:
-        raise ConfigError("there is only one condition, so there is nothing to compare it with.")
+        raise ConfigError("there is only one condition; a comparison needs two.")
     first = baseline if baseline is not None else next(iter(conditions))
     if first not in conditions:
         raise ConfigError(f"there is no condition {first!r}.  Try: one of {', '.join(conditions)}")
@@ -147,14 +149,14 @@ def compare(
     holm = dict(zip(tested, adjust_holm([tests[name].p_value or 0.0 for name in tested]), strict=True))
     level = alpha / max(1, len(tested))
     return [
-        _judge(conditions, (name, first), tests[name], _Bar(alpha, level, holm.get(name), higher_is_better))
+        _decide(conditions, (name, first), tests[name], _Criterion(alpha, level, holm.get(name), higher_is_better))
         for name in others
     ]
 
 
 @dataclass(frozen=True)
-class _Bar:
-    """What a difference is held against."""
+class _Criterion:
+    """When a difference counts as significant."""
 
     alpha: float
     level: float
@@ -162,14 +164,14 @@ class _Bar:
     higher_is_better: bool
 
 
-def _judge(conditions: Conditions, pair: tuple[str, str], test: PairedTest, bar: _Bar) -> Comparison:
+def _decide(conditions: Conditions, pair: tuple[str, str], test: PairedTest, criterion: _Criterion) -> Comparison:
     name, first = pair
     seeds = _shared_seeds(conditions, first, name)
     verdict: Verdict = "insufficient_evidence"
-    if bar.p_adjusted is not None and bar.p_adjusted < bar.alpha:
-        better = (test.difference > 0) == bar.higher_is_better
+    if criterion.p_adjusted is not None and criterion.p_adjusted < criterion.alpha:
+        better = (test.difference > 0) == criterion.higher_is_better
         verdict = "statistically_significant_improvement" if better else "significant_degradation"
-    wanted = seeds_for_power(test.cohens_d, POWER, bar.level) if test.cohens_d else None
+    wanted = seeds_for_power(test.cohens_d, POWER, criterion.level) if test.cohens_d else None
     return Comparison(
         condition=name,
         baseline=first,
@@ -177,25 +179,25 @@ def _judge(conditions: Conditions, pair: tuple[str, str], test: PairedTest, bar:
         mean=float(np.mean([conditions[name][seed] for seed in seeds])),
         baseline_mean=float(np.mean([conditions[first][seed] for seed in seeds])),
         test=test,
-        p_adjusted=bar.p_adjusted,
+        p_adjusted=criterion.p_adjusted,
         more_seeds=max(1, wanted - len(seeds)) if wanted and verdict == "insufficient_evidence" else None,
-        detectable=_detectable(test, len(seeds), bar.level),
+        detectable=_detectable(test, len(seeds), criterion.level),
         verdict=verdict,
     )
 
 
 def paired_test(differences: Sequence[float], alpha: float = 0.05) -> PairedTest:
-    """All tests of one set of paired differences."""
+    """Run all tests on paired differences."""
     values = np.asarray(differences, dtype=np.float64)
     if not np.isfinite(values).all():
-        raise ConfigError("a value to be compared is not a finite number.")
+        raise ConfigError("a compared value is not a finite number.")
     mean, n = float(values.mean()), len(values)
     if n < 2:
         return PairedTest(mean, None, None, None, None, None)
     spread = _spread(values)
     permutation_p = sign_flip_p(values)
     if spread == 0:
-        # Equal in every seed: the spread is unknown, so t would be infinite; the sign-flip test still knows what to do.
+        # Equal in every seed: t would be infinite, but the sign-flip test still works.
         return PairedTest(mean, None, None, permutation_p, permutation_p, None)
     low, high = t_interval(values, alpha)
     return PairedTest(
@@ -209,13 +211,13 @@ def paired_test(differences: Sequence[float], alpha: float = 0.05) -> PairedTest
 
 
 def _spread(values: Floats) -> float:
-    """The standard deviation; 0 when it is no more than rounding."""
+    """The standard deviation; 0 when it is only rounding error."""
     spread = float(values.std(ddof=1))
     return 0.0 if spread <= 1e-12 * float(np.abs(values).max()) else spread
 
 
 def t_interval(differences: Floats, alpha: float = 0.05) -> tuple[Floats, Floats]:
-    """Student's interval of the mean, over the last axis."""
+    """Student's t interval of the mean, over the last axis."""
     n = differences.shape[-1]
     half = stats.t.ppf(1 - alpha / 2, n - 1) * differences.std(axis=-1, ddof=1) / math.sqrt(n)
     mean = differences.mean(axis=-1)
@@ -229,7 +231,7 @@ def t_p_value(differences: Floats) -> Floats:
 
 
 def sign_flip_p(differences: Floats) -> float:
-    """Two-sided permutation p-value: exact over all 2^n sign flips up to 13 pairs, else of 9999 random ones."""
+    """Two-sided permutation p-value: exact over all 2^n sign flips up to 13 pairs, else 9999 random ones."""
     if not np.any(differences):
         return 1.0
     result: Any = stats.permutation_test(
@@ -244,10 +246,10 @@ def sign_flip_p(differences: Floats) -> float:
 
 
 def bootstrap_interval(differences: Floats, alpha: float = 0.05, draws: int = BOOTSTRAP_DRAWS) -> Interval | None:
-    """Studentised paired bootstrap (Efron & Tibshirani 1993, chapter 12); None where too few values differ.
+    """Studentised paired bootstrap (Efron & Tibshirani 1993, chapter 12); None where too few values are distinct.
 
-    Each resample's mean is measured in its own standard error, which makes up for the spread that a resample of a few
-    values loses. A resample of equal values has none; when these reach into the tails there is no interval.
+    Each resample's mean is divided by its own standard error, which corrects for the spread that a small resample
+    loses. A resample of equal values has none; when these reach into the tails there is no interval.
     """
     low, high = bootstrap_intervals(differences[None], alpha, draws)
     bounds = float(low[0]), float(high[0])
@@ -255,7 +257,7 @@ def bootstrap_interval(differences: Floats, alpha: float = 0.05, draws: int = BO
 
 
 def bootstrap_intervals(differences: Floats, alpha: float, draws: int) -> tuple[Floats, Floats]:
-    """The same for each row of a matrix, all with the same resamples; infinite where there is none."""
+    """The same for each row of a matrix, with shared resamples; infinite where there is no interval."""
     n = differences.shape[1]
     picks = np.random.default_rng(0).integers(0, n, size=(draws, n))
     resampled = differences[:, picks]
@@ -271,7 +273,7 @@ def bootstrap_intervals(differences: Floats, alpha: float, draws: int) -> tuple[
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down p-values: the chance of any false alarm over all of them stays at alpha."""
+    """Holm's step-down p-values: the family-wise error rate stays at alpha."""
     order = np.argsort(p_values, kind="stable")
     factors = len(p_values) - np.arange(len(p_values))
     adjusted = np.minimum(1.0, np.maximum.accumulate(np.asarray(p_values, dtype=np.float64)[order] * factors))
@@ -281,7 +283,7 @@ def adjust_holm(p_values: Sequence[float]) -> list[float]:
 
 
 def noise_floor(conditions: Conditions) -> NoiseFloor | None:
-    """The spread between seeds within conditions, pooled; None when no condition has two seeds."""
+    """The pooled standard deviation between seeds of a condition; None when no condition has two seeds."""
     groups = [np.array(list(seeds.values()), dtype=np.float64) for seeds in conditions.values() if len(seeds) > 1]
     degrees = sum(len(group) - 1 for group in groups)
     if not degrees:
@@ -291,25 +293,25 @@ def noise_floor(conditions: Conditions) -> NoiseFloor | None:
 
 
 def compare_problems(before_SP: Floats, after_SP: Floats, alpha: float = 0.05) -> ProblemComparison:
-    """Rates of seeds × problems before and after, paired by problem. It speaks of these runs, not of other seeds."""
+    """Rates of seeds × problems before and after, paired by problem. Valid for these runs, not for other seeds."""
     differences = after_SP.mean(axis=0) - before_SP.mean(axis=0)
-    test_it = len(differences) > 1 and _spread(differences) > 0
-    low, high = t_interval(differences, alpha) if test_it else (0.0, 0.0)
+    testable = len(differences) > 1 and _spread(differences) > 0
+    low, high = t_interval(differences, alpha) if testable else (0.0, 0.0)
     return ProblemComparison(
         problems=len(differences),
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
         difference=float(differences.mean()),
-        interval=(float(low), float(high)) if test_it else None,
-        p_value=float(t_p_value(differences)) if test_it else None,
+        interval=(float(low), float(high)) if testable else None,
+        p_value=float(t_p_value(differences)) if testable else None,
     )
 
 
 def seeds_for_power(effect: float, power: float = POWER, alpha: float = 0.05) -> int | None:
-    """The least number of paired seeds that finds an effect of `effect` standard deviations; None above a thousand."""
-    if _power_of(effect, MOST_SEEDS, alpha) < power:
+    """The number of paired seeds that detects an effect of `effect` standard deviations; None above a thousand."""
+    if _power_of(effect, MAX_SEEDS, alpha) < power:
         return None
-    low, high = 2, MOST_SEEDS
+    low, high = 2, MAX_SEEDS
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _power_of(effect, middle, alpha) >= power else (middle + 1, high)
@@ -317,10 +319,10 @@ def seeds_for_power(effect: float, power: float = POWER, alpha: float = 0.05) ->
 
 
 def _power_of(effect: float, n: int, alpha: float) -> float:
-    """Chance that a two-sided paired t-test of n seeds finds the effect.
+    """Power of a two-sided paired t-test of n seeds.
 
-    Given the estimated spread, the statistic is normal; we average over its distribution. scipy's non-central t
-    distribution is the same thing in closed form, but gives NaN for large effects.
+    Given the estimated standard deviation, the statistic is normal; we average over its distribution. scipy's
+    non-central t distribution is the closed form, but returns NaN for large effects.
     """
     limits, centre = special.stdtrit(n - 1, 1 - alpha / 2) * _estimated_spreads(n), abs(effect) * math.sqrt(n)
     return float(np.mean(special.ndtr(centre - limits) + special.ndtr(-centre - limits)))
@@ -328,13 +330,13 @@ def _power_of(effect: float, n: int, alpha: float) -> float:
 
 @lru_cache(maxsize=64)
 def _estimated_spreads(n: int) -> Floats:
-    """Quantiles of the standard deviation that n draws show, in units of the true one."""
+    """Quantiles of the sample standard deviation of n draws, in units of the true one."""
     result: Floats = np.sqrt(special.chdtri(n - 1, (np.arange(400) + 0.5) / 400) / (n - 1))
     return result
 
 
 def _detectable(test: PairedTest, n: int, level: float) -> float | None:
-    """The difference that n seeds with this spread would find in 80 % of cases."""
+    """The difference that n seeds with this spread detect with 80 % power."""
     if not test.cohens_d:
         return None
     low, high = 0.0, 1000.0
@@ -347,19 +349,17 @@ def _detectable(test: PairedTest, n: int, level: float) -> float | None:
 def _shared_seeds(conditions: Conditions, one: str, other: str) -> tuple[int, ...]:
     shared = tuple(sorted(conditions[one].keys() & conditions[other].keys()))
     if not shared:
-        raise ConfigError(
-            f"{one} and {other} have no seed in common, so no pairs can be made.  Try: run both with the same seeds"
-        )
+        raise ConfigError(f"{one} and {other} have no seed in common to pair.  Try: run both with the same seeds")
     return shared
 
 
 def sequential_test(
     differences: Sequence[float], max_seeds: int, alpha: float = 0.05, comparisons: int = 1
 ) -> SequentialDecision:
-    """May a pair of conditions stop? Look after every seed, from the fifth to `max_seeds`, in the order they finished.
+    """Whether a pair of conditions may stop, tested after every seed from the fifth to `max_seeds` in finishing order.
 
-    Each look is a paired t-test at one lower level, the same at all looks, chosen so that all of them together raise a
-    false alarm with chance alpha (Pocock 1977), shared out over `comparisons` pairs that are watched at once.
+    Each look is a paired t-test at the same lower level, chosen so that all looks together have a false positive rate
+    of alpha (Pocock 1977), divided by the number of pairs that are tested, `comparisons`.
     """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) > max_seeds:
@@ -374,9 +374,9 @@ def sequential_test(
 
 @lru_cache
 def sequential_level(max_seeds: int, alpha: float) -> float:
-    """The level of each look: the alpha-quantile of the smallest p-value a path of t-tests meets under no effect.
+    """The level of each look: the alpha-quantile of the smallest p-value of a sequence of t-tests under no effect.
 
-    The path's distribution does not depend on the spread of the differences, so one simulation serves all data.
+    Its distribution does not depend on the spread of the differences, so one simulation serves all data.
     """
     if max_seeds < FIRST_LOOK:
         return 0.0

@@ -1,4 +1,4 @@
-"""The embedded model: a tiny pre-trained language model inside the package, named `builtin:tiny`."""
+"""The built-in model `builtin:tiny`, a tiny pre-trained language model inside the package."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ MODELS = ("tiny",)
 
 
 def resolve_model(name: str) -> str:
-    """Turn `builtin:tiny` into the folder that holds it; leave any other model name as it is."""
+    """The folder of `builtin:tiny`; any other name is returned unchanged."""
     if not name.startswith(PREFIX):
         return name
     model = name.removeprefix(PREFIX)
     if model not in MODELS:
         known = ", ".join(PREFIX + each for each in MODELS)
-        raise ConfigError(f"model: there is no embedded model {name!r}; try one of: {known}")
+        raise ConfigError(f"[model] model: there is no built-in model {name!r}.  Try: {known}")
     return str(Path(__file__).parent / model)

@@ -1,8 +1,8 @@
-r"""The noisy synthetic corpus that the embedded model is pre-trained on.
+r"""The noisy synthetic corpus that the built-in model is pre-trained on.
 
-Arithmetic by a hasty writer who takes several terms at once, is often wrong, and often forgets the box.
-Planning phrases do real work: only after one ("let me think", "let me check", "on second thought") are the terms
-taken one by one; a check that contradicts the draft corrects it, and "wait" repairs a step that slipped.
+Arithmetic by a hasty writer who combines several terms at once, is often wrong, and often forgets the box. Planning
+phrases have an effect: only after one ("let me think", "let me check", "on second thought") are terms combined one by
+one; a check that contradicts the draft corrects it, and "wait" corrects a wrong step.
 """
 
 import random
@@ -51,10 +51,10 @@ _CHAIN = re.compile(r"(\d+(?:[+-]\d+){2,})=")
 
 @dataclass(frozen=True)
 class Writer:
-    """How somebody writes: the weights of the kinds of document, and how often a result is wrong.
+    """A style of writing: the weights of document kinds, and how often a result is wrong.
 
-    `step_slip` is the rate of wrong results where terms are taken one by one, `jump_slip` where several are
-    taken at once or the answer is guessed.
+    `step_slip` is the rate of wrong results where terms are combined one by one, `jump_slip` where several are
+    combined at once or the answer is guessed.
     """
 
     kind_weights: dict[str, int]
@@ -62,7 +62,7 @@ class Writer:
     jump_slip: float
 
 
-# The careful writer comes first, so that the model learns the facts before it learns to be sloppy with them.
+# The careful writer comes first, so that the model learns arithmetic before it learns to make mistakes.
 CAREFUL = Writer({"thought": 55, "checked": 25, "rethought": 20}, step_slip=0.04, jump_slip=0.3)
 HASTY = Writer(
     {
@@ -81,7 +81,7 @@ HASTY = Writer(
 
 @dataclass(frozen=True)
 class Document:
-    """One conversation: an optional system message, a question, and what the writer answered."""
+    """One conversation: an optional system message, a question and an answer."""
 
     kind: str
     problem: Problem
@@ -91,7 +91,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Draft:
-    """Working as written, and the result it came to after each number of terms where it named one."""
+    """A derivation, with its intermediate results by number of terms."""
 
     text: str
     results: dict[int, int]
@@ -106,7 +106,7 @@ def write_corpus(writer: Writer, seed: int, count: int) -> Iterator[Document]:
 
 
 def write_document(writer: Writer, rng: random.Random) -> Document:
-    """Write one document that neither asks a held-out problem nor works one out on its way."""
+    """Write one document that contains no held-out problem, not even as an intermediate step."""
     while True:
         problem = draw_split(rng, held_out=False)
         (kind,) = rng.choices(list(writer.kind_weights), list(writer.kind_weights.values()))
@@ -147,7 +147,7 @@ def _think(terms: list[int], writer: Writer, rng: random.Random) -> Draft:
 
 
 def _work(terms: list[int], slip_rate: float, rng: random.Random) -> Draft:
-    """Take the terms one by one; a step that slipped is sometimes noticed and repaired at once."""
+    """Combine terms one by one; a wrong step is sometimes corrected immediately."""
     lines: list[str] = []
     results: dict[int, int] = {}
     total = terms[0]
@@ -163,7 +163,7 @@ def _work(terms: list[int], slip_rate: float, rng: random.Random) -> Draft:
 
 
 def _jump(terms: list[int], writer: Writer, rng: random.Random) -> Draft:
-    """Take two or three terms at a time."""
+    """Combine two or three terms at a time."""
     lines: list[str] = []
     results: dict[int, int] = {}
     total, taken = terms[0], 1
@@ -181,7 +181,7 @@ def _jump(terms: list[int], writer: Writer, rng: random.Random) -> Draft:
 
 
 def _check(terms: list[int], draft: Draft, rng: random.Random) -> str:
-    """Take the terms one by one after a draft, and name the first result of the draft that is contradicted."""
+    """Combine terms one by one after a draft, and point out the first wrong result of the draft."""
     lines = [draft.text, rng.choice(CHECKS)]
     total, agrees = terms[0], True
     for taken, term in enumerate(terms[1:], start=2):
@@ -194,7 +194,7 @@ def _check(terms: list[int], draft: Draft, rng: random.Random) -> str:
 
 
 def _slip(result: int, later_terms: list[int], rng: random.Random) -> int:
-    """Return a result wrong by one or two from which the remaining steps stay in range, if there is one."""
+    """A result off by one or two for which the remaining steps stay in range, if there is one."""
     near = [result + shift for shift in (-2, -1, -1, 1, 1, 2)]
     candidates = [value for value in near if _stays_in_range(value, later_terms)]
     return rng.choice(candidates) if candidates else result

@@ -1,7 +1,7 @@
-"""Build the embedded model: train its tokenizer, pre-train its weights, save both in Hugging Face format.
+"""Build the built-in model: train its tokenizer, pre-train its weights, save both in Hugging Face format.
 
 `python -m retrain.builtin.make --out DIR` takes about four minutes on one CPU core. The same command with the
-same versions of torch and tokenizers on the same kind of CPU gives the same weights, bit for bit.
+same versions of torch and tokenizers on the same kind of CPU gives bit-identical weights.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from retrain.builtin.corpus import CAREFUL, HASTY, Document, write_corpus
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
-# One token for a number of up to two digits: a model this small does not learn carries between digits.
-# Punctuation takes the space after it, so that a step `13-7=6. ` costs six tokens.
+# Numbers of up to two digits are one token: a model this small does not learn carries.
+# Punctuation includes the following space, so that a step `13-7=6. ` costs six tokens.
 TOKEN_PATTERN = r" ?\\boxed\{|\d{1,2}|[.,:?] ?| ?\p{L}+|[^\s\p{L}\d]|\s+"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -36,7 +36,7 @@ TYPICAL_ANSWER = 28  # tokens
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the weights: sizes of the run, the seed and the number of threads."""
+    """Everything that determines the weights: training settings, seed and number of threads."""
 
     careful_steps: int = 500
     hasty_steps: int = 800
@@ -53,7 +53,7 @@ class Recipe:
 
 
 def build_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the corpus: nothing is unknown to it, frequent words are one token."""
+    """Train a byte-level BPE tokenizer on the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -85,7 +85,7 @@ def build_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Make the untrained model."""
+    """Create the untrained model."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -114,13 +114,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 
 def render(document: Document) -> str:
-    """Lay a document out as the chat template would."""
+    """Format a document like the chat template."""
     system = f"{SYSTEM}{document.system}" if document.system else ""
     return f"{system}{USER}{document.problem.question}{ASSISTANT}{document.completion}{END}"
 
 
 def batch_by_length(rows: list[list[int]], batch_size: int, seed: int) -> list[list[list[int]]]:
-    """Put each row into one batch, with rows of similar length, and the batches in random order."""
+    """Batches of rows of similar length, in random order."""
     rng = random.Random(seed)
     by_length = sorted(rng.sample(rows, len(rows)), key=len)
     batches = [by_length[start : start + batch_size] for start in range(0, len(rows), batch_size)]
@@ -129,7 +129,7 @@ def batch_by_length(rows: list[list[int]], batch_size: int, seed: int) -> list[l
 
 
 def collate(batch: list[list[int]], prompt_end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows on the right and label what follows the prompt: the questions themselves are random."""
+    """Pad rows on the right, with labels only after the prompt."""
     longest = max(map(len, batch))
     ids, labels = [], []
     for row in batch:
@@ -157,7 +157,7 @@ def pretrain(model: Qwen3ForCausalLM, batches: list[list[list[int]]], prompt_end
         ids, labels = collate(batch, prompt_end)
         logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
         total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        # A fixed divisor: the batch's own token count would weigh the documents of short batches more.
+        # A fixed divisor: dividing by the token count would give documents of short batches more weight.
         loss = total / (recipe.batch_size * TYPICAL_ANSWER)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -196,7 +196,7 @@ def make(out: Path, recipe: Recipe) -> str:
 
 
 def main() -> None:
-    """Read the command line and build."""
+    """Parse the command line and build the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="seed of the corpus and the weights")

@@ -1,1 +1,1 @@
-"""Campaigns: conditions × seeds, each a run of its own, with one folder and one manifest for all of them."""
+"""Campaigns: one run per condition and seed, with a common folder and manifest."""

@@ -1,4 +1,4 @@
-"""What the numbers of a campaign say, while it runs and at its end."""
+"""Statistics of a campaign: early stopping while it runs, and the final comparison."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from retrain.analysis.stats import FIRST_LOOK, sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 
 ALPHA = 0.05
 
 
-class EarlyLook:
-    """`stop_when = "decided"`: a sequential test of each condition against the first one, after each seed that ends.
+class EarlyStopping:
+    """`stop_when = "decided"`: a sequential test of each condition against the first, after each finished seed.
 
-    A decision stands for good; what was decided and skipped is in the manifest.
+    Decisions are final; decisions and skipped runs are recorded in the manifest.
     """
 
     def __init__(self, runs: Sequence[Run], manifest: Manifest) -> None:
@@ -30,8 +31,8 @@ class EarlyLook:
             "stop_when", {"rule": "decided", "alpha": ALPHA, "decisions": {}, "skipped": []}
         )
 
-    def look(self) -> list[str]:
-        """Test every pair that is open; returns a sentence for each that is decided now."""
+    def update(self) -> list[str]:
+        """Test every undecided pair; returns a sentence for each new decision."""
         values = self._measure()
         baseline, *others = self.conditions
         sentences = []
@@ -46,12 +47,12 @@ class EarlyLook:
                 word = "better" if decision.better else "worse"
                 sentences.append(
                     f"Decided after {decision.seeds} seeds: {name} is {word} than {baseline} "
-                    f"(p = {decision.p_value:.2g}, each look at {decision.level:.2g}). Its other seeds are skipped."
+                    f"(p = {decision.p_value:.2g} ≤ {decision.level:.2g}). Its remaining seeds are skipped."
                 )
         return sentences
 
     def is_settled(self, condition: str) -> bool:
-        """Whether more runs of a condition would change no decision."""
+        """Whether more runs of a condition cannot change any decision."""
         baseline, *others = self.conditions
         decided = self.table["decisions"]
         return all(name in decided for name in others) if condition == baseline else condition in decided
@@ -60,50 +61,50 @@ class EarlyLook:
         runs = finished_runs(self.manifest)
         if not runs:
             return {}
-        # One metric for all looks: the choice must not depend on the results.
+        # The same metric at every look: the choice must not depend on the results.
         metric = self.table.setdefault("metric", default_metric(runs))
         return measure(runs, metric).values
 
 
-def refuse_few_seeds(seeds: int) -> None:
-    """The first look needs some seeds, and after it some must be left to skip."""
+def require_enough_seeds(seeds: int) -> None:
+    """Raise when no seeds would be left to skip after the first look."""
     if seeds <= FIRST_LOOK:
         raise ConfigError(
-            f'[campaign] stop_when = "decided" first looks after {FIRST_LOOK} seeds, and there are {seeds}: nothing '
-            'would be left to stop.  Try: more seeds, or stop_when = ""'
+            f'[campaign] stop_when = "decided" tests from {FIRST_LOOK} seeds on and needs more than that; there are '
+            f'{seeds}.  Try: more seeds, or stop_when = ""'
         )
 
 
 def finished_runs(manifest: Manifest) -> list[RunRecord]:
-    """The runs of a campaign that ended well."""
+    """The runs of a campaign that finished."""
     finished = {r["folder"].rpartition("/")[2] for r in manifest.table["runs"] if r["status"] == "finished"}
     return [run for run in find_runs([manifest.folder]) if run.path.name in finished] if finished else []
 
 
 def summarise(manifest: Manifest) -> list[str]:
-    """The comparison of all conditions with the first, as lines; or why there is none."""
+    """The comparison of all conditions with the first as lines, or why there is none."""
     runs = finished_runs(manifest)
     names = list(dict.fromkeys(run.condition for run in runs))
     if len(names) < 2:
         return []
     try:
-        data = compare_runs(runs)
+        report = compare_runs(runs)
     except ConfigError as error:
         return [f"No comparison: {error}"]
-    rows = [COLUMNS, *table_rows(data)]
+    rows = [COLUMNS, *table_rows(report)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
     table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"\n{data['metric']} at step {data['step']}, paired by seed:", *table, *explanation_lines(data)]
+    return [f"\n{report.metric} at step {report.step}, paired by seed:", *table, *explanation_lines(report)]
 
 
 def stopped_early(table: Mapping[str, Any]) -> list[str]:
-    """Sentences that say that a campaign looked at its results while it ran, and what it left out for that."""
-    looked = table.get("stop_when")
-    if not looked:
+    """Sentences on the use of early stopping and the runs it skipped."""
+    stopping = table.get("stop_when")
+    if not stopping:
         return []
-    skipped = looked["skipped"]
-    what = f"{len(skipped)} runs were skipped: {', '.join(skipped)}" if skipped else "no run was skipped"
+    skipped = stopping["skipped"]
+    what = f"skipped {plural(len(skipped), 'run')}: {', '.join(skipped)}" if skipped else "no run was skipped"
     return [
-        f'stop_when = "decided" was used, a sequential test of {looked.get("metric", "-")} at α = {looked["alpha"]:g}; '
-        f"{what}."
+        f'stop_when = "decided" was used: a sequential test of {stopping.get("metric", "-")} at '
+        f"α = {stopping['alpha']:g}; {what}."
     ]

@@ -1,6 +1,6 @@
 """The process of runs that share one model: threads that step in turn.
 
-It reads the folder of a run from each line of its input, and answers with a line for each run that ended.
+Each line of its input is the folder of a run; it writes a line for each run that ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from retrain.types import StepMetrics
 
 
 class Turns:
-    """Threads go one at a time, in the order in which they queued."""
+    """Lets threads run one at a time, in the order in which they queued."""
 
     def __init__(self) -> None:
         self.waiting: deque[int] = deque()
@@ -45,7 +45,7 @@ class Turns:
             self.changed.wait_for(lambda: self.waiting[0] == own)
 
     def leave(self) -> None:
-        """Let the next one go."""
+        """Pass the turn on."""
         with self.changed:
             self.waiting.popleft()
             self.changed.notify_all()
@@ -77,7 +77,7 @@ class TurnControl:
 
 
 class Host:
-    """The process's side: a thread a run, one model for all."""
+    """The process: one thread per run, one model for all."""
 
     def __init__(self, answers: TextIO) -> None:
         self.turns = Turns()
@@ -86,7 +86,7 @@ class Host:
         self.threads: list[threading.Thread] = []
 
     def start(self, folder: Path) -> None:
-        """Begin a run in a thread of its own."""
+        """Start a run in its own thread."""
         thread = threading.Thread(target=self._run, args=(folder,), name=folder.name)
         self.threads.append(thread)
         thread.start()
@@ -115,14 +115,14 @@ class Host:
             return 0
 
     def stop(self, *signal_and_frame: object) -> None:
-        """Every run saves and ends when its turn comes."""
+        """Let every run save and end at its next turn."""
         self.turns.stopping = True
 
 
 def main() -> None:
-    """Read run folders until there are no more, and run each of them to its end."""
+    """Read run folders from standard input and run all of them."""
     end_with_parent()
-    # What libraries print must not be taken for an answer.
+    # Output of libraries must not be mistaken for a result.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     host = Host(answers)

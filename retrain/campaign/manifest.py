@@ -1,4 +1,4 @@
-"""manifest.json: what a campaign is, what it ran on, and how each of its runs stands. Replaced in one go."""
+"""manifest.json: settings and versions of a campaign and the state of each run. Replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from retrain.storage.checkpoint import explain_write_error
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Packages whose version can change what a run comes to.
+# Packages whose version can change results.
 _PACKAGES = ("torch", "transformers", "peft", "numpy", "datasets", "math-verify", "verifiers", "tinker", "ray")
 
 Record = dict[str, Any]
 
 
 class Manifest:
-    """The table behind manifest.json; every change of it is written at once."""
+    """The contents of manifest.json; every change is written immediately."""
 
     def __init__(self, folder: Path, table: Record | None = None) -> None:
         self.folder = folder
@@ -37,16 +37,16 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a campaign that was started before."""
+        """Read the manifest of an existing campaign."""
         return cls(folder, read_table(folder))
 
     @property
     def version(self) -> str:
-        """The version of retrain that last worked on the campaign."""
+        """The version of retrain that last ran the campaign."""
         return str(self.table["versions"]["retrain"])
 
     def begin(self, config: TrainConfig, runs: Sequence[Run]) -> None:
-        """Note what is to be done now; runs that are known keep what is recorded of them."""
+        """Record the start of a session; known runs keep their records."""
         assert config.campaign is not None
         known = {record["name"]: record for record in self.table["runs"]}
         conditions = dict.fromkeys(run.condition for run in runs)
@@ -62,7 +62,7 @@ class Manifest:
             "versions": find_versions(),
             "git": find_git_state(),
             "host": platform.node(),
-            "runs": [known.pop(run.name, None) or _fresh(run) for run in runs] + list(known.values()),
+            "runs": [known.pop(run.name, None) or _new_record(run) for run in runs] + list(known.values()),
         }
         self.table["sessions"].append({"started": now(), "process": os.getpid(), "command": sys.argv})
         for run in runs:
@@ -72,18 +72,18 @@ class Manifest:
     def __getitem__(self, name: str) -> Record:
         return next(record for record in self.table["runs"] if record["name"] == name)
 
-    def note(self, name: str, **facts: Any) -> None:
-        """Record facts of a run."""
-        self[name].update(facts)
+    def update(self, name: str, **fields: object) -> None:
+        """Update the record of a run."""
+        self[name].update(fields)
         self.write()
 
     def end(self, status: str) -> None:
-        """Record how it ended this time."""
+        """Record the status at the end of a session."""
         self.table |= {"status": status, "ended": now()}
         self.write()
 
     def write(self) -> None:
-        """Replace the file; a kill at any instant leaves the old one or the new one."""
+        """Replace the file atomically."""
         draft = self.folder / f".{MANIFEST}"
         try:
             with draft.open("w", encoding="utf-8") as file:
@@ -96,12 +96,12 @@ class Manifest:
 
 
 def read_table(folder: Path) -> Record:
-    """The table of a campaign folder, or an error that says why it cannot be used."""
+    """Read the manifest of a campaign folder."""
     path = folder / MANIFEST
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is no campaign.") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a campaign.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(table, dict) or table.get("format") != FORMAT:
@@ -111,12 +111,12 @@ def read_table(folder: Path) -> Record:
 
 
 def now() -> str:
-    """The time, in UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def find_versions() -> dict[str, str]:
-    """Versions of what the runs are made with."""
+    """Versions of Python, retrain and the packages that affect results."""
     versions = {"python": platform.python_version(), "retrain": version()}
     for package in _PACKAGES:
         try:
@@ -126,8 +126,8 @@ def find_versions() -> dict[str, str]:
     return versions
 
 
-def find_git_state() -> dict[str, Any] | None:
-    """Commit, branch and whether anything is uncommitted in the working directory; None outside a repository."""
+def find_git_state() -> dict[str, object] | None:
+    """Commit, branch and whether the working directory has changes; None outside a repository."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return None
@@ -142,7 +142,7 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _fresh(run: Run) -> Record:
+def _new_record(run: Run) -> Record:
     return {
         "name": run.name,
         "condition": run.condition,

@@ -1,4 +1,4 @@
-"""Runs as processes of this machine, each with its own output files, so that a crash of one is its own affair."""
+"""Runs as separate local processes with their own output files, so that a crash does not affect other runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A run whose process is gone; `error` is the end of what it complained about."""
+class RunExit:
+    """A run whose process has exited; `error` is the tail of its stderr."""
 
     name: str
     exit_code: int
@@ -34,14 +34,14 @@ class Ended:
 
 
 class Executor(Protocol):
-    """Where runs execute. Nothing here waits; `poll` is called several times a second."""
+    """Where runs execute. No method blocks; `poll` is called several times per second."""
 
     def start(self, run: Run) -> None:
-        """Begin a run, or go on with it where its folder has a checkpoint."""
+        """Start a run, or resume it if its folder has a checkpoint."""
         ...
 
-    def poll(self) -> list[Ended]:
-        """The runs that ended since the last call."""
+    def poll(self) -> list[RunExit]:
+        """The runs that exited since the last call."""
         ...
 
     def stop(self) -> None:
@@ -49,16 +49,16 @@ class Executor(Protocol):
         ...
 
     def kill(self) -> None:
-        """End every run at once; what was saved stays."""
+        """Kill every run."""
         ...
 
     def close(self) -> None:
-        """Give back what the executor itself holds; no run is left."""
+        """Release resources; no run is left."""
         ...
 
 
 class LocalProcesses:
-    """One process a run."""
+    """One process per run."""
 
     def __init__(self) -> None:
         self.running: dict[str, RunProcess] = {}
@@ -68,32 +68,33 @@ class LocalProcesses:
         prepare_folder(run)
         self.running[run.name] = RunProcess(run.folder)
 
-    def poll(self) -> list[Ended]:
-        """Collect the processes that are gone."""
-        gone = {name: process for name, process in self.running.items() if process.exit_code() is not None}
-        for name, process in gone.items():
+    def poll(self) -> list[RunExit]:
+        """Collect the processes that have exited."""
+        exited = {name: process for name, process in self.running.items() if process.exit_code() is not None}
+        for name, process in exited.items():
             del self.running[name]
             process.close()
         return [
-            Ended(name, process.exit_code() or 0, read_error(process.folder / STDERR)) for name, process in gone.items()
+            RunExit(name, process.exit_code() or 0, read_error(process.folder / STDERR))
+            for name, process in exited.items()
         ]
 
     def stop(self) -> None:
-        """As Ctrl-C would."""
+        """Send SIGTERM: every run saves a checkpoint and ends."""
         for process in self.running.values():
             process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """And all they started."""
+        """Kill the processes and their children."""
         for process in self.running.values():
             process.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Processes are all there is."""
+        """Nothing to release."""
 
 
 class RunProcess:
-    """`retrain config.toml` in a prepared run folder, in a session of its own, so that Ctrl-C reaches only us."""
+    """`retrain config.toml` in a prepared run folder, in its own session so that it does not receive Ctrl-C."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +114,7 @@ class RunProcess:
         return self.process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the run; SIGKILL to everything that it started as well."""
+        """Send a signal to the run; SIGKILL also to its children."""
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
@@ -127,21 +128,21 @@ class RunProcess:
 
 
 def prepare_folder(run: Run) -> None:
-    """Write the run's configuration; clear what a run left that was cut before its first checkpoint.
+    """Write the configuration of a run; remove what a run without a checkpoint left behind.
 
-    Nothing is lost by that: the run begins again with the same seed and writes the same steps.
+    Nothing is lost: it starts again with the same seed and writes the same steps.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     if not has_checkpoint(run.folder):
         for name in RUN_FILES:
             path = run.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    # The paths of a campaign file are relative to where it was started.
+    # Paths in a campaign file are relative to the working directory.
     (run.folder / CONFIG_FILE).write_text(dump_config(with_absolute_paths(run.config)), encoding="utf-8")
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is a whole checkpoint to go on from."""
+    """Whether there is a complete checkpoint to resume from."""
     try:
         Checkpoints(folder, 1, lambda line: None).newest()
     except CheckpointError:
@@ -150,7 +151,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def read_error(path: Path) -> str:
-    """The last lines of a file of errors."""
+    """The last lines of stderr."""
     try:
         text = path.read_bytes()[-_ERROR_CHARACTERS:].decode("utf-8", "replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""How a run stands, read from its folder: whether a process holds it, how far it is, its last numbers."""
+"""The progress of a run, read from its folder: status, step, latest metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, whole_rows
 
-# Enough for the last steps of any log, however long it has become.
+# Enough for the last steps of a log of any length.
 _TAIL_BYTES = 1 << 17
-# Steps that an estimate of the time left is made from.
-_RECENT = 20
+# Number of last steps that the ETA is based on.
+_RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """A run at one moment; None where nothing is known."""
+    """The state of a run; None where unknown."""
 
     status: str
-    """running, finished, interrupted, dead (its process went without a word) or pending (not begun)."""
+    """running, finished, interrupted, dead (the process disappeared) or pending (not started)."""
     step: int = 0
     max_steps: int | None = None
     condition: str = ""
@@ -37,16 +37,16 @@ class RunProgress:
     held_out: float | None = None
     step_seconds: float | None = None
     quiet_seconds: float | None = None
-    """Time since it last logged a step."""
+    """Time since the last logged step."""
     turns: int = 1
-    """Runs that step in turn over one model, itself among them."""
+    """Number of running runs that share one model, including this one."""
     elapsed_seconds: float = 0.0
-    """Time since it was started, over all attempts, as far as its campaign knows."""
+    """Run time over all attempts, as recorded by the campaign."""
     attempts: int = 1
 
     @property
     def overhead_seconds(self) -> float | None:
-        """What one start costs beside the steps: loading before the first, evaluating after the last."""
+        """Time per attempt outside of steps: loading before the first, evaluation after the last."""
         if self.step == 0 or self.step_seconds is None or not self.elapsed_seconds:
             return None
         waiting = self.quiet_seconds or 0.0 if self.status == "running" else 0.0
@@ -55,14 +55,14 @@ class RunProgress:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds to its end at the pace of the last steps; None when it is not running."""
+        """Seconds until the end at the pace of the last steps; None when not running."""
         if self.status != "running" or self.step_seconds is None or self.max_steps is None:
             return None
         return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - (self.quiet_seconds or 0.0))
 
 
 def read_progress(folder: Path) -> RunProgress:
-    """Look at a run's folder without touching it."""
+    """Read the progress of a run without changing its folder."""
     config, state = _read_config(folder), _read_state(folder)
     steps = read_tail(folder / METRICS)
     last = steps[-1] if steps else {}
@@ -70,7 +70,7 @@ def read_progress(folder: Path) -> RunProgress:
     # With epochs, the number of steps is known once the data is, so it is in the state and not in the file.
     max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
-    times = [row["step_time_s"] for row in steps[-_RECENT:] if isinstance(row.get("step_time_s"), float)]
+    times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
     evaluations = read_tail(folder / EVALS)
     return RunProgress(
         status=_status(folder, state),
@@ -87,13 +87,13 @@ def read_progress(folder: Path) -> RunProgress:
 
 
 def taking_turns(runs: Mapping[str, RunProgress]) -> dict[str, RunProgress]:
-    """The same runs, of which only one steps at a time; what they waited for each other is no cost of starting."""
+    """The same runs when they share a model: only one steps at a time, and waiting is not counted as overhead."""
     running = sum(run.status == "running" for run in runs.values())
     return {name: replace(run, turns=max(1, running), elapsed_seconds=0.0) for name, run in runs.items()}
 
 
 def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
-    """Starts and steps left of runs that go on or are to come, at what they took so far, so many runs at a time."""
+    """Time for the remaining steps and starts of all open runs at the observed pace, `at_once` runs in parallel."""
     paces = [run.step_seconds for run in runs if run.step_seconds is not None]
     overheads = [run.overhead_seconds for run in runs if run.overhead_seconds is not None]
     open_runs = [run for run in runs if run.status in ("running", "pending")]
@@ -106,20 +106,19 @@ def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:
-    """Whether a run took all its steps and said so."""
+    """Whether a run made all its steps and recorded its end."""
     state = _read_state(folder)
     return state.get("status") == "finished" and state.get("step", 0) >= max_steps
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a living process holds the folder."""
+    """Whether a live process holds the lock of the folder."""
     path = folder / LOCK_FILE
     try:
         owner = path.read_text().strip()
         if not owner.isdigit() or not _is_alive(int(owner)):
             return False
-        # The number may belong to another process by now. Only the lock tells, and it is tried only here, because
-        # trying it takes it for an instant.
+        # The process id may have been reused, so the lock decides. It is tried last, because trying takes it briefly.
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -130,7 +129,7 @@ def is_held(folder: Path) -> bool:
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole rows of a JSONL file; a torn last line is left out."""
+    """The last complete rows of a JSONL file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -138,7 +137,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    # Where the file was entered in the middle, its first line is the end of one.
+    # Reading from the middle of the file, the first line is incomplete.
     return list(whole_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
 
 
@@ -146,8 +145,8 @@ def _status(folder: Path, state: dict[str, Any]) -> str:
     if is_held(folder):
         return "running"
     if state.get("status") == "running" or not state:
-        begun = bool(state) or (_age(folder / METRICS) is not None)
-        return "dead" if begun else "pending"
+        started = bool(state) or (_age(folder / METRICS) is not None)
+        return "dead" if started else "pending"
     return str(state.get("status"))
 
 

@@ -1,8 +1,7 @@
 """Runs on the machines of a Ray cluster.
 
-Each run is an actor that reserves its GPUs, starts the same process as on one machine, and hands over what its folder
-gained. So the local folder follows the run, checkpoints included; when a machine is lost, the run goes on from there on
-another one.
+Each run is an actor that reserves its GPUs, starts the same process as a local run, and sends changes of its folder.
+The local folder thus mirrors the run, checkpoints included; when a machine is lost, the run resumes on another one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import STDERR, Ended, RunProcess, has_checkpoint, prepare_folder, read_error
+from retrain.campaign.processes import STDERR, RunExit, RunProcess, has_checkpoint, prepare_folder, read_error
 from retrain.config import dump_config, load_config
 from retrain.errors import ConfigError, MissingExtraError
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
@@ -30,16 +29,16 @@ except ImportError as error:
         '[campaign] executor = "ray" needs the package ray, which is not installed.  Try: pip install -e ".[ray]"'
     ) from error
 
-# Machines that a run may lose before it counts as failed.
+# How many times a run may lose its machine before it counts as failed.
 MAX_LOSSES = 3
 POLL_S = 1.0
-# These are the machine's own: where a folder lies, and who holds it.
+# Specific to a machine: paths, and the lock.
 _NOT_COPIED = (CONFIG_FILE, LOCK_FILE)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes that a file of the run's folder has at an offset; what was there after it is gone."""
+class FileChunk:
+    """Bytes of a file from an offset to its end."""
 
     path: str
     offset: int
@@ -48,20 +47,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Update:
-    """What changed in a run's folder since the last one."""
+    """Changes of a run's folder since the previous update."""
 
-    pieces: list[Piece]
+    chunks: list[FileChunk]
     present: list[str]
-    """Every file that there is; others were deleted."""
+    """All existing files; others were deleted."""
     exit_code: int | None
 
 
 class RemoteRun:
-    """The actor: one run on whatever machine Ray chose."""
+    """The actor: one run on the machine that Ray chose."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, chunks: list[FileChunk]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="retrain_run_"))
-        apply_update(self.folder, Update(pieces, [piece.path for piece in pieces], None))
+        apply_update(self.folder, Update(chunks, [chunk.path for chunk in chunks], None))
         places = {"logging.log_dir": str(self.folder), "backend.adapter_path": str(self.folder / "adapter")}
         config = load_config(self.folder / CONFIG_FILE, places)
         (self.folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
@@ -69,14 +68,14 @@ class RemoteRun:
         self.process = RunProcess(self.folder)
 
     def poll(self) -> Update:
-        """What is new. The exit code is looked at first, so that the last update has everything."""
+        """Changes since the last call. The exit code is read first, so that the last update is complete."""
         exit_code = self.process.exit_code()
         present = list_files(self.folder)
-        pieces = [piece for path in present if (piece := self._read(path)) is not None]
-        return Update(pieces, present, exit_code)
+        chunks = [chunk for path in present if (chunk := self._read(path)) is not None]
+        return Update(chunks, present, exit_code)
 
-    def _read(self, path: str) -> Piece | None:
-        """What a file gained; all of it, unless it is a log that only grew."""
+    def _read(self, path: str) -> FileChunk | None:
+        """The changed part of a file: what was appended to a log, else all of it."""
         try:
             state = _state_of(self.folder / path)
             before = self.sent.get(path)
@@ -88,134 +87,134 @@ class RemoteRun:
                 file.seek(offset)
                 data = file.read(state[0] - offset)
         except FileNotFoundError:
-            # A checkpoint that was dropped just now.
+            # A checkpoint that was just deleted.
             return None
         self.sent[path] = state
-        return Piece(path, offset, data)
+        return FileChunk(path, offset, data)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the run."""
+        """Forward a signal to the run."""
         self.process.signal(number)
 
     def clean(self) -> None:
-        """Delete the folder; all of it has been handed over."""
+        """Delete the folder after the last update."""
         self.process.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass
-class _Flight:
-    """A run on its way."""
+class _Job:
+    """A submitted run."""
 
     run: Run
     actor: Any
     update: Any
-    asked_at: float = field(default_factory=time.monotonic)
+    polled_at: float = field(default_factory=time.monotonic)
     losses: int = 0
-    begun: bool = False
-    """Whether it has a machine."""
+    placed: bool = False
+    """Whether it runs on a machine."""
 
 
 class RayCluster:
-    """An Executor on the cluster that `RAY_ADDRESS` names or that this machine belongs to, or else on this machine."""
+    """An Executor on the cluster of `RAY_ADDRESS` or of this machine, or else on this machine alone."""
 
-    def __init__(self, gpus_per_run: float, say: Callable[[str], None]) -> None:
+    def __init__(self, gpus_per_run: float, log: Callable[[str], None]) -> None:
         self.gpus = gpus_per_run
-        self.say = say
-        self.flights: dict[str, _Flight] = {}
+        self.log = log
+        self.jobs: dict[str, _Job] = {}
         self.stopping = False
         ray.init(log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         there = ray.cluster_resources().get("GPU", 0.0)
         if there < gpus_per_run:
             ray.shutdown()
             raise ConfigError(
-                f"[campaign] gpus_per_run = {gpus_per_run:g}, but the Ray cluster has {there:g} GPUs in all.  "
+                f"[campaign] gpus_per_run = {gpus_per_run:g}, but the Ray cluster has {there:g} GPUs in total.  "
                 "Try: gpus_per_run = 0 for runs on the CPU"
             )
 
     def start(self, run: Run) -> None:
-        """Ask Ray for a machine; the run begins when one has room."""
+        """Submit a run; it starts when a machine has capacity."""
         prepare_folder(run)
         self._send(run, losses=0)
 
     def _send(self, run: Run, losses: int) -> None:
         make = ray.remote(RemoteRun).options(num_cpus=1, num_gpus=self.gpus, max_restarts=0)
-        # A run that goes on takes its logs and checkpoints along.
+        # A resumed run needs its logs and checkpoints.
         paths = list_files(run.folder) if has_checkpoint(run.folder) else []
-        pieces = [Piece(path, 0, (run.folder / path).read_bytes()) for path in [*paths, CONFIG_FILE]]
-        actor = make.remote(pieces)
-        self.flights[run.name] = _Flight(run, actor, actor.poll.remote(), losses=losses)
+        chunks = [FileChunk(path, 0, (run.folder / path).read_bytes()) for path in [*paths, CONFIG_FILE]]
+        actor = make.remote(chunks)
+        self.jobs[run.name] = _Job(run, actor, actor.poll.remote(), losses=losses)
 
-    def poll(self) -> list[Ended]:
-        """Take over what the runs' folders gained."""
-        ended: list[Ended] = []
-        for flight in list(self.flights.values()):
-            if flight.update is None:
-                if time.monotonic() - flight.asked_at >= POLL_S:
-                    flight.update, flight.asked_at = flight.actor.poll.remote(), time.monotonic()
+    def poll(self) -> list[RunExit]:
+        """Apply updates of the runs' folders."""
+        ended: list[RunExit] = []
+        for job in list(self.jobs.values()):
+            if job.update is None:
+                if time.monotonic() - job.polled_at >= POLL_S:
+                    job.update, job.polled_at = job.actor.poll.remote(), time.monotonic()
                 continue
-            ready, _ = ray.wait([flight.update], timeout=0)
+            ready, _ = ray.wait([job.update], timeout=0)
             if ready:
-                ended += self._take(flight)
+                ended += self._take(job)
         return ended
 
-    def _take(self, flight: _Flight) -> Iterator[Ended]:
-        name, folder = flight.run.name, flight.run.folder
+    def _take(self, job: _Job) -> Iterator[RunExit]:
+        name, folder = job.run.name, job.run.folder
         try:
-            update: Update = ray.get(flight.update)
+            update: Update = ray.get(job.update)
         except ray.exceptions.RayTaskError as error:
-            del self.flights[name]
-            yield Ended(name, 1, str(error.cause))
+            del self.jobs[name]
+            yield RunExit(name, 1, str(error.cause))
             return
         except ray.exceptions.RayError as error:
-            yield from self._send_again(flight, str(error))
+            yield from self._send_again(job, str(error))
             return
-        flight.update, flight.begun = None, True
+        job.update, job.placed = None, True
         apply_update(folder, update)
         if update.exit_code is not None:
-            del self.flights[name]
-            flight.actor.clean.remote()
-            yield Ended(name, update.exit_code, read_error(folder / STDERR))
+            del self.jobs[name]
+            job.actor.clean.remote()
+            yield RunExit(name, update.exit_code, read_error(folder / STDERR))
 
-    def _send_again(self, flight: _Flight, error: str) -> Iterator[Ended]:
-        """The machine or its worker is gone: another one goes on with the last checkpoint that came over."""
-        run, losses = flight.run, flight.losses + 1
-        del self.flights[run.name]
+    def _send_again(self, job: _Job, error: str) -> Iterator[RunExit]:
+        """Resume a run from its last received checkpoint after its machine was lost."""
+        run, losses = job.run, job.losses + 1
+        del self.jobs[run.name]
         if self.stopping:
-            yield Ended(run.name, -signal.SIGKILL)
+            yield RunExit(run.name, -signal.SIGKILL)
             return
         if losses > MAX_LOSSES:
-            yield Ended(run.name, 1, f"lost its machine {losses} times; the last time: {error}")
+            yield RunExit(run.name, 1, f"lost its machine {losses} times; the last time: {error}")
             return
-        self.say(f"{run.name}: lost its machine; it goes on elsewhere")
+        self.log(f"{run.name}: lost its machine; resuming on another")
         prepare_folder(run)
         self._send(run, losses)
 
     def stop(self) -> None:
-        """As Ctrl-C would; runs that have no machine yet are called off."""
+        """Send SIGTERM to the runs; those without a machine are cancelled."""
         self.stopping = True
-        for flight in self.flights.values():
-            if flight.begun:
-                flight.actor.signal.remote(signal.SIGTERM)
+        for job in self.jobs.values():
+            if job.placed:
+                job.actor.signal.remote(signal.SIGTERM)
             else:
-                ray.kill(flight.actor)
+                ray.kill(job.actor)
 
     def kill(self) -> None:
-        """End the runs, and then their actors."""
+        """Kill the runs, then their actors."""
         self.stopping = True
-        calls = [flight.actor.signal.remote(signal.SIGKILL) for flight in self.flights.values()]
+        calls = [job.actor.signal.remote(signal.SIGKILL) for job in self.jobs.values()]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=1)
-        for flight in self.flights.values():
-            ray.kill(flight.actor)
+        for job in self.jobs.values():
+            ray.kill(job.actor)
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
         ray.shutdown()
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files of a run that are worth having elsewhere, by their path inside its folder; drafts are not."""
+    """The files of a run to copy, relative to its folder; temporary files are skipped."""
     inside = (
         path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()
     )
@@ -223,18 +222,18 @@ def list_files(folder: Path) -> list[str]:
 
 
 def apply_update(folder: Path, update: Update) -> None:
-    """Make a folder what the other one was."""
-    for piece in update.pieces:
-        path = folder / piece.path
+    """Apply an update to a folder."""
+    for chunk in update.chunks:
+        path = folder / chunk.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "wb") as file:
-            file.seek(piece.offset)
-            file.write(piece.data)
+            file.seek(chunk.offset)
+            file.write(chunk.data)
             file.truncate()
     for name in set(list_files(folder)) - set(update.present):
         (folder / name).unlink()
     for place in sorted((path for path in (folder / "checkpoints").glob("step_*")), reverse=True):
-        # A checkpoint that was dropped over there leaves empty folders here.
+        # A checkpoint that was deleted remotely leaves empty folders here.
         if not any(path.is_file() for path in place.rglob("*")):
             shutil.rmtree(place)
 

@@ -1,4 +1,4 @@
-"""Runs a campaign: starts what is missing, watches, records, and stops all of it when told to."""
+"""Runs a campaign: starts missing runs, monitors and records them, and stops them on a signal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.decide import EarlyLook, refuse_few_seeds, stopped_early, summarise
+from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarise
 from retrain.campaign.manifest import MANIFEST, Manifest, now
 from retrain.campaign.plan import Run, plan_runs
-from retrain.campaign.processes import Ended, Executor, LocalProcesses
+from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     RunProgress,
     is_finished,
@@ -25,7 +25,7 @@ from retrain.campaign.progress import (
     taking_turns,
 )
 from retrain.campaign.screen import Screen, format_rate, format_seconds
-from retrain.campaign.shared import SharedModelProcess, refuse_unshared
+from retrain.campaign.shared import SharedModelProcess, validate_shared_model
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.preflight import check_before_loading
 from retrain.config import TrainConfig, dump_config, load_config
@@ -35,6 +35,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.devices import check_devices
 from retrain.runtime.interrupts import SIGNALS
 from retrain.runtime.ranks import refuse_alone
+from retrain.runtime.text import plural
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
@@ -42,12 +43,12 @@ from retrain.storage.logs import EVALS, METRICS
 
 INTERRUPTED = 130
 POLL_S = 0.2
-# Runs are told to save and end; those that have not by then are killed, and go on from an earlier checkpoint.
+# Time for runs to save a checkpoint after a signal before they are killed.
 GRACE_S = 8.0
 
 
 def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = "the campaign") -> int:
-    """Run what is missing of a campaign; returns the exit code."""
+    """Run the missing runs of a campaign; returns the exit code."""
     folder = choose_folder(config)
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
@@ -57,31 +58,31 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         refuse_alone(run.config)
         check_before_loading(run.config)
     if config.campaign is not None and config.campaign.stop_when:
-        refuse_few_seeds(len(config.campaign.seeds))
+        require_enough_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
-        _refuse_other_campaign(earlier, runs)
+        _require_same_campaign(earlier, runs)
     held = [run.name for run in runs if is_held(run.folder)]
     if held:
-        raise ConfigError(f"{held[0]} of {folder} is still running on its own.  Try: wait for it, or stop it")
+        raise ConfigError(f"{held[0]} of {folder} is still running.  Try: wait for it, or stop it")
     screen = Screen()
-    executor = build_executor(config, folder, runs, screen.say)
+    executor = build_executor(config, folder, runs, screen.log)
     if earlier is None and (folder / METRICS).exists() and not is_held(folder):
-        screen.say(f"{folder} held an earlier run; it is now {step_aside(folder)}.")
+        screen.log(f"{folder} contained an earlier run, which was moved to {step_aside(folder)}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
     except OSError as error:
         raise explain_write_error(error, folder) from error
-    with lock, _told_to_stop() as told, screen:
+    with lock, _catch_signals() as signals, screen:
         manifest = earlier or Manifest(folder)
         (folder / CONFIG_FILE).write_text(dump_config(_without_resume(config)), encoding="utf-8")
         manifest.begin(config, runs)
-        return Campaign(config, runs, manifest, executor, screen).run(told)
+        return Campaign(config, runs, manifest, executor, screen).run(signals)
 
 
 class Campaign:
-    """One session of work on a campaign's folder."""
+    """One session of a campaign."""
 
     def __init__(
         self, config: TrainConfig, runs: Sequence[Run], manifest: Manifest, executor: Executor, screen: Screen
@@ -94,40 +95,40 @@ class Campaign:
         self.runs = {run.name: run for run in runs}
         self.pending = [run for run in runs if not is_finished(run.folder, run.max_steps)]
         self.running: dict[str, float] = {}
-        """When each of them was started."""
+        """Start time of each run."""
         self.next_start = 0.0
-        self.early_look = EarlyLook(runs, manifest) if self.settings.stop_when else None
+        self.early_stopping = EarlyStopping(runs, manifest) if self.settings.stop_when else None
         self.squeeze = FirstRunAnalysis(config, manifest)
         at_once = self.settings.max_workers or len(runs)
         self.slots = at_once if self.settings.parallel or self.settings.share_model else 1
 
-    def run(self, told: list[int]) -> int:
-        """Until nothing is left, or a signal comes."""
-        self._introduce()
-        self._look()
+    def run(self, signals: list[int]) -> int:
+        """Run until everything is done or a signal arrives."""
+        self._announce()
+        self._skip_decided()
         try:
-            while (self.pending or self.running) and not told:
+            while (self.pending or self.running) and not signals:
                 self._start_some()
-                for ended in self.executor.poll():
-                    self._note_end(ended)
-                self.squeeze.collect(self.screen.say)
+                for exited in self.executor.poll():
+                    self._record_exit(exited)
+                self.squeeze.collect(self.screen.log)
                 self._show()
                 time.sleep(POLL_S)
-            if told:
-                self._stop(told)
+            if signals:
+                self._stop(signals)
         finally:
-            # Whatever ended this session, no run outlives it.
+            # No run outlives the session.
             self.executor.kill()
             self.executor.close()
-        return self._conclude(stopped=bool(told))
+        return self._conclude(stopped=bool(signals))
 
-    def _introduce(self) -> None:
+    def _announce(self) -> None:
         done = len(self.runs) - len(self.pending)
         for run in self.runs.values():
             if run not in self.pending and self.manifest[run.name]["status"] != "finished":
-                # It ended while nobody was there to write that down.
-                self.manifest.note(run.name, status="finished", **final_numbers(run.folder))
-        self.screen.say(f"Campaign of {len(self.runs)} runs in {self.manifest.folder}; {done} are done already.")
+                # It ended after an earlier session was killed.
+                self.manifest.update(run.name, status="finished", **final_metrics(run.folder))
+        self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {self.manifest.folder}; {done} already done.")
 
     def _start_some(self) -> None:
         while self.pending and len(self.running) < self.slots and time.monotonic() >= self.next_start:
@@ -135,56 +136,58 @@ class Campaign:
             attempts = self.manifest[run.name]["attempts"] + 1
             self.executor.start(run)
             self.running[run.name] = time.monotonic()
-            self.manifest.note(run.name, status="running", attempts=attempts, started=now(), error=None)
-            self.screen.say(f"{run.name}: started")
+            self.manifest.update(run.name, status="running", attempts=attempts, started=now(), error=None)
+            self.screen.log(f"{run.name}: started")
             if self.settings.parallel:
                 self.next_start = time.monotonic() + self.settings.stagger_seconds
 
-    def _note_end(self, ended: Ended, stopped: bool = False) -> None:
-        run, seconds = self.runs[ended.name], time.monotonic() - self.running.pop(ended.name)
-        if ended.exit_code == 0:
+    def _record_exit(self, exited: RunExit, stopped: bool = False) -> None:
+        run, seconds = self.runs[exited.name], time.monotonic() - self.running.pop(exited.name)
+        if exited.exit_code == 0:
             status = "finished"
         else:
-            status = "interrupted" if stopped or ended.exit_code == INTERRUPTED else "failed"
-        facts = final_numbers(run.folder)
-        self.manifest.note(
+            status = "interrupted" if stopped or exited.exit_code == INTERRUPTED else "failed"
+        final = final_metrics(run.folder)
+        self.manifest.update(
             run.name,
             status=status,
             ended=now(),
             seconds=round(self.manifest[run.name]["seconds"] + seconds, 3),
-            exit_code=ended.exit_code,
-            error=ended.error if status == "failed" else None,
-            **facts,
+            exit_code=exited.exit_code,
+            error=exited.error if status == "failed" else None,
+            **final,
         )
-        rate = format_rate((facts["final"] or {}).get("correct_rate"))
-        self.screen.say(f"{run.name}: {status} at step {facts['step']} in {format_seconds(seconds)}, correct {rate}")
+        rate = format_rate((final["final"] or {}).get("correct_rate"))
+        self.screen.log(f"{run.name}: {status} at step {final['step']} in {format_seconds(seconds)}, correct {rate}")
         if status == "finished":
             self.squeeze.begin(run)
-            self._look()
+            self._skip_decided()
         if status == "failed":
-            self.screen.say(f"  {ended.error or f'exit code {ended.exit_code}'}\n  All it wrote: {run.folder}")
+            self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {run.folder}")
 
-    def _look(self) -> None:
-        """Leave out what a sequential test has made needless."""
-        if self.early_look is None:
+    def _skip_decided(self) -> None:
+        """Skip pending runs of decided conditions."""
+        if self.early_stopping is None:
             return
-        for sentence in self.early_look.look():
-            self.screen.say(sentence)
-        needless = [run for run in self.pending if self.early_look.is_settled(run.condition)]
-        self.pending = [run for run in self.pending if run not in needless]
-        self.early_look.table["skipped"] = sorted({*self.early_look.table["skipped"], *(run.name for run in needless)})
-        for run in needless:
-            self.manifest.note(run.name, status="skipped")
+        for sentence in self.early_stopping.update():
+            self.screen.log(sentence)
+        decided = [run for run in self.pending if self.early_stopping.is_settled(run.condition)]
+        self.pending = [run for run in self.pending if run not in decided]
+        self.early_stopping.table["skipped"] = sorted(
+            {*self.early_stopping.table["skipped"], *(run.name for run in decided)}
+        )
+        for run in decided:
+            self.manifest.update(run.name, status="skipped")
 
-    def _stop(self, told: list[int]) -> None:
-        """Runs save and end; those that take too long, or a second signal, end at once."""
-        self.screen.say("Stopping: every run saves a checkpoint. Once more stops at once.")
+    def _stop(self, signals: list[int]) -> None:
+        """Let runs save and end; after a time limit or a second signal they are killed."""
+        self.screen.log("Stopping: every run saves a checkpoint. Press Ctrl-C again to stop immediately.")
         self.executor.stop()
         deadline = time.monotonic() + GRACE_S
         while self.running:
-            for ended in self.executor.poll():
-                self._note_end(ended, stopped=True)
-            if time.monotonic() > deadline or len(told) > 1:
+            for exited in self.executor.poll():
+                self._record_exit(exited, stopped=True)
+            if time.monotonic() > deadline or len(signals) > 1:
                 self.executor.kill()
             time.sleep(POLL_S)
 
@@ -192,12 +195,12 @@ class Campaign:
         if not self.screen.is_due() and not force:
             return
         progress = self._progress()
-        # Runs that share a model take their steps in turn.
+        # Runs that share a model step in turn.
         left = seconds_left(list(progress.values()), 1 if self.settings.share_model else self.slots)
         self.screen.show(progress, left)
 
     def _progress(self) -> dict[str, RunProgress]:
-        """How each run stands; the campaign knows the status better than the folder."""
+        """The progress of each run, with the status of the manifest."""
         shown = {}
         for name, run in self.runs.items():
             status = self.manifest[name]["status"]
@@ -212,32 +215,32 @@ class Campaign:
         return taking_turns(shown) if self.settings.share_model else shown
 
     def _elapsed(self, name: str) -> float:
-        """Seconds that a run has taken, this time and before."""
+        """Run time over all attempts."""
         current = time.monotonic() - self.running[name] if name in self.running else 0.0
         return float(self.manifest[name]["seconds"]) + current
 
     def _conclude(self, stopped: bool) -> int:
         statuses = [self.manifest[name]["status"] for name in self.runs]
-        bad = [name for name in self.runs if self.manifest[name]["status"] == "failed"]
-        whole = all(status in ("finished", "skipped") for status in statuses)
-        self.manifest.end("interrupted" if stopped else "finished" if whole else "failed")
+        failed = [name for name in self.runs if self.manifest[name]["status"] == "failed"]
+        complete = all(status in ("finished", "skipped") for status in statuses)
+        self.manifest.end("interrupted" if stopped else "finished" if complete else "failed")
         self._show(force=True)
         folder = self.manifest.folder
         if not stopped:
-            self.squeeze.collect(self.screen.say, wait=True)
+            self.squeeze.collect(self.screen.log, wait=True)
             for line in (*summarise(self.manifest), *stopped_early(self.manifest.table)):
-                self.screen.say(line)
-        if whole:
-            self.screen.say(f"Done: {len(statuses)} runs in {folder}.")
+                self.screen.log(line)
+        if complete:
+            self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")
             return 0
-        if bad:
-            self.screen.say(f"{len(bad)} of {len(statuses)} runs failed: {', '.join(bad)}.")
-        self.screen.say(f"To go on: retrain --resume {folder}")
+        if failed:
+            self.screen.log(f"{len(failed)} of {plural(len(statuses), 'run')} failed: {', '.join(failed)}.")
+        self.screen.log(f"To resume: retrain --resume {folder}")
         return INTERRUPTED if stopped else 1
 
 
-def final_numbers(folder: Path) -> dict[str, Any]:
-    """What a run came to: its step, the metrics of its last step, its last evaluation."""
+def final_metrics(folder: Path) -> dict[str, Any]:
+    """The last step of a run, its metrics and its last evaluation."""
     steps, evaluations = read_tail(folder / METRICS), read_tail(folder / EVALS)
     progress = read_progress(folder)
     last = evaluations[-1] if evaluations else None
@@ -251,42 +254,42 @@ def final_numbers(folder: Path) -> dict[str, Any]:
 
 
 def choose_folder(config: TrainConfig) -> Path:
-    """The folder that is resumed, the log_dir that was asked for, or a new one with the date in its name."""
+    """The folder to resume, log_dir if it is set, or a new folder named after the date."""
     log_dir = Path(config.logging.log_dir).expanduser().absolute()
-    asked = config.logging.log_dir != options_by_path()["logging.log_dir"].default
+    is_set = config.logging.log_dir != options_by_path()["logging.log_dir"].default
     if config.resume.from_:
         resumed = Path(config.resume.from_).expanduser().absolute()
         if not (resumed / MANIFEST).is_file():
-            raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to go on with.")
-        if asked and log_dir != resumed:
-            raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to go on with, {resumed}.")
+            raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
+        if is_set and log_dir != resumed:
+            raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
         return resumed
-    if asked:
+    if is_set:
         return log_dir
     name = datetime.now().strftime("campaign_%Y%m%d_%H%M%S")
     candidates = (log_dir.parent / f"{name}{suffix}" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
     return next(path for path in candidates if not path.exists())
 
 
-def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], say: Callable[[str], None]) -> Executor:
+def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], log: Callable[[str], None]) -> Executor:
     """Where the runs execute."""
     assert config.campaign is not None
     if config.campaign.executor == "ray":
         from retrain.campaign.ray import RayCluster  # noqa: PLC0415  (an optional extra)
 
-        return RayCluster(config.campaign.gpus_per_run, say)
+        return RayCluster(config.campaign.gpus_per_run, log)
     if config.campaign.share_model:
-        refuse_unshared(runs)
+        validate_shared_model(runs)
         return SharedModelProcess(folder)
     return LocalProcesses()
 
 
-def _refuse_other_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
-    """A campaign goes on with the same code and settings, or its runs cannot be compared."""
+def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
+    """Raise unless the version and settings are the same, so that runs stay comparable."""
     if earlier.version != version():
         raise CheckpointError(
             f"{earlier.folder} was run by retrain {earlier.version}, and this is {version()}: their runs may not be "
-            "comparable.  Try: that version, a new campaign, or insist with --force-resume"
+            "comparable.  Try: that version, a new campaign, or --force-resume"
         )
     for run in runs:
         stored = run.folder / CONFIG_FILE
@@ -297,7 +300,7 @@ def _refuse_other_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
             raise CheckpointError(
                 f"{run.folder} was trained with other settings:\n"
                 + "\n".join(f"  {line}" for line in differences)
-                + "\nTry: leave them as they were, start a new campaign, or insist with --force-resume"
+                + "\nTry: restore them, start a new campaign, or --force-resume"
             )
 
 
@@ -306,14 +309,14 @@ def _without_resume(config: TrainConfig) -> TrainConfig:
 
 
 @contextmanager
-def _told_to_stop() -> Iterator[list[int]]:
-    """A list that signals are added to, instead of breaking into whatever is under way."""
-    told: list[int] = []
-    # Whoever started it with nohup wants it to outlive the terminal.
+def _catch_signals() -> Iterator[list[int]]:
+    """Collect signals in a list instead of raising KeyboardInterrupt."""
+    signals: list[int] = []
+    # Under nohup the campaign must outlive the terminal.
     wanted = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, lambda number, frame: told.append(number)) for number in wanted}
+    previous = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in wanted}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -6,12 +6,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from retrain.campaign.progress import RunProgress
+from retrain.runtime.text import plural
 from retrain.tracking.console import PLAIN_EVERY_S
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
 
 COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "last step")
 LIVE_EVERY_S = 1.0
@@ -20,16 +25,16 @@ _STYLES = {"running": "bold", "failed": "bold red", "dead": "bold red", "interru
 
 
 class Screen:
-    """Says lines, and keeps a table of the runs below them where there is a terminal."""
+    """Prints lines, and on a terminal keeps a table of the runs below them."""
 
     def __init__(self) -> None:
-        self.live: Any = None
+        self.live: Live | None = None
         self.drawn_at = -PLAIN_EVERY_S
         self.shown: dict[str, int] = {}
 
     def __enter__(self) -> Screen:
         if sys.stdout is not None and sys.stdout.isatty():
-            from rich.live import Live  # noqa: PLC0415  (a pipe does without)
+            from rich.live import Live  # noqa: PLC0415  (only needed on a terminal)
 
             self.live = Live(auto_refresh=False)
             self.live.start()
@@ -41,7 +46,7 @@ class Screen:
         if self.live is not None:
             self.live.stop()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line, above the table if there is one."""
         if self.live is not None:
             self.live.console.print(line, markup=False, highlight=False)
@@ -49,35 +54,35 @@ class Screen:
         try:
             click.echo(line)
         except OSError:
-            # Nobody listens any more; a campaign does not end for that.
+            # The output was closed; the campaign continues.
             sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (for as long as the program lives)
 
     def is_due(self) -> bool:
-        """Whether some time has passed since the runs were shown."""
+        """Whether the display should be updated."""
         return time.monotonic() - self.drawn_at >= (LIVE_EVERY_S if self.live is not None else PLAIN_EVERY_S)
 
     def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None) -> None:
-        """Draw how the runs stand."""
+        """Show the progress of the runs."""
         self.drawn_at = time.monotonic()
         done = sum(run.status in ("finished", "skipped") for run in runs.values())
-        summary = f"{done} of {len(runs)} runs done, about {format_seconds(left_seconds)} left"
+        summary = f"{done} of {plural(len(runs), 'run')} done, ETA {format_seconds(left_seconds)}"
         if self.live is not None:
             rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))
             self.live.update(draw_table([(name, *cells(run)) for name, run in rows], summary), refresh=True)
             return
-        going = [(name, run) for name, run in runs.items() if run.status == "running"]
-        for name, run in going:
-            # A pipe is not told what it was told before.
+        running = [(name, run) for name, run in runs.items() if run.status == "running"]
+        for name, run in running:
+            # Print only changes to a pipe.
             if run.step > self.shown.get(name, 0):
                 self.shown[name] = run.step
                 step, eta, correct = cells(run)[1:4]
-                self.say(f"  {name}: step {step}, correct {correct}, {eta} left")
-        if going:
-            self.say(f"  {summary}")
+                self.log(f"  {name}: step {step}, correct {correct}, ETA {eta}")
+        if running:
+            self.log(f"  {summary}")
 
 
 def cells(run: RunProgress) -> tuple[str, ...]:
-    """State, step, ETA, correct rate, held-out rate and time since the last step, as a table shows them."""
+    """State, step, ETA, correct rate, held-out rate and time since the last step, as table cells."""
     return (
         run.status,
         f"{run.step}/{run.max_steps}" if run.max_steps is not None else str(run.step),
@@ -88,9 +93,9 @@ def cells(run: RunProgress) -> tuple[str, ...]:
     )
 
 
-def draw_table(rows: Sequence[Sequence[str]], caption: str) -> Any:
+def draw_table(rows: Sequence[Sequence[str]], caption: str) -> Table:
     """The rows as a rich table."""
-    from rich import box  # noqa: PLC0415  (a pipe does without)
+    from rich import box  # noqa: PLC0415  (only needed on a terminal)
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
@@ -103,14 +108,14 @@ def draw_table(rows: Sequence[Sequence[str]], caption: str) -> Any:
 
 
 def format_rate(rate: float | None) -> str:
-    """A share as per cent."""
+    """A rate in percent."""
     return "-" if rate is None else f"{100 * rate:.1f}%"
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A duration that can be read at a glance."""
+    """A rounded duration."""
     if seconds is None:
-        return "?"
+        return "unknown"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

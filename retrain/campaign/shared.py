@@ -1,4 +1,4 @@
-"""Runs that share one model: the executor that starts their one process. `host.py` is what goes on inside it."""
+"""Runs that share one model: the executor that starts their process. `host.py` runs inside it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import IO
 
 from retrain.campaign.plan import Run
-from retrain.campaign.processes import STDERR, Ended, prepare_folder, read_error
+from retrain.campaign.processes import STDERR, RunExit, prepare_folder, read_error
 from retrain.config.rules import values_of
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.runtime.child import PARENT
 
 LOG = "shared.log"
-# What the one model is made of; the rest may differ from run to run.
+# Options that must be the same for all runs.
 _SHARED = ("backend.backend", "backend.devices", "model.", "lora.", "inference.", "memory.gradient_checkpointing")
 
 
-def refuse_unshared(runs: Sequence[Run]) -> None:
-    """Say why these runs cannot share a model, if they cannot."""
+def validate_shared_model(runs: Sequence[Run]) -> None:
+    """Raise when these runs cannot share a model."""
     first = values_of(runs[0].config)
     problems = []
     if first["backend.backend"] != "local" or "," in first["backend.devices"]:
@@ -36,34 +36,34 @@ def refuse_unshared(runs: Sequence[Run]) -> None:
     if first["model.lora_rank"] == 0:
         problems.append(ConfigIssue("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
     if any(values_of(run.config)["distributed.zero_stage"] for run in runs):
-        problems.append(ConfigIssue("[campaign] share_model", "does not go with distributed.zero_stage."))
+        problems.append(ConfigIssue("[campaign] share_model", "cannot be combined with [distributed] zero_stage."))
     for run in {run.condition: run for run in runs}.values():
-        own = values_of(run.config)
-        for path in (path for path in own if path.startswith(_SHARED) and own[path] != first[path]):
-            text = f"cannot be: {run.condition} has {path} = {own[path]!r}, {runs[0].condition} has {first[path]!r}."
+        values = values_of(run.config)
+        for path in (path for path in values if path.startswith(_SHARED) and values[path] != first[path]):
+            text = f"needs one {path}: {run.condition} has {values[path]!r}, {runs[0].condition} has {first[path]!r}."
             problems.append(ConfigIssue("[campaign] share_model", text))
     if problems:
         raise ConfigError("the runs cannot share a model:", tuple(problems))
 
 
 class SharedModelProcess:
-    """An Executor: one process for all runs. It is started with the first one, and again if it dies."""
+    """An Executor with one process for all runs, started with the first run and restarted if it dies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self.running: dict[str, Run] = {}
-        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.listener: threading.Thread | None = None
 
     def start(self, run: Run) -> None:
-        """Add a run to those that take turns."""
+        """Add a run to the process."""
         prepare_folder(run)
         if self.process is None or self.process.poll() is not None:
             self._start_process()
         self.running[run.name] = run
         assert self.process is not None and self.process.stdin is not None
-        # A process that died just now is found out by `poll`.
+        # `poll` detects a process that has just died.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{run.folder}\n")
             self.process.stdin.flush()
@@ -83,33 +83,33 @@ class SharedModelProcess:
         self.listener = threading.Thread(target=self._listen, args=(self.process.stdout,), daemon=True)
         self.listener.start()
 
-    def _listen(self, answers: IO[str]) -> None:
-        with answers:
-            for line in answers:
-                self.answers.put(line)
+    def _listen(self, results: IO[str]) -> None:
+        with results:
+            for line in results:
+                self.results.put(line)
 
-    def poll(self) -> list[Ended]:
-        """Runs that said they ended, or all of them when the process is gone."""
+    def poll(self) -> list[RunExit]:
+        """Runs that reported their end, or all of them when the process died."""
         died = self.process is not None and self.process.poll() is not None
         if died and self.listener is not None:
             self.listener.join()
         ended = []
-        while not self.answers.empty():
-            answer = json.loads(self.answers.get())
-            run = self.running.pop(answer["name"])
-            ended.append(Ended(run.name, answer["exit_code"], read_error(run.folder / STDERR)))
+        while not self.results.empty():
+            result = json.loads(self.results.get())
+            run = self.running.pop(result["name"])
+            ended.append(RunExit(run.name, result["exit_code"], read_error(run.folder / STDERR)))
         if died and self.process is not None:
             code, text = self.process.returncode, read_error(self.folder / LOG)
-            ended += [Ended(name, code or 1, text or "the process of all runs died") for name in self.running]
+            ended += [RunExit(name, code or 1, text or "the shared process died") for name in self.running]
             self.running.clear()
         return ended
 
     def stop(self) -> None:
-        """As Ctrl-C would."""
+        """Send SIGTERM: every run saves a checkpoint and ends."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """And all it started."""
+        """Kill the process and its children."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -118,7 +118,7 @@ class SharedModelProcess:
                 os.killpg(self.process.pid, number) if number == signal.SIGKILL else self.process.send_signal(number)
 
     def close(self) -> None:
-        """Nothing more will come; the process ends by itself."""
+        """Close the input, upon which the process ends."""
         if self.process is not None:
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""The rank analysis that a campaign with a [squeeze] table makes of its first run's adapter."""
+"""The LoRA rank analysis of a campaign's first run, for campaigns with a [squeeze] table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retrain.storage.checkpoint import STATE_FILE
 
 
 class FirstRunAnalysis:
-    """Works in a thread, so that the other runs are not kept waiting; what it finds is taken over by `collect`."""
+    """Runs in a thread, so that other runs do not wait; `collect` takes over its result."""
 
     def __init__(self, config: TrainConfig, manifest: Manifest) -> None:
         self.config = config
@@ -31,20 +31,20 @@ class FirstRunAnalysis:
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self.thread.start()
 
-    def collect(self, say: Callable[[str], None], wait: bool = False) -> None:
-        """Print and record what was found, once it is there."""
+    def collect(self, log: Callable[[str], None], wait: bool = False) -> None:
+        """Print and record the result once it is there."""
         if self.thread is None or (self.thread.is_alive() and not wait):
             return
         self.thread.join()
         while self.lines:
-            say(self.lines.pop(0))
+            log(self.lines.pop(0))
         if self.found is not None:
             self.manifest.table["squeeze"] = self.found
             self.manifest.write()
             self.found = None
 
     def _work(self, run: Run) -> None:
-        # Both are slow to import, and only a file with a [squeeze] table wants them.
+        # Slow to import, and only needed with a [squeeze] table.
         from retrain.squeeze import squeeze  # noqa: PLC0415
 
         assert self.config.squeeze is not None
@@ -53,7 +53,7 @@ class FirstRunAnalysis:
             settings = self.config.squeeze.model_copy(update={"adapter_path": adapter_of(run)})
             analysis = squeeze(settings, self.lines.append, run.config.model.lora_rank, run.config.model.base_url)
         except (RetrainError, OSError) as error:
-            self.lines.append(f"  It could not be analysed: {error}")
+            self.lines.append(f"  The analysis failed: {error}")
             return
         self.found = {
             "run": run.name,
@@ -72,11 +72,11 @@ class FirstRunAnalysis:
         try:
             log_squeeze(self.config, folder, self.found)
         except Exception as error:
-            self.lines.append(f"Warning: wandb did not take the analysis: {error}")
+            self.lines.append(f"Warning: logging the analysis to wandb failed: {error}")
 
 
 def adapter_of(run: Run) -> str:
-    """Where a finished run's adapter is: on a service, if its last state says so, or else in its folder."""
+    """The path of a finished run's adapter, which may be on a service."""
     state = run.folder / STATE_FILE
-    told = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
-    return str(told.get("adapter") or run.config.backend.adapter_path)
+    stored = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    return str(stored.get("adapter") or run.config.backend.adapter_path)

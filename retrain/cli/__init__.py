@@ -1,4 +1,4 @@
-"""The command line: the table of commands, `main`, and the only place that turns an error into an exit code."""
+"""The command line: the command table, `main`, and the mapping of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from click.shell_completion import CompletionItem
 from retrain.errors import ConfigError, RetrainError
 from retrain.isolation.redaction import redact
 
-__all__ = ["let_threads_sleep", "main", "run", "suggest_command"]
+__all__ = ["limit_openmp_spinning", "main", "run", "suggest_command"]
 
 # Name -> (module that holds the click command `command`, one line for --help). Modules load only when chosen.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("retrain.cli.demo", "Train the embedded model on the CPU, offline, in two minutes."),
+    "demo": ("retrain.cli.demo", "Train the built-in model on the CPU, offline, in two minutes."),
     "init": ("retrain.cli.init", "Write a starter configuration."),
-    "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in to start from."),
-    "plugins": ("retrain.cli.plugins", "List built-in and installed parts."),
-    "explain": ("retrain.cli.explain", "Say what a configuration would do."),
-    "plan": ("retrain.cli.plan", "Say what a run needs: memory by part, what fits a card, and how long it takes."),
-    "launch": ("retrain.cli.launch", "Train with several processes of this machine."),
-    "distributed": ("retrain.cli.distributed", "Write configurations for accelerate, torchrun and Slurm."),
-    "replay": ("retrain.cli.replay", "Recompute credit on recorded rollouts under another method."),
-    "status": ("retrain.cli.status", "List runs and campaigns, live and dead."),
-    "top": ("retrain.cli.top", "Watch the runs that are live."),
+    "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in skeleton."),
+    "plugins": ("retrain.cli.plugins", "List built-in components and installed plug-ins."),
+    "explain": ("retrain.cli.explain", "Show what a configuration would do."),
+    "plan": ("retrain.cli.plan", "Estimate the memory, time and cost of a run."),
+    "launch": ("retrain.cli.launch", "Train with several processes on this machine."),
+    "distributed": ("retrain.cli.distributed", "Write configuration files for accelerate, torchrun and Slurm."),
+    "replay": ("retrain.cli.replay", "Recompute advantages of recorded rollouts with another method."),
+    "status": ("retrain.cli.status", "List runs and campaigns with their status."),
+    "top": ("retrain.cli.top", "Watch running runs and campaigns."),
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
-    "diff": ("retrain.cli.diff", "Show where two runs or conditions part."),
-    "report": ("retrain.cli.report", "Write one HTML page over runs and campaigns."),
-    "ui": ("retrain.cli.ui", "Serve that page here, following live runs."),
-    "doctor": ("retrain.cli.doctor", "Check this machine and say how to mend it."),
-    "schema": ("retrain.cli.schema", "Print the JSON schema of a configuration."),
-    "grpo": ("retrain.cli.grpo", "Train from YAML groups, or write some to start from: retrain grpo init."),
+    "diff": ("retrain.cli.diff", "Show where two runs or conditions diverge."),
+    "report": ("retrain.cli.report", "Write an HTML report on runs and campaigns."),
+    "ui": ("retrain.cli.ui", "Serve the HTML report locally, with live updates."),
+    "doctor": ("retrain.cli.doctor", "Check this machine and show how to fix each problem."),
+    "schema": ("retrain.cli.schema", "Print the JSON schema of the configuration."),
+    "grpo": ("retrain.cli.grpo", "Train from Hydra YAML files (`retrain grpo init` writes a set)."),
     "man": ("retrain.cli.man", "Read the manual."),
     "help": ("retrain.cli.help", "Print the full reference."),
-    "completion": ("retrain.cli.completion", "Print shell completion for bash, zsh or fish."),
+    "completion": ("retrain.cli.completion", "Print the shell completion script for bash, zsh or fish."),
 }
 _TRAIN = "train"
 _SUMMARY = """Train a language model with verifiable rewards.
@@ -54,7 +54,7 @@ Without CONFIG, ./retrain.toml is used. Every option of the file is also a flag,
 
 
 class _Commands(click.Group):
-    """Dispatches to a command, or to training when the first word is not one."""
+    """Dispatches to a command, or to training when the first argument is not one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -65,16 +65,16 @@ class _Commands(click.Group):
         return _load(COMMANDS[cmd_name][0]) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List commands from the table alone, so that --help imports none of them."""
+        """List commands from the table, so that --help imports none of them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the first word: a command, or what training takes there, which is a file or a flag."""
+        """Complete the first argument: a command, or a file or flag for training."""
         if incomplete.startswith("-"):
             flags = _load("retrain.cli.train").shell_complete(ctx, incomplete)
             return [*flags, *(CompletionItem(name) for name in ("--version",) if name.startswith(incomplete))]
-        # The file item comes first: bash forgets what it was offered before one.
+        # The file item comes first: bash drops items that precede one.
         commands = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items()]
         return [CompletionItem(incomplete, type="file"), *(c for c in commands if c.value.startswith(incomplete))]
 
@@ -122,7 +122,7 @@ app = _Commands(
 
 
 def suggest_command(word: str) -> str:
-    """A sentence that names the command that was perhaps meant, or ""."""
+    """A sentence that suggests the closest command, or ""."""
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     if close == [_TRAIN]:
         return "Did you mean train? It needs no command.  Try: retrain my_run.toml"
@@ -130,24 +130,24 @@ def suggest_command(word: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 the run failed, 2 the input is wrong, 130 interrupted."""
+    """Run the command line and exit: 0 success, 1 the run failed, 2 invalid input, 130 interrupted."""
     sys.excepthook = _show_bug
-    let_threads_sleep()
+    limit_openmp_spinning()
     sys.exit(run(arguments))
 
 
-def let_threads_sleep() -> None:
-    """Let OpenMP's threads wait for about 20 µs before they sleep, not for milliseconds, unless the user says how long.
+def limit_openmp_spinning() -> None:
+    """Let idle OpenMP threads spin for about 20 µs instead of milliseconds, unless the user set a policy.
 
-    A thread that waits without sleeping takes the core away from the one it waits for. On two cores that other
-    processes used as well, sampling was more than ten times slower for it.
+    A spinning thread takes the core away from the thread it waits for. On two shared cores this made sampling more
+    than ten times slower.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _show_bug(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """A traceback without the secrets that an exception of foreign code may hold."""
+    """Print a traceback with secrets redacted; exceptions of third-party code may contain some."""
     click.echo(redact("".join(traceback.format_exception(kind, error, frames))), err=True, nl=False)
 
 
@@ -177,6 +177,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(redact(f"error: {error}\n{error.next_step}".rstrip()), err=True)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of our output, such as `head`, has gone; that is no failure.
+        # The reader of our output, such as `head`, has exited; this is not a failure.
         sys.stderr.close()
         return 0

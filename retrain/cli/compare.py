@@ -1,57 +1,68 @@
-"""`retrain compare`: are these conditions different, seed by seed?"""
+"""`retrain compare`: paired statistics of conditions across seeds."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError
 
+if TYPE_CHECKING:
+    from retrain.analysis.comparison import ComparisonReport
+
 
 @click.command("compare", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, required=True, type=click.Path())
 @click.option(
-    "--metric", default=None, help="What to compare; eval_pass_at_1 where all runs have it, else correct_rate."
+    "--metric", default=None, help="Metric; by default eval_pass_at_1 where all runs have it, else correct_rate."
 )
-@click.option("--baseline", default=None, help="Condition that the others are compared with; the first one by default.")
-@click.option("--alpha", type=click.FloatRange(0.0001, 0.5), default=0.05, show_default=True, help="Error rate.")
+@click.option("--baseline", default=None, help="Condition to compare against; by default the first.")
+@click.option("--alpha", type=click.FloatRange(0.0001, 0.5), default=0.05, show_default=True, help="Test level.")
 @click.option(
     "--last",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Steps that a training metric is averaged over.",
+    help="Number of last steps over which a training metric is averaged.",
 )
-@click.option("--lower-is-better", is_flag=True, help="Less of the metric is an improvement.")
-@click.option("--allow-different-models", is_flag=True, help="Compare runs of different models all the same.")
+@click.option("--lower-is-better", is_flag=True, help="Treat lower values as improvements.")
+@click.option("--allow-different-models", is_flag=True, help="Allow runs of different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 def command(
-    folders: tuple[str, ...], as_json: bool, markdown: bool, allow_different_models: bool, **options: Any
+    folders: tuple[str, ...],
+    metric: str | None,
+    baseline: str | None,
+    alpha: float,
+    last: int,
+    lower_is_better: bool,
+    allow_different_models: bool,
+    as_json: bool,
+    markdown: bool,
 ) -> int:
-    """Compare the conditions of a campaign, or of several runs, paired by seed.
+    """Compare the conditions of campaigns or of several runs, paired by seed.
 
-    FOLDERS are campaigns, runs, or folders that hold runs. For example: retrain compare logs/campaign_20261115_120000
+    FOLDERS are campaigns, runs, or folders of runs. Example: retrain compare logs/campaign_20261115_120000
 
     The JSON has these keys: metric, step, higher_is_better, alpha, notes, noise_floor, values (by condition and seed)
     and comparisons, each with verdict (statistically_significant_improvement, significant_degradation or
     insufficient_evidence) and sentence.
     """
     if as_json and markdown:
-        raise ConfigError("--json and --markdown cannot both be had.")
+        raise ConfigError("--json and --markdown are mutually exclusive.")
     from retrain.analysis.comparison import compare_runs, early_stops, markdown_lines  # noqa: PLC0415  (loads scipy)
     from retrain.analysis.runs import find_runs, require_same_model  # noqa: PLC0415
 
     runs = find_runs(folders)
     if not allow_different_models:
         require_same_model(runs)
-    data = compare_runs(runs, **options)
-    data["notes"] += early_stops(folders)
+    data = compare_runs(runs, metric, last, lower_is_better, baseline, alpha)
+    data.notes.extend(early_stops(folders))
     if as_json:
-        print_json(data)
+        print_json(data.as_json())
     elif markdown:
         click.echo("\n".join(markdown_lines(data)))
     else:
@@ -59,11 +70,11 @@ def command(
     return 0
 
 
-def _print(data: dict[str, Any]) -> None:
+def _print(data: ComparisonReport) -> None:
     from retrain.analysis.comparison import COLUMNS, explanation_lines, table_rows  # noqa: PLC0415
 
-    direction = "higher" if data["higher_is_better"] else "lower"
-    click.echo(f"{data['metric']} at step {data['step']}, {direction} is better, paired by seed\n")
+    direction = "higher" if data.higher_is_better else "lower"
+    click.echo(f"{data.metric} at step {data.step}, {direction} is better, paired by seed\n")
     rows = table_rows(data)
     print_table(COLUMNS, rows if sys.stdout.isatty() else [COLUMNS, *rows])
     click.echo()

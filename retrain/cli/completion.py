@@ -1,4 +1,4 @@
-"""`retrain completion`: the script that teaches a shell to complete commands, flags and their values."""
+"""`retrain completion`: shell completion of commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from click.shell_completion import get_completion_class
 from retrain.cli import app
 
 
-@click.command("completion", short_help="Print shell completion for bash, zsh or fish.")
+@click.command("completion", short_help="Print the shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the completion script of SHELL.
+    """Print the completion script for SHELL.
 
     \b
     bash   retrain completion bash >> ~/.bashrc        (bash 4.4 or newer)
@@ -20,7 +20,7 @@ def command(shell: str) -> None:
     """
     completion = get_completion_class(shell)
     assert completion is not None
-    # The variable is the one that click derives from the program's name and looks for at every start.
+    # The variable that click derives from the program's name and reads at every start.
     script = completion(app, {}, "retrain", "_RETRAIN_COMPLETE")
-    # Not `source()`: for bash that starts a bash to ask its version, which the reader may not even have here.
+    # Not `source()`: for bash it starts a bash to ask for its version, which may not be installed here.
     click.echo(script.source_template % script.source_vars())

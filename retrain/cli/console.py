@@ -1,4 +1,4 @@
-"""What the commands share: tables on the screen or in a pipe, JSON, questions, and the first configuration."""
+"""Console output and prompts shared by the commands: tables, JSON, confirmation."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import click
 
 from retrain.errors import ConfigError
 
-# The sign that stands for a state, in a column of its own, so that a pipe can be searched for it.
+# Styles of status words.
 MARKS = {"ok": "green", "warning": "yellow", "missing": "bold red", "broken": "bold red", "shadowed": "yellow"}
 
 
 def can_ask() -> bool:
-    """Whether somebody sits at the terminal to answer a question."""
+    """Whether the session is interactive."""
     # Either is None when the program was started with it closed.
     streams = (sys.stdin, sys.stdout)
     return all(stream is not None and stream.isatty() for stream in streams) and not os.environ.get("CI")
 
 
 def print_heading(text: str) -> None:
-    """A line over what follows; bold on a terminal."""
+    """Print a section heading; bold on a terminal."""
     if not sys.stdout.isatty():
         click.echo(f"\n{text}")
         return
-    from rich.console import Console  # noqa: PLC0415  (a pipe does without)
+    from rich.console import Console  # noqa: PLC0415  (only needed on a terminal)
     from rich.text import Text  # noqa: PLC0415
 
     Console().print(Text(f"\n{text}", style="bold"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows in columns: a table on a terminal, one plain line a row in a pipe."""
+    """Print a table on a terminal, aligned plain lines in a pipe."""
     if sys.stdout.isatty():
         _print_rich_table(columns, rows)
         return
@@ -45,7 +45,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box  # noqa: PLC0415  (a pipe does without)
+    from rich import box  # noqa: PLC0415  (only needed on a terminal)
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -54,34 +54,34 @@ def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        # Text, because brackets such as [training] must not be read as markup.
+        # Text, because brackets such as [training] must not be parsed as markup.
         table.add_row(*(Text(cell, style=MARKS.get(cell, "")) for cell in row))
     Console().print(table)
 
 
 def print_json(data: object) -> None:
-    """Print JSON that a program reads."""
+    """Print indented JSON."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def confirm_overwrite(path: Path, force: bool) -> None:
-    """Return when `path` may be written; otherwise say why not."""
+    """Raise unless `path` may be written."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder.  Try: {path / 'retrain.toml'}")
     if force or not path.exists():
         return
     if not can_ask():
-        raise ConfigError(f"{path} exists and was left as it is.  Try: another file name, or --force to replace it.")
+        raise ConfigError(f"{path} exists and was not changed.  Try: another file name, or --force to replace it.")
     if not click.confirm(f"{path} exists. Replace it?", default=False):
-        raise ConfigError(f"{path} was left as it is.")
+        raise ConfigError(f"{path} was not changed.")
 
 
 def confirm_starter(path: Path) -> bool:
     """Offer to write a quickstart file at `path`; True when it was written."""
-    if not click.confirm(f"There is no {path} here. Write a quickstart one?", default=True):
+    if not click.confirm(f"There is no {path} here. Write a quickstart configuration?", default=True):
         return False
-    from retrain.config.reference import starter, write_with_schema  # noqa: PLC0415  (only when the user says yes)
+    from retrain.config.reference import starter, write_with_schema  # noqa: PLC0415  (only when confirmed)
 
     write_with_schema(path, starter("quickstart"))
-    click.echo(f"Wrote {path}. `retrain explain` says what it does.")
+    click.echo(f"Wrote {path}. `retrain explain` shows what it does.")
     return True

@@ -1,4 +1,4 @@
-"""`retrain demo`: the embedded model learns arithmetic on the CPU, with no download."""
+"""`retrain demo`: train the built-in model on arithmetic on the CPU, offline."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import click
 
 from retrain.config import load_config
 from retrain.config.reference import TEMPLATES
+from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from retrain.evaluate import Evaluation
 
 CHART_ROWS, CHART_COLUMNS = 10, 64
-SHOWN = 2
+SHOWN_ANSWERS = 2
 
 
 @click.command("demo")
-@click.option("--seed", type=int, default=42, show_default=True, help="Seed of the run.")
+@click.option("--seed", type=int, default=42, show_default=True, help="Random seed.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=None, help="Training steps; the template's number by default."
+    "--steps", type=click.IntRange(min=1), default=None, help="Training steps; by default those of the template."
 )
 @click.option("--log-dir", default="logs/demo", show_default=True, help="Folder for logs and checkpoints.")
 def command(seed: int, steps: int | None, log_dir: str) -> int:
-    """Train the embedded model on the embedded task: CPU only, offline, about two minutes on two idle cores."""
+    """Train the built-in model on the built-in task: CPU only, offline, about two minutes on two idle cores."""
     overrides = dict(TEMPLATES["demo"].values)
     overrides |= {"training.seed": seed, "logging.log_dir": log_dir, "backend.adapter_path": f"{log_dir}/adapter"}
     if steps is not None:
@@ -40,37 +41,37 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
     result = train(config)
     minutes, seconds = divmod(round(time.perf_counter() - started), 60)
     rates = [json.loads(line)["correct_rate"] for line in (Path(log_dir) / "metrics.jsonl").read_text().splitlines()]
-    click.echo(f"\nShare of right answers while training, {len(rates)} steps in {minutes} min {seconds} s:")
+    click.echo(f"\nTraining accuracy, {plural(len(rates), 'step')} in {minutes} min {seconds} s:")
     click.echo("\n".join(draw_chart(rates)))
     assert result.first_evaluation is not None and result.last_evaluation is not None
-    report(result.first_evaluation, result.last_evaluation)
-    click.echo(f"\nLogs and checkpoints are in {log_dir}. What to try next:")
+    print_evaluations(result.first_evaluation, result.last_evaluation)
+    click.echo(f"\nLogs and checkpoints are in {log_dir}. Next steps:")
     for line in (
-        "retrain demo --seed 7                              # is the gain the same with another seed?",
-        f"retrain --resume {log_dir} --max-steps 80          # go on training",
-        "retrain init my_run.toml --template demo           # this run as a file to change",
+        "retrain demo --seed 7                              # repeat with another seed",
+        f"retrain --resume {log_dir} --max-steps 80          # resume and train longer",
+        "retrain init my_run.toml --template demo           # this run as a file to edit",
         "retrain explain my_run.toml                        # what it would do",
-        "retrain man --topic quickstart                     # a real model, your own reward",
+        "retrain man --topic quickstart                     # train a larger model, write a reward",
     ):
         click.echo(f"  {line}")
     return 0
 
 
-def report(before: Evaluation, after: Evaluation) -> None:
-    """The held-out problems before and after, with a few answers that changed."""
-    click.echo(f"\nHeld-out problems, never trained on ({len(before.correct)} of them, 95 % interval):")
+def print_evaluations(before: Evaluation, after: Evaluation) -> None:
+    """Print held-out accuracy before and after training, with a few answers that became correct."""
+    click.echo(f"\nHeld-out accuracy ({plural(len(before.correct), 'problem')} not trained on, 95 % interval):")
     for name, evaluation in (("before", before), ("after ", after)):
         low, high = evaluation.interval
         click.echo(f"  {name} {100 * evaluation.pass_at_1:5.1f} %   ({100 * low:.1f} to {100 * high:.1f})")
-    mended = [i for i, (was, now) in enumerate(zip(before.correct, after.correct, strict=True)) if now and not was]
-    for index in mended[:SHOWN]:
+    fixed = [i for i, (was, now) in enumerate(zip(before.correct, after.correct, strict=True)) if now and not was]
+    for index in fixed[:SHOWN_ANSWERS]:
         example, first = before.answers[index]
         click.echo(f"\n  {example.prompt}   (answer: {example.reference})")
         click.echo(f"    before: {_one_line(first)}\n    after:  {_one_line(after.answers[index][1])}")
 
 
 def draw_chart(rates: Sequence[float]) -> list[str]:
-    """A bar chart of the running mean, one column a step or a mean of several."""
+    """A bar chart with one column per step, or per mean of several steps."""
     columns = min(CHART_COLUMNS, len(rates))
     edges = [round(index * len(rates) / columns) for index in range(columns + 1)]
     means = [sum(rates[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""`retrain diff A B`: two runs or two conditions, metric by metric, with the first step where they part."""
+"""`retrain diff A B`: two runs or two conditions, metric by metric, with the first step where they diverge."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from retrain.analysis.runs import RunRecord
 
-# Clocks never agree; a run repeated to the bit differs in these alone.
-_CLOCKS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
+# Timings differ even between runs that are otherwise identical.
+_TIMINGS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
 _PLACES = ("logging.", "backend.adapter_path", "training.seed", "resume.")
 
-Values = Mapping[str, Mapping[int, Any]]
+Values = Mapping[str, Mapping[int, object]]
 
 
 @dataclass(frozen=True)
 class MetricDifference:
-    """One metric of both sides at the last step they share. `first_step` is None where they never part."""
+    """One metric at the last step both sides have. `first_step` is None where they never diverge."""
 
     metric: str
     first_step: int | None
@@ -39,32 +40,34 @@ class MetricDifference:
 @click.command("diff", context_settings={"max_content_width": 110})
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--tolerance", type=click.FloatRange(0), default=0.0, show_default=True, help="Differences to overlook.")
+@click.option(
+    "--tolerance", type=click.FloatRange(0), default=0.0, show_default=True, help="Ignore smaller differences."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
     """Compare A with B: two run folders, or two conditions of a campaign as CAMPAIGN/CONDITION.
 
-    Conditions are means over the seeds that both have. The JSON has these keys: a, b, seeds, config (options that
+    Conditions are averaged over the seeds that both have. The JSON has these keys: a, b, seeds, config (options that
     differ), steps (of each side, and shared), only_in, metrics (metric, first_step, a, b, largest, largest_step).
     """
     data = diff(find_side(a), find_side(b), tolerance)
     if as_json:
-        print_json(data)
+        print_json({**data, "metrics": [asdict(metric) for metric in data["metrics"]]})
     else:
         _print(data)
     return 0
 
 
 def find_side(given: str) -> list[RunRecord]:
-    """A run; or all runs of one condition: CAMPAIGN/CONDITION, or a folder that holds one condition's runs."""
-    from retrain.analysis.runs import MANIFEST, find_runs  # noqa: PLC0415  (only when it is run)
+    """The runs of a folder or of CAMPAIGN/CONDITION; all must have the same condition."""
+    from retrain.analysis.runs import MANIFEST, find_runs  # noqa: PLC0415  (slow to import)
 
     path = Path(given)
     if path.is_dir():
         runs = find_runs([path])
         names = list(dict.fromkeys(run.condition for run in runs))
         if len(names) > 1:
-            raise ConfigError(f"{given} holds several conditions.  Try: {path / names[0]}")
+            raise ConfigError(f"{given} contains several conditions.  Try: {path / names[0]}")
         return runs
     if (path.parent / MANIFEST).is_file():
         runs = find_runs([path.parent])
@@ -76,9 +79,21 @@ def find_side(given: str) -> list[RunRecord]:
     raise ConfigError(f"there is no folder {given}.")
 
 
-def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> dict[str, Any]:
-    """All that `retrain diff` knows, as the JSON shows it."""
-    from retrain.analysis.runs import config_differences  # noqa: PLC0415  (only when it is run)
+class Difference(TypedDict):
+    """What `retrain diff --json` prints."""
+
+    a: list[str]
+    b: list[str]
+    seeds: list[int]
+    config: dict[str, dict[str, object]]
+    steps: dict[str, int]
+    only_in: dict[str, list[str]]
+    metrics: list[MetricDifference]
+
+
+def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> Difference:
+    """Everything that `retrain diff` prints."""
+    from retrain.analysis.runs import config_differences  # noqa: PLC0415  (slow to import)
 
     seeds: list[int] = []
     if len(a) > 1 or len(b) > 1:
@@ -90,7 +105,7 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
     steps = [sorted({step for series in side.values() for step in series}) for side in (one, other)]
     shared = sorted(set(steps[0]) & set(steps[1]))
     if not shared:
-        raise ConfigError("the two have no step in common.")
+        raise ConfigError("the two sides have no step in common.")
     metrics = [compare_series(name, one[name], other[name], tolerance) for name in one if name in other]
     config = {
         path: {"a": _plain(before), "b": _plain(after)}
@@ -104,15 +119,15 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
         "config": config,
         "steps": {"a": len(steps[0]), "b": len(steps[1]), "shared": len(shared), "last_shared": shared[-1]},
         "only_in": {"a": sorted(one.keys() - other.keys()), "b": sorted(other.keys() - one.keys())},
-        "metrics": [asdict(m) for m in metrics if m is not None],
+        "metrics": [m for m in metrics if m is not None],
     }
 
 
 def mean_values(runs: Sequence[RunRecord]) -> Values:
-    """Series of every metric by step: of one run, or means over several at steps that all have."""
-    gathered: dict[str, dict[int, list[Any]]] = {}
+    """Every metric by step: of one run, or the mean over several runs at steps that all have."""
+    gathered: dict[str, dict[int, list[object]]] = {}
     for run in runs:
-        # What an evaluation stores twice is read from the training step, and after the last step from eval.jsonl.
+        # Evaluation metrics are in both files; metrics.jsonl takes precedence, except after the last step.
         for rows in (run.evaluations, run.metrics):
             for step, row in rows.items():
                 for key, value in row.items():
@@ -124,37 +139,37 @@ def mean_values(runs: Sequence[RunRecord]) -> Values:
         return {key: {step: found[0] for step, found in series.items()} for key, series in gathered.items()}
     return {
         key: {
-            step: sum(found) / len(found)
+            step: sum(numbers) / len(runs)
             for step, found in series.items()
-            if len(found) == len(runs) and all(isinstance(v, int | float) for v in found)
+            if len(numbers := [value for value in found if isinstance(value, int | float)]) == len(runs)
         }
         for key, series in gathered.items()
     }
 
 
 def compare_series(
-    name: str, one: Mapping[int, Any], other: Mapping[int, Any], tolerance: float
+    name: str, one: Mapping[int, object], other: Mapping[int, object], tolerance: float
 ) -> MetricDifference | None:
-    """Where two series part; None where they share no step. Texts and nulls only part or do not."""
+    """Where two series diverge; None where they share no step. Strings and nulls have no size of difference."""
     shared = sorted(one.keys() & other.keys())
     if not shared:
         return None
     gaps = {step: _gap(one[step], other[step]) for step in shared}
-    parted = [step for step in shared if gaps[step] > tolerance]
+    differing = [step for step in shared if gaps[step] > tolerance]
     numbers = [step for step in shared if gaps[step] != float("inf")]
     widest = max(numbers, key=lambda step: gaps[step]) if numbers else None
     last = shared[-1]
     return MetricDifference(
         metric=name,
-        first_step=parted[0] if parted else None,
+        first_step=differing[0] if differing else None,
         a=_number(one[last]),
         b=_number(other[last]),
-        largest=gaps[widest] if widest is not None and parted else None,
-        largest_step=widest if parted else None,
+        largest=gaps[widest] if widest is not None and differing else None,
+        largest_step=widest if differing else None,
     )
 
 
-def _gap(one: Any, other: Any) -> float:
+def _gap(one: object, other: object) -> float:
     if one == other:
         return 0.0
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -162,34 +177,34 @@ def _gap(one: Any, other: Any) -> float:
     return float("inf")
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _print(data: dict[str, Any]) -> None:
-    for side in ("a", "b"):
-        many = f" and {len(data[side]) - 1} more" if len(data[side]) > 1 else ""
-        click.echo(f"{side.upper()}: {data[side][0]}{many}, {data['steps'][side]} steps")
+def _print(data: Difference) -> None:
+    for side, runs in (("a", data["a"]), ("b", data["b"])):
+        many = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        click.echo(f"{side.upper()}: {runs[0]}{many}, {plural(data['steps'][side], 'step')}")
     if data["seeds"]:
-        click.echo(f"means over seeds {', '.join(map(str, data['seeds']))}")
+        click.echo(f"Means over seeds {', '.join(map(str, data['seeds']))}")
     print_heading("Options that differ")
     rows = [(path, show_value(pair["a"]), show_value(pair["b"])) for path, pair in data["config"].items()]
     print_table(("option", "A", "B"), rows or [("none", "", "")])
-    parted = [m for m in data["metrics"] if m["first_step"] is not None and not m["metric"].endswith(_CLOCKS)]
-    parted.sort(key=lambda m: m["first_step"])
+    differing = [m for m in data["metrics"] if m.first_step is not None and not m.metric.endswith(_TIMINGS)]
+    differing.sort(key=lambda m: m.first_step or 0)
     print_heading(
-        f"Metrics that differ, by the first step where they part; values at step {data['steps']['last_shared']}"
+        f"Metrics that differ, by the first step where they diverge; values at step {data['steps']['last_shared']}"
     )
-    table = [(m["metric"], f"step {m['first_step']}", _show(m["a"]), _show(m["b"]), _widest(m)) for m in parted]
-    columns = ("metric", "parts at", "A", "B", "largest")
+    table = [(m.metric, f"step {m.first_step}", _show(m.a), _show(m.b), _widest(m)) for m in differing]
+    columns = ("metric", "first step", "A", "B", "largest")
     table = table or [("none", "", "", "", "")]
     print_table(columns, table if sys.stdout.isatty() else [columns, *table])
-    equal = [m["metric"] for m in data["metrics"] if m["first_step"] is None]
-    click.echo(f"\nEqual throughout: {', '.join(equal) or 'none'}.")
+    equal = [m.metric for m in data["metrics"] if m.first_step is None]
+    click.echo(f"\nEqual at every step: {', '.join(equal) or 'none'}.")
     for side in ("a", "b"):
         if data["only_in"][side]:
             click.echo(f"Only in {side.upper()}: {', '.join(data['only_in'][side])}.")
@@ -199,5 +214,5 @@ def _show(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _widest(row: Mapping[str, Any]) -> str:
-    return f"{row['largest']:.3g} at step {row['largest_step']}" if row["largest"] is not None else ""
+def _widest(m: MetricDifference) -> str:
+    return f"{m.largest:.3g} at step {m.largest_step}" if m.largest is not None else ""

@@ -1,4 +1,4 @@
-"""`retrain distributed init`: configurations and scripts for runs of several processes."""
+"""`retrain distributed init`: configurations and scripts for multi-process runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from retrain.errors import ConfigError
 
 @click.group("distributed")
 def command() -> None:
-    """Runs of several processes started by accelerate, torchrun or Slurm. `retrain launch` needs none of these."""
+    """Multi-process runs under accelerate, torchrun or Slurm. `retrain launch` needs none of them."""
 
 
 @command.command("init")
 @click.argument("folder", default="distributed", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks on a machine.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="Processes per machine.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 def init(folder: Path, processes: int, force: bool) -> int:
     """Write accelerate configurations (DDP, FSDP2, ZeRO 1 and 3), a torchrun script and a Slurm script to FOLDER."""
     files = starter_files(folder, processes)
@@ -32,5 +32,5 @@ def init(folder: Path, processes: int, force: bool) -> int:
             click.echo(f"Wrote {folder / name}")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to: {error}.") from error
-    click.echo("Each says in its first lines how to use it and what config.toml must say.")
+    click.echo("The first lines of each file describe its use and the options it needs in config.toml.")
     return 0

@@ -1,7 +1,6 @@
-"""`retrain doctor`: what is installed and what a configuration needs, with the command that mends each miss.
+"""`retrain doctor`: what is installed and what a configuration needs, with the fix for each problem.
 
-Versions come from package metadata. What only trying tells is tried, in processes of their own: whether CUDA works,
-whether plug-ins can be imported and the tokenizer be loaded, whether servers answer.
+Versions come from package metadata. CUDA, plug-ins, tokenizers and servers are tried out in separate processes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import click
 
@@ -29,14 +28,14 @@ from retrain.checks.preflight import (
 )
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.packages import check_package, pip_install, requirements
-from retrain.cli.train import DEFAULT_FILE, find_config, load_environment, show_notes
+from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
 from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.modeling.files import find_model
 
-_LITTLE_SPACE = 5_000_000_000
+_LOW_DISK_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120
 _PROBE = """
 import json, torch
@@ -47,12 +46,12 @@ for index in range(torch.cuda.device_count()):
 print(json.dumps({"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "gpus": gpus}))
 """
 
-Test = Callable[[TrainConfig], bool]
+Predicate = Callable[[TrainConfig], bool]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `missing` is what the configuration needs and does not get."""
+    """One line of the report. `missing` is something that the configuration needs."""
 
     group: str
     name: str
@@ -61,8 +60,16 @@ class Check:
     fix: str = ""
 
 
-# Package -> the option that needs it, and when. Core packages come with every install, the others with an extra.
-_PACKAGES: dict[str, tuple[str, Test]] = {
+class TorchState(TypedDict):
+    """What PyTorch reports about CUDA; of each GPU its name, free and total bytes."""
+
+    cuda: str | None
+    available: bool
+    gpus: list[tuple[str, int, int]]
+
+
+# Package -> the option that needs it, and when.
+_PACKAGES: dict[str, tuple[str, Predicate]] = {
     "torch": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
     "transformers": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
     "peft": ("[model] lora_rank", lambda c: c.backend.backend == "local" and c.model.lora_rank > 0),
@@ -77,53 +84,55 @@ _PACKAGES: dict[str, tuple[str, Test]] = {
     "ray": ('[campaign] executor = "ray"', lambda c: c.campaign is not None and c.campaign.executor == "ray"),
     "deepspeed": ("[distributed] zero_stage", lambda c: c.distributed.zero_stage > 0),
 }
-# Variable -> what it is for, when a run cannot do without it, and where one gets it. Values are never shown.
-_KEYS: dict[str, tuple[str, Test, str]] = {
+# Environment variable -> what it is for, when it is required, and how to set it. Values are never shown.
+_KEYS: dict[str, tuple[str, Predicate, str]] = {
     "HF_TOKEN": ("gated models and datasets", lambda c: False, ""),
     "WANDB_API_KEY": (
         "[logging] wandb_project",
         lambda c: bool(c.logging.wandb_project) and not has_wandb_key(),
-        "wandb login, or put WANDB_API_KEY=... into .env",
+        "wandb login, or set WANDB_API_KEY=... in .env",
     ),
     "TINKER_API_KEY": (
         '[backend] backend = "tinker"',
         lambda c: c.backend.backend == "tinker" and bool(problem_with_tinker_key()),
-        "put TINKER_API_KEY=... into .env",
+        "set TINKER_API_KEY=... in .env",
     ),
     "OPENAI_API_KEY": (
         '[reward] type = "judge"',
-        lambda c: "judge" in (c.reward.type, *(t.type for t in c.reward.terms)) and not _own_judge(c),
-        "put OPENAI_API_KEY=... into .env",
+        lambda c: "judge" in (c.reward.type, *(t.type for t in c.reward.terms)) and not _has_custom_judge(c),
+        "set OPENAI_API_KEY=... in .env",
     ),
 }
 
 
 @click.command(
-    "doctor", short_help="Check this machine and say how to mend it.", context_settings={"max_content_width": 110}
+    "doctor",
+    short_help="Check this machine and show fixes.",
+    context_settings={"max_content_width": 110},
 )
 @click.argument("config", required=False, type=click.Path())
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: {ok, file, checks: [group, name, status, detail, fix]}."
 )
-def command(config: str | None, as_json: bool, **parameters: Any) -> int:
-    """Check this machine against CONFIG (./retrain.toml when it is left out), with any flags that training takes.
+def command(config: str | None, as_json: bool, **parameters: object) -> int:
+    """Check this machine for what CONFIG (default: ./retrain.toml) needs. Takes the same flags as training.
 
-    Exits 1 when something that the configuration needs is missing. Without any configuration only the installation is
-    checked.
+    Exits with 1 if something is missing. Without a configuration, only the installation is checked.
     """
-    load_environment(announce=not as_json)
+    path: Path | None = None
+    loaded: TrainConfig | None = None
     overrides = overrides_from(parameters)
-    has_file = config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists()
-    path = find_config(config, overrides) if has_file else None
-    loaded = load_config(path, overrides) if has_file or overrides else None
-    if loaded is not None:
-        show_notes(loaded)
+    if config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists():
+        path, loaded = read_config(config, parameters, as_json)
+    else:
+        load_environment(announce=not as_json)
+        loaded = load_config(None, overrides) if overrides else None
     checks = list(run_checks(loaded))
     ok = all(check.status != "missing" for check in checks)
     if as_json:
         print_json({"ok": ok, "file": str(path) if path else None, "checks": [asdict(check) for check in checks]})
     else:
-        _print(checks, str(path) if path else "the installation alone; name a configuration to check what it needs")
+        _print(checks, str(path) if path else "the installation only; pass a configuration to check what it needs")
     return 0 if ok else 1
 
 
@@ -131,14 +140,14 @@ command.params.extend(click_options())
 
 
 def run_checks(config: TrainConfig | None) -> Iterator[Check]:
-    """Every check, in the order of the report; those of a configuration only when there is one."""
+    """Every check in the order of the report; those of a configuration only when there is one."""
     with ThreadPoolExecutor(1) as pool:
-        trying = pool.submit(try_out, config) if config is not None else None
+        pending = pool.submit(try_out, config) if config is not None else None
         yield _check_python()
         yield from _check_gpus(config)
         yield from _check_packages(config)
         yield from _check_keys(config)
-        trials = trying.result() if trying is not None else []
+        trials = pending.result() if pending is not None else []
     if config is None:
         return
     yield from _check_parts(config, trials)
@@ -175,20 +184,20 @@ def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
 def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
     state = probe_torch()
     devices = config.backend.devices if config is not None and config.backend.backend == "local" else ""
-    wanted = [int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")]
-    if "error" in state:
-        yield Check("system", "torch", "missing" if wanted else "warning", str(state["error"]), pip_install("torch"))
+    requested = [int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")]
+    if isinstance(state, str):
+        yield Check("system", "torch", "missing" if requested else "warning", state, pip_install("torch"))
         return
     cuda = f"CUDA {state['cuda']}" if state["cuda"] else "built without CUDA"
-    yield Check("system", "torch CUDA", "ok", f"{cuda}, {'a GPU is' if state['available'] else 'no GPU is'} usable")
+    yield Check("system", "torch CUDA", "ok", f"{cuda}, {'a GPU' if state['available'] else 'no GPU'} available")
     for index, (name, free, total) in enumerate(state["gpus"]):
         yield Check("system", f"gpu:{index}", "ok", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
-    for index in wanted:
+    for index in requested:
         if index >= len(state["gpus"]):
-            yield Check("system", f"gpu:{index}", "missing", "[backend] devices asks for it", _mend_gpu(state))
+            yield Check("system", f"gpu:{index}", "missing", "required by [backend] devices", _fix_gpu(state))
 
 
-def _mend_gpu(state: dict[str, Any]) -> str:
+def _fix_gpu(state: TorchState) -> str:
     if state["gpus"]:
         return 'set [backend] devices = "gpu:0", or --devices gpu:0'
     if shutil.which("nvidia-smi") and not state["cuda"]:
@@ -196,17 +205,17 @@ def _mend_gpu(state: dict[str, Any]) -> str:
     return 'set [backend] devices = "cpu", or --devices cpu'
 
 
-def probe_torch() -> dict[str, Any]:
-    """What PyTorch says of CUDA, or {"error": why it says nothing}. A broken driver can only end the other process."""
+def probe_torch() -> TorchState | str:
+    """The CUDA state or an error message, from a separate process because a broken driver can crash it."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"importing torch took more than {_PROBE_SECONDS} s"}
+        return f"importing torch took more than {_PROBE_SECONDS} s"
     if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["torch could not be imported"])[-1]}
-    state: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return (done.stderr.strip().splitlines() or ["torch could not be imported"])[-1]
+    state: TorchState = json.loads(done.stdout.splitlines()[-1])
     return state
 
 
@@ -220,13 +229,13 @@ def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
             yield Check("keys", name, "unused", f"not set; for {why}")
 
 
-def _own_judge(config: TrainConfig) -> bool:
-    """Whether the judge is not OpenAI's own server: one of your own may take no key."""
+def _has_custom_judge(config: TrainConfig) -> bool:
+    """Whether the judge is another server than OpenAI's, which may need no key."""
     return bool(config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL"))
 
 
 def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
-    """Choices that nothing here honours, what does not fit the model, and how trying things out went."""
+    """Unsupported choices, completions that do not fit the model's context, and the results of trials."""
     too_long = (problem for problem in find_obstacles(config) if problem.where == "[training] max_tokens")
     for problem in (*find_absent_parts(config), *(too_long if config.kind != "squeeze" else ())):
         yield Check("parts", problem.where, "missing", problem.text, problem.hint)
@@ -243,9 +252,9 @@ def _check_model(config: TrainConfig, name: str, what: str = "model", where: str
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":
-        return Check("files", what, "missing", f"no such folder: {name}", f"set {where} to one that exists")
+        return Check("files", what, "missing", f"no such folder: {name}", f"set {where} to an existing folder")
     if config.backend.backend == "tinker":
-        return Check("files", what, "ok", f"{name} (the service has it)")
+        return Check("files", what, "ok", f"{name} (on the service)")
     if is_offline():
         fix = f"HF_HUB_OFFLINE=0 hf download {name}"
         return Check("files", what, "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
@@ -256,7 +265,7 @@ def _check_model(config: TrainConfig, name: str, what: str = "model", where: str
 
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:
-    """Files and folders that the configuration reads."""
+    """Check files and folders that the configuration reads."""
     adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
     state = str(Path(config.resume.from_) / "trainer_state.json") if config.resume.from_ else ""
     for where, path in (
@@ -268,7 +277,7 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
         if path and Path(path).expanduser().exists():
             yield Check("files", where, "ok", path)
         elif path:
-            yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to what exists")
+            yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to an existing path")
 
 
 def _check_disk(config: TrainConfig) -> Iterator[Check]:
@@ -283,7 +292,7 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
             yield Check("files", where, "missing", f"{folder} cannot be written to", f"set {where} to another folder")
             continue
         free = shutil.disk_usage(folder).free
-        status: Literal["ok", "warning"] = "ok" if free >= _LITTLE_SPACE else "warning"
+        status: Literal["ok", "warning"] = "ok" if free >= _LOW_DISK_SPACE else "warning"
         fix = "" if status == "ok" else f"free some space, or set {where} to another disk"
         yield Check("files", where, status, f"{path}: {free / 1e9:.1f} GB free", fix)
 
@@ -294,9 +303,9 @@ def _print(checks: list[Check], source: str) -> None:
         print_heading(group)
         rows = [(c.status, c.name, c.detail) for c in checks if c.group == group]
         print_table(("status", "what", "found"), rows)
-    mendable = [check for check in checks if check.fix]
-    if mendable:
-        print_heading("How to install or mend")
-        print_table(("status", "what", "do this"), [(c.status, c.name, c.fix) for c in mendable])
+    fixable = [check for check in checks if check.fix]
+    if fixable:
+        print_heading("Fixes")
+        print_table(("status", "what", "fix"), [(c.status, c.name, c.fix) for c in fixable])
     missing = sum(check.status == "missing" for check in checks)
     click.echo(f"\n{missing} missing." if missing else "\nNothing is missing.")

@@ -1,4 +1,4 @@
-"""`retrain grpo RUN.yaml key=value …` trains from YAML groups; `retrain grpo init` writes some to start from."""
+"""`retrain grpo RUN.yaml key=value …` trains from Hydra YAML files; `retrain grpo init` writes a starter set."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STARTER = Path(__file__).parents[1] / "grpo" / "starter"
 @click.argument("config")
 @click.argument("settings", nargs=-1)
 def command(config: str, settings: tuple[str, ...]) -> int:
-    """Train from CONFIG, a YAML file of the folder run/ beside model/, data/ and trainer/, composed by Hydra.
+    """Train from CONFIG, a YAML file in run/ next to model/, data/ and trainer/, composed by Hydra.
 
     \b
       retrain grpo init                                    write a starter tree into ./configs
       retrain grpo configs/run/tiny.yaml                   run it
       retrain grpo configs/run/tiny.yaml learning_rate=1e-3 model=qwen3_4b
 
-    Each setting is an argument of retrain.grpo.GRPOConfig, or one of the model or the data.
+    A setting is a parameter of retrain.grpo.GRPOConfig, of the model or of the data.
     """
     if config == "init":
         return write_starter(settings)
@@ -37,13 +37,13 @@ def command(config: str, settings: tuple[str, ...]) -> int:
 
 
 def write_starter(words: tuple[str, ...]) -> int:
-    """Write the starter tree, unless something is there already."""
+    """Write the starter tree, unless the folder exists."""
     if len(words) > 1:
         raise ConfigError(f"retrain grpo init takes one folder, got {len(words)}.")
     folder = Path(words[0] if words else "configs")
     if folder.exists():
         raise ConfigError(f"{folder} exists already.  Try: retrain grpo init another_folder")
     shutil.copytree(STARTER, folder)
-    click.echo(f"Wrote {folder}. What to try next:")
+    click.echo(f"Wrote {folder}. Next:")
     click.echo(f"  retrain grpo {folder}/run/tiny.yaml")
     return 0

@@ -14,12 +14,12 @@ from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigError
 
 
-# Unknown options are let through, because a flag can be the topic.
+# Unknown options are accepted, because a flag can be the topic.
 @click.command("help", short_help="Print the full reference.", context_settings={"ignore_unknown_options": True})
 @click.argument("topic", required=False)
 @click.pass_context
 def command(context: click.Context, topic: str | None) -> None:
-    """Print the full reference; or only TOPIC: a command, a table such as training, or an option such as lr."""
+    """Print the full reference, or only TOPIC: a command, a table such as training, or an option such as lr."""
     summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
     text = help_text(summaries) if topic is None else _explain_topic(context, topic)
     if can_ask():

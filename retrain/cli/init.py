@@ -1,4 +1,4 @@
-"""`retrain init`: write a starter configuration from a template, or from a few questions."""
+"""`retrain init`: write a starter configuration from a template or interactively."""
 
 from __future__ import annotations
 
@@ -14,43 +14,38 @@ from retrain.config.reference import SCHEMA_FILE, TEMPLATES, starter, write_with
 from retrain.config.toml import parse_toml
 from retrain.errors import ConfigError
 
-# What --interactive asks after the template: the options that nearly everybody changes first. With the template: five.
+# What --interactive asks after the template.
+_COMMON_QUESTIONS = (
+    ("model.model", "Model (Hugging Face id, folder, or builtin:tiny)"),
+    ("backend.devices", "Devices (auto, gpu:0, cpu, ...)"),
+    ("data.source", "Data (math, gsm8k, arithmetic, or a dotted path)"),
+)
 _QUESTIONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "train": (
-        ("model.model", "Model (Hugging Face id, folder, or builtin:tiny)"),
-        ("backend.devices", "Devices (auto, gpu:0, cpu, ...)"),
-        ("data.source", "Problems (math, gsm8k, arithmetic, or a dotted path)"),
-        ("training.max_steps", "Training steps"),
-    ),
-    "campaign": (
-        ("model.model", "Model (Hugging Face id, folder, or builtin:tiny)"),
-        ("backend.devices", "Devices (auto, gpu:0, cpu, ...)"),
-        ("data.source", "Problems (math, gsm8k, arithmetic, or a dotted path)"),
-        ("campaign.max_steps", "Training steps of each run"),
-    ),
+    "train": (*_COMMON_QUESTIONS, ("training.max_steps", "Training steps")),
+    "campaign": (*_COMMON_QUESTIONS, ("campaign.max_steps", "Training steps per run")),
     "squeeze": (
         ("squeeze.adapter_path", "Adapter folder"),
         ("squeeze.min_variance_retention", "Share of variance to keep"),
-        ("squeeze.output_path", "Folder for the compressed adapter (empty only analyses)"),
+        ("squeeze.output_path", "Folder for the compressed adapter (empty: analyse only)"),
     ),
 }
 
 
 @click.command("init", short_help="Write a starter configuration.")
 @click.argument("output", required=False, default="retrain.toml", type=click.Path(path_type=Path))
-@click.option("--template", type=click.Choice(list(TEMPLATES)), help="What to start from (default: quickstart).")
+@click.option("--template", type=click.Choice(list(TEMPLATES)), help="Template (default: quickstart).")
 @click.option("--list", "list_templates", is_flag=True, help="List the templates.")
-@click.option("--interactive", is_flag=True, help="Ask a few questions, show the file, then write it.")
-@click.option("--force", is_flag=True, help="Replace an existing file without asking.")
+@click.option("--interactive", is_flag=True, help="Ask for the main options, show the file, then write it.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file without asking.")
 def command(output: Path, template: str | None, list_templates: bool, interactive: bool, force: bool) -> None:
-    """Write a starter configuration to OUTPUT (./retrain.toml when it is left out)."""
+    """Write a starter configuration to OUTPUT (default: ./retrain.toml)."""
     if list_templates:
         print_table(("template", "what it is for"), [(name, one.summary) for name, one in TEMPLATES.items()])
         return
     if interactive:
         text = _ask_for_configuration(template)
         click.echo(f"\n{text}")
-        replaces = " That replaces the file which is there." if output.exists() else ""
+        replaces = " This replaces the existing file." if output.exists() else ""
         if not click.confirm(f"Write this to {output}?{replaces}", default=not replaces):
             click.echo("Nothing was written.")
             return
@@ -61,11 +56,11 @@ def command(output: Path, template: str | None, list_templates: bool, interactiv
         write_with_schema(output, text)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error
-    _say_what_is_next(output)
+    _print_next_steps(output)
 
 
 def _ask_for_configuration(template: str | None) -> str:
-    """The text that the answers give; an answer that would not load is asked for again."""
+    """Ask for the main options and return the file's text; an invalid answer is asked for again."""
     chosen: str = template or click.prompt("Start from", type=click.Choice(list(TEMPLATES)), default="quickstart")
     changes: dict[str, Any] = {}
     kind = chosen if chosen in _QUESTIONS else "train"
@@ -86,14 +81,14 @@ def _ask(template: str, option: Option, question: str, changes: dict[str, Any]) 
             return answer
 
 
-def _say_what_is_next(path: Path) -> None:
+def _print_next_steps(path: Path) -> None:
     name = "" if str(path) == "retrain.toml" else f" {path}"
     click.echo(f"Wrote {path} and, for editors, {path.parent / SCHEMA_FILE}. Next:")
     print_table(
         ("command", "what it does"),
         [
-            (f"  retrain explain{name}", "what it will do"),
-            (f"  retrain doctor{name}", "whether this machine has what it needs"),
+            (f"  retrain explain{name}", "show what it will do"),
+            (f"  retrain doctor{name}", "check this machine for what it needs"),
             (f"  retrain{name}", "run it"),
         ],
     )

@@ -1,4 +1,4 @@
-"""`retrain launch --processes N config.toml [--flags]`: one run in several processes of this machine."""
+"""`retrain launch --processes N config.toml [--flags]`: one run in several processes on this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from retrain.runtime.ranks import refuse_on_ranks
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
-@click.option("--processes", type=click.IntRange(min=2), required=True, help="Ranks to start; on GPUs, one each.")
+@click.option("--processes", type=click.IntRange(min=2), required=True, help="Number of ranks; one per GPU.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG] [FLAGS]...")
 def command(processes: int, arguments: tuple[str, ...]) -> int:
     """Train from CONFIG with several processes on this machine.
 
-    CONFIG and FLAGS are those of a plain `retrain CONFIG`. Rank 0's output is shown; that of the others is in
-    `ranks/` of the log folder. On several machines, use torchrun or Slurm: `retrain distributed init`.
+    CONFIG and FLAGS are the same as for `retrain CONFIG`. The output of rank 0 is printed; that of other ranks goes to
+    `ranks/` in the log folder. For several machines, use torchrun or Slurm: see `retrain distributed init`.
     """
     parameters = train.command.make_context("retrain", list(arguments)).params
     parameters.pop("force_resume")

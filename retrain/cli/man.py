@@ -1,4 +1,4 @@
-"""`retrain man`: read the manual, whole or by topic, or bring its generated parts up to date."""
+"""`retrain man`: show the manual or one topic, or update its generated parts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PIPE_WIDTH = 80
 
 
 @click.command("man", short_help="Read the manual.")
-@click.option("--topic", metavar="TOPIC", help="Show one section only, e.g. quickstart.")
+@click.option("--topic", metavar="TOPIC", help="Show only one section, e.g. quickstart.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "html", "roff"]),
     default="text",
     show_default=True,
-    help="How to print it.",
+    help="Output format.",
 )
 @click.option("--list-topics", is_flag=True, help="List the sections.")
-@click.option("--path", is_flag=True, help="Print where the manual's source file is.")
+@click.option("--path", is_flag=True, help="Print the path of the manual's source file.")
 @click.option("--sync", is_flag=True, help="Rewrite the generated parts of the source file.")
-@click.option("--check", is_flag=True, help="Exit 1 when the generated parts are stale.")
+@click.option("--check", is_flag=True, help="Exit with 1 if the generated parts are stale.")
 def command(topic: str | None, form: str, list_topics: bool, path: bool, sync: bool, check: bool) -> int:
     """Read the manual."""
     if sum([list_topics, path, sync, check]) > 1:
-        raise ConfigError("--list-topics, --path, --sync and --check exclude each other.  Try: give one of them.")
+        raise ConfigError("--list-topics, --path, --sync and --check are mutually exclusive.")
     if path:
         click.echo(SOURCE)
     elif list_topics:
@@ -63,12 +63,12 @@ def _show(topic: str | None, form: str) -> None:
 
 
 def _text_width() -> int:
-    """As wide as the terminal up to a readable measure; always the same in a pipe."""
+    """The terminal's width up to a readable limit; fixed in a pipe."""
     return min(shutil.get_terminal_size().columns, _WIDEST_TEXT) if sys.stdout.isatty() else _PIPE_WIDTH
 
 
 def _print_text(text: str) -> None:
-    """Through a pager when it is longer than the terminal is high."""
+    """Use a pager when the text is longer than the terminal is high."""
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
         click.echo_via_pager(text)
     else:
@@ -76,13 +76,13 @@ def _print_text(text: str) -> None:
 
 
 def _sync(write: bool) -> int:
-    """Compare the source with its generated parts made anew, and rewrite it if asked to."""
+    """Compare the source with freshly generated parts, and rewrite it if asked to."""
     from retrain.cli.sync import fill_manual  # noqa: PLC0415  (imports the schema)
 
     present = SOURCE.read_text(encoding="utf-8")
     wanted = fill_manual(present)
     if present == wanted:
-        click.echo("The manual is current.")
+        click.echo("The manual is up to date.")
         return 0
     if not write:
         click.echo("The manual is stale.  Try: retrain man --sync", err=True)

@@ -1,4 +1,4 @@
-"""Installed packages and what retrain asks of them, read from metadata: nothing is imported."""
+"""Installed packages and the versions retrain requires, read from metadata: nothing is imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 
 @dataclass(frozen=True)
 class Requirement:
-    """One dependency as the package declares it; `extra` is empty for those that every install brings."""
+    """One declared dependency; `extra` is empty for core dependencies."""
 
     text: str
     extra: str
 
 
 def requirements() -> dict[str, Requirement]:
-    """Every declared dependency, by name; the core one wins where an extra repeats it."""
+    """Every declared dependency by name; core ones take precedence over extras."""
     try:
         declared = requires("retrain") or []
     except PackageNotFoundError:
@@ -38,13 +38,13 @@ def requirements() -> dict[str, Requirement]:
 
 
 def check_package(name: str, requirement: str) -> tuple[str, str]:
-    """The installed version, and what is wrong with it, or ""."""
+    """The installed version, and what is wrong with it or ""."""
     try:
         found = version(name)
     except PackageNotFoundError:
         return "", "not installed"
     wanted = requirement[len(name) :].strip()
-    return found, "" if _satisfies(found, wanted) else f"{found} is installed, {wanted} is wanted"
+    return found, "" if _satisfies(found, wanted) else f"{found} is installed, {wanted} is required"
 
 
 def _satisfies(found: str, wanted: str) -> bool:
@@ -59,7 +59,7 @@ def _satisfies(found: str, wanted: str) -> bool:
 
 
 def pip_install(requirement: str) -> str:
-    """The command that installs it into the Python that runs now."""
+    """The command that installs it into the current Python."""
     on_path = shutil.which("python")
     python = "python" if on_path == sys.executable else sys.executable
     return f"{shlex.quote(python)} -m pip install {shlex.quote(requirement)}"

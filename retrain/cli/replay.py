@@ -1,4 +1,4 @@
-"""`retrain replay DIR --flags`: recompute credit on recorded rollouts under another method."""
+"""`retrain replay DIR --flags`: recompute advantages of recorded rollouts with another method."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import click
 from retrain.config import load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from retrain.analysis.replay import Difference
 
-# What credit assignment is made of; any other option cannot change a recording.
+# Sections that affect credit assignment; other options cannot change a recording.
 SECTIONS = ("algorithm", "gtpo", "hicra", "sepa", "planning", "plugins")
 
 
 @click.command("replay", context_settings={"max_content_width": 110})
 @click.argument("log_dir", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a step.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step.")
 def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
-    """Compare the recorded run in LOG_DIR with another method, given by flags, on the same rollouts.
+    """Compare the advantages of the recorded run in LOG_DIR with those of another method, given by flags.
 
-    For example: retrain replay logs/train --transform-mode gtpo_hicra --hicra-alpha 0.3
+    Example: retrain replay logs/train --transform-mode gtpo_hicra --hicra-alpha 0.3
     """
     overrides = overrides_from(parameters)
     for path in overrides:
         if not path.startswith(tuple(f"{section}." for section in SECTIONS)) and path != "logging.strategic_grams":
-            raise ConfigError(f"{path} cannot be replayed: only credit assignment is computed again.")
+            raise ConfigError(f"{path} cannot be replayed: only credit assignment is recomputed.")
     config_file = Path(log_dir) / "config.toml"
     if not config_file.is_file():
-        raise ConfigError(f"{log_dir} is not a run's folder: it has no config.toml.")
+        raise ConfigError(f"{log_dir} is not a run folder: it has no config.toml.")
     recorded, wanted = load_config(config_file), load_config(config_file, overrides)
     from retrain.analysis.replay import replay  # noqa: PLC0415  (loads the tokenizer's libraries)
 
@@ -43,7 +44,7 @@ def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
         for difference in differences:
             click.echo(json.dumps(asdict(difference)))
         return 0
-    click.echo(f"{recorded.condition} -> {wanted.condition}, {len(differences)} recorded steps")
+    click.echo(f"{recorded.condition} -> {wanted.condition}, {plural(len(differences), 'recorded step')}")
     click.echo(f"{'step':>6}{'tokens':>9}{'mean |A|':>19}{'mean |dA|':>11}{'sign flips':>12}{'on planning':>19}")
     for difference in [*differences, *([total(differences)] if len(differences) > 1 else [])]:
         click.echo(format_row(difference))
@@ -51,7 +52,7 @@ def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
 
 
 def format_row(d: Difference) -> str:
-    """One step, or all of them, as a line of the table."""
+    """One row of the table: a step, or all steps."""
     name = "all" if d.step < 0 else str(d.step)
     means = f"{d.mean_before:.4f} -> {d.mean_after:.4f}"
     shares = f"{100 * d.planning_before:.1f}% -> {100 * d.planning_after:.1f}%"
@@ -59,7 +60,7 @@ def format_row(d: Difference) -> str:
 
 
 def total(differences: list[Difference]) -> Difference:
-    """All steps as one, each weighed by its tokens; step -1 marks it."""
+    """All steps as one, weighted by tokens; its step is -1."""
     tokens = sum(d.tokens for d in differences)
     means = {
         name: sum(asdict(d)[name] * d.tokens for d in differences) / max(1, tokens)

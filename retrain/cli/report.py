@@ -1,4 +1,4 @@
-"""`retrain report DIR…`: one self-contained HTML page over runs and campaigns."""
+"""`retrain report DIR…`: a self-contained HTML report on runs and campaigns."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from pathlib import Path
 
 import click
 
+from retrain.runtime.text import plural
 from retrain.storage.checkpoint import explain_write_error
 
 
 @click.command("report", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="File to write; the first DIR's report.html by default."
-)
-@click.option("--png", type=click.Path(path_type=Path), help="Also write every curve as a PNG into this folder.")
+@click.option("--output", type=click.Path(path_type=Path), help="Output file; by default report.html in the first DIR.")
+@click.option("--png", type=click.Path(path_type=Path), help="Also write every curve as PNG to this folder.")
 def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) -> int:
-    """Write one HTML page with curves, statistics and completions of the runs in DIR; it needs no network."""
-    from retrain.report import build_page, collect  # noqa: PLC0415  (reads configurations and statistics)
+    """Write an HTML page with curves, statistics and completions of the runs in DIR. It works offline."""
+    from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
 
     data = collect(folders)
     target = output or folders[0] / "report.html"
@@ -26,7 +25,7 @@ def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) ->
         target.write_text(build_page(data), encoding="utf-8", errors="replace")
     except OSError as error:
         raise explain_write_error(error, target.parent) from error
-    click.echo(f"Wrote {target} ({target.stat().st_size / 2**20:.1f} MiB, {len(data['runs'])} runs)")
+    click.echo(f"Wrote {target} ({target.stat().st_size / 2**20:.1f} MiB, {plural(len(data['runs']), 'run')})")
     if png is not None:
         from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
 

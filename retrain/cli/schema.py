@@ -1,4 +1,4 @@
-"""`retrain schema`: the JSON schema that editors complete and check a configuration with."""
+"""`retrain schema`: the JSON schema for completion and validation in editors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import click
 from retrain.config.reference import schema_text
 
 
-@click.command("schema", short_help="Print the JSON schema of a configuration.")
+@click.command("schema", short_help="Print the JSON schema of the configuration.")
 def command() -> None:
-    """Print the JSON schema of a configuration.
+    """Print the JSON schema of the configuration.
 
-    Editors that know TOML schemas (taplo, Even Better TOML) find it through the first line of a file that
-    `retrain init` wrote. To refresh it after an update: retrain schema > retrain.schema.json
+    Editors with TOML schema support (taplo, Even Better TOML) find it through the first line of files written by
+    `retrain init`. To refresh it after an update: retrain schema > retrain.schema.json
     """
     click.echo(schema_text(), nl=False)

@@ -1,4 +1,4 @@
-"""`retrain status`: the runs and campaigns in a folder, which of them live, and how far they are."""
+"""`retrain status`: the runs and campaigns in a folder, with status and progress."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from retrain.campaign.progress import RunProgress, is_held, read_progress, secon
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
+from retrain.runtime.text import plural
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run alone, or a campaign with its runs."""
+    """A single run, or a campaign with its runs."""
 
     path: str
     kind: str
@@ -31,11 +32,11 @@ class Entry:
     runs: dict[str, RunProgress]
     problem: str = ""
     in_turn: bool = False
-    """Whether its runs share a model, so that only one of them steps at a time."""
+    """Whether its runs share a model, so that only one of them trains at a time."""
 
     @property
     def eta_seconds(self) -> float | None:
-        """Until all its runs are done, if as many go on at once as now."""
+        """Seconds until all runs are done, at the current number of parallel runs."""
         if not self.live:
             return None
         running = sum(run.status == "running" for run in self.runs.values())
@@ -46,11 +47,11 @@ class Entry:
 @click.argument("logs", default="logs", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(logs: str, as_json: bool) -> int:
-    """List the runs and campaigns in LOGS (./logs when it is left out).
+    """List the runs and campaigns in LOGS (default: ./logs).
 
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
-    turns, eta_seconds). A run is dead when nobody holds its folder's lock although it had not ended.
+    turns, eta_seconds). An unfinished run is dead when no process holds the lock of its folder.
     """
     entries = find_entries(Path(logs).expanduser())
     if as_json:
@@ -64,9 +65,9 @@ def command(logs: str, as_json: bool) -> int:
 
 
 def find_entries(logs: Path) -> list[Entry]:
-    """Everything below a folder that is a run or a campaign, oldest first."""
+    """All runs and campaigns below a folder, oldest first."""
     if not logs.is_dir():
-        raise ConfigError(f"there is no folder {logs}.  Try: name the one that [logging] log_dir is in")
+        raise ConfigError(f"there is no folder {logs}.  Try: the parent folder of [logging] log_dir")
     return sorted(_search(logs, SEARCH_DEPTH), key=lambda entry: _changed(Path(entry.path)))
 
 
@@ -84,7 +85,7 @@ def _search(folder: Path, depth: int) -> Iterator[Entry]:
 
 
 def read_campaign(folder: Path) -> Entry:
-    """A campaign as its manifest and the folders of its runs tell it."""
+    """Read a campaign from its manifest and the folders of its runs."""
     live = is_held(folder)
     try:
         table = read_table(folder)
@@ -100,7 +101,7 @@ def read_campaign(folder: Path) -> Entry:
 def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:
     progress = read_progress(folder / record["folder"])
     status = record["status"]
-    # The manifest knows of failures and of runs on other machines; the lock knows who lives.
+    # The manifest covers failures and runs on other machines; the lock shows whether a local run is alive.
     if status == "running" and progress.status != "running" and not is_held(folder):
         status = progress.status
     return replace(
@@ -121,13 +122,13 @@ def _elapsed(record: dict[str, Any], status: str) -> float:
 
 
 def describe(entry: Entry) -> dict[str, Any]:
-    """An entry as the JSON shows it."""
+    """An entry as JSON."""
     runs = {name: asdict(run) | {"eta_seconds": run.eta_seconds} for name, run in entry.runs.items()}
     return asdict(entry) | {"runs": runs, "eta_seconds": entry.eta_seconds}
 
 
 def print_entry(entry: Entry) -> None:
-    """A heading and a table."""
+    """Print a heading and a table."""
     click.echo(heading(entry))
     if entry.problem:
         click.echo(f"  {entry.problem}")
@@ -137,9 +138,9 @@ def print_entry(entry: Entry) -> None:
 
 
 def heading(entry: Entry) -> str:
-    """What it is, where, and how it stands, in a line."""
+    """Path, kind, status and progress in one line."""
     done = sum(run.status in ("finished", "skipped") for run in entry.runs.values())
-    counts = f", {done} of {len(entry.runs)} runs done" if entry.kind == "campaign" else ""
+    counts = f", {done} of {plural(len(entry.runs), 'run')} done" if entry.kind == "campaign" else ""
     left = f", {format_seconds(entry.eta_seconds)} left" if entry.eta_seconds is not None else ""
     return f"{entry.path}: {entry.kind}, {entry.status}{counts}{left}"
 

@@ -1,6 +1,6 @@
-"""The generated files of this repository: the default TOML, the JSON schema, tables of the docs, parts of the manual.
+"""Generated files: the default TOML, the JSON schema, tables in the docs, parts of the manual.
 
-`python -m retrain.cli.sync` rewrites those that are stale; with `--check` it only names them.
+`python -m retrain.cli.sync` rewrites stale files; with `--check` it only lists them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from retrain.errors import ConfigError
 from retrain.manual import SOURCE
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-# A longer default is a table or a list of tables, which a term has no room for.
+# Longer defaults are tables or lists of tables and are left out.
 _LONGEST_DEFAULT = 60
 
 
 def fill_manual(text: str) -> str:
-    """The manual's source with every generated block written anew."""
+    """The manual's source with every generated block replaced."""
     return _fill(text, {"commands": commands_block, "options": options_block})
 
 
@@ -34,7 +34,7 @@ def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
 
 
 def commands_block() -> str:
-    """One heading for each command, one definition for each flag of its own."""
+    """One heading per command, one definition per flag of the command itself."""
     return "\n".join(line for name in COMMANDS for line in _describe_command(name))
 
 
@@ -45,23 +45,23 @@ def _describe_command(name: str) -> Iterator[str]:
         arguments = [one.make_metavar(context) for one in command.params if isinstance(one, click.Argument)]
     yield f"### retrain {' '.join([name, *arguments])}\n\n{COMMANDS[name][1]}\n"
     flags = [one for one in command.params if isinstance(one, click.Option)]
-    own = [flag for flag in flags if not _SCHEMA_FLAGS.intersection(flag.opts)]
-    for flag in own:
+    specific = [flag for flag in flags if not _SCHEMA_FLAGS.intersection(flag.opts)]
+    for flag in specific:
         assert flag.help, f"retrain {name} {flag.opts[0]} has no help"
         yield f"`{'/'.join([*flag.opts, *flag.secondary_opts])}`{_describe_choices(flag)}\n: {flag.help}\n"
-    if len(own) < len(flags):
-        yield "It also takes the flags of a training run, listed under Options.\n"
+    if len(specific) < len(flags):
+        yield "It also takes the flags of training, listed under Options.\n"
 
 
 def _describe_choices(flag: click.Option) -> str:
-    """The choices, unless a metavar stands for them because they are too many for a line."""
+    """The choices, unless a metavar replaces them."""
     if not isinstance(flag.type, click.Choice) or flag.metavar:
         return ""
     return f" {'|'.join(map(str, flag.type.choices))}"
 
 
 def options_block() -> str:
-    """One heading for each table of the TOML, one definition for each option."""
+    """One heading per TOML table, one definition per option."""
     lines = []
     section = ""
     for option in all_options():
@@ -85,14 +85,14 @@ _SCHEMA_FLAGS = {option.flag for option in all_options()}
 
 
 def _parameters_table() -> str:
-    from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers, which only this page needs)
+    from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers)
     from retrain.grpo.parameters import docs_table  # noqa: PLC0415
 
     return docs_table(GRPOConfig)
 
 
 def generated_files(root: Path) -> dict[Path, str]:
-    """Every generated file of the repository at `root`, with the text it should hold."""
+    """Every generated file of the repository at `root` with its expected text."""
     files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
     for name, generators in (
         ("configuration.md", {"options": docs_tables}),
@@ -108,7 +108,7 @@ def generated_files(root: Path) -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrite what is stale and name it; with `--check` only name it, and return 1 when there is any."""
+    """Rewrite and list stale files; with `--check` only list them, and return 1 if there are any."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():
         raise ConfigError(f"{root} is not a checkout of retrain; there is nothing to regenerate.")

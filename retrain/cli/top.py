@@ -1,4 +1,4 @@
-"""`retrain top`: the same as `retrain status`, redrawn until Ctrl-C."""
+"""`retrain top`: `retrain status`, refreshed until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from retrain.cli.status import Entry, find_entries, heading, print_entry
 @click.command("top")
 @click.argument("logs", default="logs", type=click.Path())
 @click.option(
-    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between looks."
+    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Refresh interval in seconds."
 )
-@click.option("--all", "show_all", is_flag=True, help="Show runs that ended, too.")
+@click.option("--all", "show_all", is_flag=True, help="Include runs that have ended.")
 def command(logs: str, every: float, show_all: bool) -> int:
-    """Watch the runs and campaigns in LOGS (./logs when it is left out) that are live.
+    """Watch the running runs and campaigns in LOGS (default: ./logs).
 
-    Where the output is no terminal, they are listed once.
+    If the output is not a terminal, they are listed once.
     """
     folder = Path(logs).expanduser()
     if not sys.stdout.isatty():
         for entry in choose(find_entries(folder), show_all):
             print_entry(entry)
         return 0
-    from rich.live import Live  # noqa: PLC0415  (only a terminal wants it)
+    from rich.live import Live  # noqa: PLC0415  (only needed on a terminal)
 
     with Live(draw(choose(find_entries(folder), show_all)), screen=True, auto_refresh=False) as live:
         try:
@@ -42,17 +42,17 @@ def command(logs: str, every: float, show_all: bool) -> int:
 
 
 def choose(entries: Sequence[Entry], show_all: bool) -> list[Entry]:
-    """What is live, newest first, or everything."""
+    """Running entries, or all of them, newest first."""
     return [entry for entry in reversed(entries) if entry.live or show_all]
 
 
 def draw(entries: Sequence[Entry]) -> Any:
-    """The entries one below the other, each with the runs that matter now."""
-    from rich.console import Group  # noqa: PLC0415  (only a terminal wants it)
+    """All entries, each with the runs that have started."""
+    from rich.console import Group  # noqa: PLC0415  (only needed on a terminal)
     from rich.text import Text  # noqa: PLC0415
 
     if not entries:
-        return Text("Nothing is running. Ctrl-C ends this; --all shows runs that ended.")
+        return Text("Nothing is running. Press Ctrl-C to quit; --all includes runs that have ended.")
     parts: list[Any] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]

@@ -1,4 +1,4 @@
-"""`retrain [config.toml] [--flags]`: load, check, and run what the file describes."""
+"""`retrain [config.toml] [--flags]`: load and check a configuration, and run it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
+from retrain.runtime.text import plural
 from retrain.storage.publishing import RECORD
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ DEFAULT_FILE = "retrain.toml"
 
 
 class _Context(click.Context):
-    """Shows the usage as it was typed: training has no word of its own."""
+    """Shows the usage as typed: training has no command name."""
 
     @property
     def command_path(self) -> str:
@@ -40,17 +41,12 @@ class _Train(click.Command):
 
 @click.command("retrain", cls=_Train, short_help="Train.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
-@click.option("--force-resume", is_flag=True, help="Resume although the configuration differs from the run's.")
-@click.option("--strict", is_flag=True, help="Refuse options that are set and not used, which otherwise get a note.")
-def command(config: str | None, force_resume: bool, strict: bool, **parameters: Any) -> int:
-    """Train from CONFIG (./retrain.toml when it is left out)."""
-    load_environment()
-    overrides = overrides_from(parameters)
-    path = find_config(config, overrides)
-    loaded = load_config(path, overrides, strict)
+@click.option("--force-resume", is_flag=True, help="Resume even if the configuration differs from that of the run.")
+@click.option("--strict", is_flag=True, help="Treat options that are set but not used as errors instead of notes.")
+def command(config: str | None, force_resume: bool, strict: bool, **parameters: object) -> int:
+    """Train from CONFIG (default: ./retrain.toml)."""
     place = find_place()
-    if place is None or place.leads:
-        show_notes(loaded)
+    path, loaded = read_config(config, parameters, strict=strict, show=place is None or place.leads)
     if loaded.kind == "campaign":
         if place is not None:
             refuse_on_ranks(loaded)
@@ -63,14 +59,27 @@ def command(config: str | None, force_resume: bool, strict: bool, **parameters: 
 command.params.extend(click_options())
 
 
+def read_config(
+    given: str | None, parameters: dict[str, object], as_json: bool = False, strict: bool = False, show: bool = True
+) -> tuple[Path, TrainConfig]:
+    """The configuration that a command line names, with its flags applied, and the file it comes from."""
+    load_environment(announce=not as_json)
+    overrides = overrides_from(parameters)
+    path = find_config(given, overrides)
+    config = load_config(path, overrides, strict)
+    if show:
+        show_notes(config)
+    return path, config
+
+
 def show_notes(config: TrainConfig) -> None:
-    """One line for each option that is set and not used."""
+    """Print a line for each option that is set but not used."""
     for note in find_notes(config):
-        _say(f"note: {note}", err=True)
+        _echo(f"note: {note}", err=True)
 
 
 def load_environment(announce: bool = True) -> None:
-    """Read ./.env into the environment, under what is already there; say so unless a program reads our output."""
+    """Load ./.env into the environment; variables that are already set take precedence."""
     if not Path(".env").is_file():
         return
     from dotenv import load_dotenv  # noqa: PLC0415  (only when there is something to read)
@@ -80,13 +89,13 @@ def load_environment(announce: bool = True) -> None:
     except (UnicodeDecodeError, ValueError, OSError) as error:
         raise ConfigError(f"./.env cannot be read: {error}.  Try: lines of KEY=value in UTF-8") from error
     if found and announce:
-        _say("Loaded .env")
+        _echo("Loaded .env")
 
 
 def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
-    """The file the user named, the run's own when resuming, else ./retrain.toml."""
+    """The given file, that of the run when resuming, else ./retrain.toml."""
     if overrides.get("resume.from") == "":
-        raise ConfigError("--resume was given no folder.  Try: --resume logs/train")
+        raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     if given is not None:
         path = Path(given)
         if not os.path.exists(path) and suggest_command(given):
@@ -110,7 +119,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 
 
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
-    """Run what the file describes."""
+    """Run a configuration: training or a LoRA rank analysis."""
     refuse_absent_parts(config)
     place = find_place()
     if place is not None:
@@ -122,18 +131,18 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
             raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")
         from retrain.squeeze import squeeze  # noqa: PLC0415  (loads PyTorch)
 
-        squeeze(config.squeeze, _say, config.model.lora_rank, config.model.base_url)
+        squeeze(config.squeeze, _echo, config.model.lora_rank, config.model.base_url)
         return 0
-    # Before PyTorch is imported, which takes seconds; a run from Python checks it too.
-    check_before_loading(config, _say)
+    # Before PyTorch is imported, which takes seconds; runs from Python check it too.
+    check_before_loading(config, _echo)
     try:
         result = _train(config, force_resume, place)
     except KeyboardInterrupt:
-        _say(f"Interrupted. {how_to_go_on(config)}".rstrip(), err=True)
+        _echo(f"Interrupted. {resume_hint(config)}".rstrip(), err=True)
         return 130
     except Exception as error:
-        # Below the message. Wrong input would be refused again; anything else may have been a bad day.
-        hint = how_to_go_on(config)
+        # Invalid input would be rejected again; other failures may be transient.
+        hint = resume_hint(config)
         if hint and not isinstance(error, RetrainError):
             error.add_note(hint)
         elif isinstance(error, RetrainError) and error.exit_code == RetrainError.exit_code:
@@ -146,12 +155,12 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         adapter = Path(result.log_dir) / "checkpoints" / f"step_{result.steps:06d}" / "adapter"
     where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter.is_dir() else ""
     where = f", weights in {result.weights}" if result.weights else where
-    _say(f"Done: {result.steps} steps{held_out}, logs in {result.log_dir}{where}.")
+    _echo(f"Done: {plural(result.steps, 'step')}{held_out}, logs in {result.log_dir}{where}.")
     return 0
 
 
 def _train(config: TrainConfig, force_resume: bool, place: Place | None) -> TrainResult:
-    # Imported here: a wrong file must fail before PyTorch loads, and a run on a service has none.
+    # Imported here: an invalid file must fail before PyTorch loads, and a run on a service needs no PyTorch.
     if place is None:
         from retrain.trainer import train  # noqa: PLC0415
 
@@ -161,20 +170,20 @@ def _train(config: TrainConfig, force_resume: bool, place: Place | None) -> Trai
     return train_on_ranks(config, place, force_resume)
 
 
-def how_to_go_on(config: TrainConfig) -> str:
-    """The command that resumes the run, or "" when nothing was saved yet."""
+def resume_hint(config: TrainConfig) -> str:
+    """The command that resumes the run, or "" when nothing was saved."""
     log_dir = Path(config.logging.log_dir).expanduser()
     saved = (log_dir / "trainer_state.json").exists()
     place = find_place()
     command = f"retrain launch --processes {place.world}" if place is not None else "retrain"
-    return f"To go on: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""
+    return f"To resume: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""
 
 
-def _say(line: str, err: bool = False) -> None:
-    """Print a line, if anybody is listening still; a run does not fail for want of a listener."""
+def _echo(line: str, err: bool = False) -> None:
+    """Print a line; a closed output does not fail the run."""
     try:
         click.echo(line, err=err)
     except OSError:
-        # Or what is still buffered would fail the program once more as it exits.
+        # Otherwise flushing the buffer at exit would fail again.
         stream = sys.stderr if err else sys.stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

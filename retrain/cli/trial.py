@@ -1,6 +1,6 @@
-"""What `retrain doctor` tries out: plug-ins are imported, the tokenizer is loaded, servers are asked.
+"""What `retrain doctor` tries out: importing plug-ins, loading the tokenizer, contacting servers.
 
-It runs in a process of its own, so that whatever a module does as it is imported, the report comes.
+Trials run in a separate process, so that an import that crashes or hangs cannot stop the report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from retrain.builtin import resolve_model
 from retrain.checks.preflight import ON_THE_HUB, go_offline, hub_answers, is_offline, models_of, needs_hub
@@ -28,14 +27,14 @@ from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin, make_importable
 
 TRIAL_S = 60.0
-"""All trials together; a few seconds are usual."""
-ANSWER_S = 3.0
+"""Limit for all trials together; usually they take a few seconds."""
+RESPONSE_S = 3.0
 _MARK = "trial: "
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How one of them went: what was found, and why the run would not start, or ""."""
+    """The result of one trial: what was found, and why the run would not start or ""."""
 
     where: str
     detail: str
@@ -43,12 +42,12 @@ class Trial:
     is_known: bool = True
 
 
-Try = Callable[[TrainConfig], str]
-"""Does what the run will do, and says what was found; raises where the run would."""
+Attempt = Callable[[TrainConfig], str]
+"""Does what the run will do and returns what was found; raises where the run would."""
 
 
 def try_out(config: TrainConfig) -> list[Trial]:
-    """Try everything that this configuration names, for as long as `TRIAL_S`."""
+    """Try everything that this configuration uses, within `TRIAL_S`."""
     wanted = [where for where, _ in _trials(config)]
     if not wanted:
         return []
@@ -57,19 +56,19 @@ def try_out(config: TrainConfig) -> list[Trial]:
         done = subprocess.run(
             arguments, input=dump_config(config), capture_output=True, text=True, timeout=TRIAL_S, check=False
         )
-        lines, ended = done.stdout.splitlines(), Trial("", "", f"trying it ended with exit code {done.returncode}")
+        lines, ended = done.stdout.splitlines(), Trial("", "", f"the trial process exited with code {done.returncode}")
     except subprocess.TimeoutExpired as error:
         shown = error.stdout or b""
         lines = shown.decode(errors="replace").splitlines()
-        ended = Trial("", f"not known: trying it took more than {TRIAL_S:.0f} s", is_known=False)
+        ended = Trial("", f"unknown: the trial took more than {TRIAL_S:.0f} s", is_known=False)
     found = [Trial(**json.loads(line.removeprefix(_MARK))) for line in lines if line.startswith(_MARK)]
-    # The first one that is not there is the one that ended it; those after it were not tried.
+    # The first one without a result ended the process; later ones were not tried.
     return found + [replace(ended, where=where) for where in wanted[len(found) : len(found) + 1]]
 
 
 def main() -> None:
-    """The process: a configuration on standard input, a line for each trial on standard output."""
-    # What plug-ins print must not be taken for a line of ours.
+    """Entry point of the process: a configuration on standard input, one line per trial on standard output."""
+    # Output of plug-ins must not be mistaken for a result.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     config = build_config(parse_toml(sys.stdin.read(), "stdin"), {}, "the configuration")
@@ -85,12 +84,12 @@ def main() -> None:
         out.write(_MARK + json.dumps(asdict(trial)) + "\n")
         out.flush()
     out.close()
-    # Threads and processes that were left behind are nobody's concern here.
+    # Do not wait for threads and processes that plug-ins left behind.
     os._exit(0)
 
 
-def _trials(config: TrainConfig) -> Iterator[tuple[str, Try]]:
-    """What there is to try, the quickest first."""
+def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
+    """The trials, the quickest first."""
     if config.kind == "squeeze":
         return
     algorithm = config.algorithm
@@ -124,7 +123,7 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Try]]:
     if not config.environment.provider and config.data.source in ON_THE_HUB:
         yield "[data] source", _try_hub_source
     for where, name in models_of(config).items():
-        # Whether a folder is there, or a model that a run would download, is a check of its own.
+        # Missing folders and models to be downloaded are reported by another check.
         if find_model(name).folder is None and config.backend.backend != "tinker":
             continue
         yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
@@ -136,30 +135,30 @@ def _rewards(config: TrainConfig) -> list[str]:
 
 def _load(kind: str, name: str, config: TrainConfig) -> str:
     REGISTRIES[kind].load(name, config.plugins.search_paths)
-    return f"{name} was imported"
+    return f"{name} imported"
 
 
 def _try_algorithm(config: TrainConfig) -> str:
-    from retrain.advantages import CreditAssigner  # noqa: PLC0415  (only where there is something to try)
+    from retrain.advantages import CreditAssigner  # noqa: PLC0415  (slow to import)
 
     CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
-    return f"{config.condition} was made"
+    return f"{config.condition} loaded"
 
 
 def _try_source(config: TrainConfig) -> str:
     from retrain.data import build_source  # noqa: PLC0415
 
     build_source(config.data, config.plugins.search_paths)
-    return f"{config.data.source} was made"
+    return f"{config.data.source} loaded"
 
 
 def _try_hub_source(config: TrainConfig) -> str:
-    """Where the Hub cannot be asked, what is in the cache must do, and is read; else the run downloads it."""
+    """Offline, the data is read from the cache; otherwise the run downloads it."""
     from retrain.data import build_source  # noqa: PLC0415
 
     source = build_source(config.data, config.plugins.search_paths)
     if not is_offline():
-        return f"{config.data.source} comes from the Hub, which answers"
+        return f"{config.data.source} comes from the Hub, which is reachable"
     return f"{config.data.source}: {len(source.load()):,} examples in the cache"
 
 
@@ -170,7 +169,7 @@ def _try_reward(config: TrainConfig) -> str:
     terms = [term for term in spec.terms if term.type != "judge"]
     for term in terms:
         load_reward(term, spec.search_paths)
-    return f"{', '.join(term.name for term in terms)} was imported"
+    return f"{', '.join(term.name for term in terms)} imported"
 
 
 def _try_environment(config: TrainConfig) -> str:
@@ -181,9 +180,9 @@ def _try_environment(config: TrainConfig) -> str:
     if config.environment.auto_install and section.provider == "verifiers" and not _is_installed(section.id):
         if shutil.which("prime") or shutil.which("uv"):
             return f"{section.id} is not installed; the run installs it"
-        raise RetrainError("neither the Prime CLI nor uv is on the path.  Try: pip install prime")
+        raise RetrainError("neither the Prime CLI nor uv is on PATH.  Try: pip install prime")
     build_environment(section, config.plugins.search_paths, lambda line: None)
-    return f"{section.id or section.provider} was made"
+    return f"{section.id or section.provider} loaded"
 
 
 def _is_installed(id: str) -> bool:
@@ -202,12 +201,12 @@ def _try_service(config: TrainConfig) -> str:
     from tinker.lib.base_url import resolve_base_url  # noqa: PLC0415  (an optional extra)
 
     url = str(resolve_base_url(config.model.base_url or None))
-    problem = _why_no_answer(f"{url}/api/v1/healthz", urllib.request.build_opener())
+    problem = _connection_problem(f"{url}/api/v1/healthz", urllib.request.build_opener())
     if problem:
         raise RetrainError(
-            f"the Tinker service at {url} does not answer: {problem}  Try: check the network and [model] base_url"
+            f"the Tinker service at {url} does not respond: {problem}  Try: check the network and [model] base_url"
         )
-    return f"{url} answers"
+    return f"{url} responds"
 
 
 def _try_servers(config: TrainConfig) -> str:
@@ -217,14 +216,15 @@ def _try_servers(config: TrainConfig) -> str:
     kind = kinds[config.inference.engine]
     named = [part.strip().rstrip("/").removesuffix("/v1") for part in config.inference.url.split(",") if part.strip()]
     if kind.name == "max" and not named:
-        raise RetrainError('MAX has no engine in this process, and url is empty.  Try: url = "http://localhost:8000"')
+        raise RetrainError('MAX needs a server here, and url is empty.  Try: url = "http://localhost:8000"')
     urls = named or [f"http://127.0.0.1:{kind.port}"]
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for url in urls:
-        problem = _why_no_answer(f"{url}{kind.health}", urllib.request.build_opener(urllib.request.ProxyHandler({})))
+        problem = _connection_problem(f"{url}{kind.health}", without_proxy)
         if problem:
             start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
-            raise RetrainError(f"no {kind.name} server answers at {url}: {problem}  Try: {start}")
-    return f"{', '.join(urls)} answered"
+            raise RetrainError(f"no {kind.name} server responds at {url}: {problem}  Try: {start}")
+    return f"{', '.join(urls)} responded"
 
 
 def _try_launch(config: TrainConfig) -> str:
@@ -233,13 +233,13 @@ def _try_launch(config: TrainConfig) -> str:
     return f"{find_vllm()} starts it"
 
 
-def _why_no_answer(url: str, opener: urllib.request.OpenerDirector) -> str:
-    """Why nothing answers there, or ""; whoever refuses us is there."""
+def _connection_problem(url: str, opener: urllib.request.OpenerDirector) -> str:
+    """Why there is no response, or ""; client errors count as a response."""
     try:
-        opener.open(url, timeout=ANSWER_S).close()
+        opener.open(url, timeout=RESPONSE_S).close()
     except urllib.error.HTTPError as error:
-        return f"it answered {error.code}." if error.code >= 500 else ""
+        return f"it returned {error.code}." if error.code >= 500 else ""
     except (OSError, ValueError) as error:
-        reason: Any = error.reason if isinstance(error, urllib.error.URLError) else error
+        reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
         return f"{reason}."
     return ""

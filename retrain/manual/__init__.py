@@ -1,7 +1,7 @@
-"""The manual: its source file, read into sections and blocks.
+"""The manual: its source file, parsed into sections and blocks.
 
-`retrain.md` is written in a small part of Markdown: `##` sections, `###` headings, paragraphs, `-` lists, definition
-lists (a term, then a line that starts with `: `) and fenced code. This page reads it and imports nothing heavy.
+`retrain.md` uses a subset of Markdown: `##` sections, `###` headings, paragraphs, `-` lists, definition
+lists (a term, then a line that starts with `: `) and fenced code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRAILING_COMMENT = re.compile(r"\s+#\s.*$")
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a section. A list has one (term, text) pair an item; the terms of a plain list are empty."""
+    """One piece of a section. A list has one (term, text) pair per item; terms of a plain list are empty."""
 
     kind: Literal["heading", "paragraph", "list", "definitions", "code"]
     text: str = ""
@@ -40,12 +40,12 @@ class Section:
 
     @property
     def topic(self) -> str:
-        """What `--topic` calls it."""
+        """Its name for `--topic`."""
         return topic_of(self.title)
 
     @property
     def commands(self) -> list[str]:
-        """The shell commands of its code blocks, one string each, without comments."""
+        """The shell commands in its code blocks, without comments."""
         shells = (block.text for block in self.blocks if block.kind == "code" and block.language == "bash")
         lines = (line.strip() for text in shells for line in text.replace("\\\n", " ").splitlines())
         return [" ".join(_TRAILING_COMMENT.sub("", line).split()) for line in lines if line and line[0] != "#"]
@@ -53,13 +53,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Manual:
-    """The whole manual; `date` is the day its prose was last revised, as its first line says."""
+    """The manual; `date`, from its first line, is when its text was last revised."""
 
     date: str
     sections: tuple[Section, ...]
 
     def find(self, topic: str) -> Section:
-        """The section that `topic` names, or an error that says which was perhaps meant."""
+        """The section of a topic; raises with a suggestion when there is none."""
         by_topic = {section.topic: section for section in self.sections}
         wanted = topic_of(topic)
         if wanted not in by_topic:
@@ -75,12 +75,12 @@ def topic_of(title: str) -> str:
 
 
 def read_manual() -> Manual:
-    """The manual as shipped."""
+    """Read the manual of this installation."""
     return parse_manual(SOURCE.read_text(encoding="utf-8"))
 
 
 def parse_manual(text: str) -> Manual:
-    """Split a manual at its `##` lines and read each section's blocks."""
+    """Parse the text of a manual."""
     head, *bodies = re.split(r"^## ", text, flags=re.MULTILINE)
     date = re.search(r"\d{4}-\d{2}-\d{2}", head)
     sections = []
@@ -91,7 +91,7 @@ def parse_manual(text: str) -> Manual:
 
 
 def _parse_blocks(text: str) -> Iterator[Block]:
-    """Blocks in order. Code is cut out first, because it alone may hold blank lines and look like anything else."""
+    """Blocks in order. Code is split off first, because it may contain blank lines and look like other blocks."""
     for part in re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL):
         if part.startswith("```"):
             language, _, code = part[3:-3].partition("\n")

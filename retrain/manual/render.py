@@ -1,4 +1,4 @@
-"""The manual as plain text, as data, as one HTML page and as a man page."""
+"""The manual as plain text, JSON data, an HTML page and a man page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ dd { margin: 0 0 0.7rem 1.5rem; } nav ul { columns: 3; list-style: none; padding
 
 
 def as_text(sections: Sequence[Section], width: int = 80, emphasise: Callable[[str], str] = str) -> str:
-    """Titles at the margin, headings indented by two, the rest by four; `emphasise` dresses titles for a terminal."""
+    """Titles at the margin, headings indented by two, the rest by four; `emphasise` styles titles for a terminal."""
     parts = []
     for section in sections:
         blocks = [
@@ -33,13 +33,13 @@ def as_text(sections: Sequence[Section], width: int = 80, emphasise: Callable[[s
 
 
 def as_data(section: Section) -> dict[str, object]:
-    """What `--format json` prints of a section."""
+    """A section for `--format json`."""
     text = section_text(section, width=80)
     return {"topic": section.topic, "title": section.title, "text": text, "commands": section.commands}
 
 
 def section_text(section: Section, width: int) -> str:
-    """A section's body as plain text, code spans still in backticks."""
+    """The body of a section as plain text, with code spans in backticks."""
     return "\n\n".join(_block_text(block, width) for block in section.blocks)
 
 
@@ -67,7 +67,7 @@ def _plain(text: str) -> str:
 
 
 def as_html(manual: Manual, sections: Sequence[Section], version: str) -> str:
-    """One page that loads nothing else."""
+    """A self-contained HTML page."""
     links = "".join(f'<li><a href="#{section.topic}">{html.escape(section.title)}</a></li>' for section in sections)
     bodies = "\n".join(_section_html(section) for section in sections)
     return (
@@ -98,7 +98,7 @@ def _block_html(block: Block) -> str:
 
 
 def _inline_html(text: str) -> str:
-    # Escaping leaves backticks and asterisks alone, so the spans can be found afterwards.
+    # Escaping does not change backticks and asterisks, so spans can be found afterwards.
     return _INLINE.sub(
         lambda found: f"<code>{found['code']}</code>" if found["code"] else f"<strong>{found['bold']}</strong>",
         html.escape(text),
@@ -107,7 +107,7 @@ def _inline_html(text: str) -> str:
 
 def as_roff(manual: Manual, sections: Sequence[Section], version: str) -> str:
     """A page for `man -l`, in the man macros."""
-    # Without .nh a flag could be broken at its hyphens.
+    # Without .nh flags could be broken at hyphens.
     lines = [f'.TH RETRAIN 1 "{manual.date}" "retrain {version}" "User Commands"', ".nh"]
     for section in sections:
         lines.append(f'.SH "{_escape(section.title.upper())}"')
@@ -126,7 +126,7 @@ def _block_roff(block: Block, after_title: bool) -> list[str]:
         return [line for _, text in block.items for line in (r".IP \(bu 2", _inline_roff(text))]
     if block.kind == "definitions":
         return [line for term, text in block.items for line in (".TP", _inline_roff(term), _inline_roff(text))]
-    # A heading already opens a paragraph; a second one would be an empty request.
+    # A heading already starts a paragraph.
     return [_inline_roff(block.text)] if after_title else [".PP", _inline_roff(block.text)]
 
 
@@ -144,7 +144,7 @@ def _text_line(line: str) -> str:
 
 
 def _guard(line: str) -> str:
-    """A dot or an apostrophe that starts a line would be read as a request."""
+    """Protect a leading dot or apostrophe, which would start a request."""
     return rf"\&{line}" if line.startswith((".", "'")) else line
 
 
@@ -152,6 +152,6 @@ _ROFF = str.maketrans({"\\": r"\e", "-": r"\-", '"': r"\(dq", "'": r"\(aq", "`":
 
 
 def _escape(text: str) -> str:
-    """Signs that roff would change or swallow; the rest of Unicode by code point."""
+    """Escape characters that are special in roff, and non-ASCII characters by code point."""
     escaped = text.translate(_ROFF)
     return "".join(sign if sign.isascii() else rf"\[u{ord(sign):04X}]" for sign in escaped)

@@ -1,4 +1,4 @@
-"""Reports: one page over runs and campaigns, read back from their folders."""
+"""Reports: an HTML page on runs and campaigns, read from their folders."""
 
 from __future__ import annotations
 

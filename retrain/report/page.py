@@ -1,4 +1,4 @@
-"""The page: template, style, script and data in one file that needs no network."""
+"""The report page: template, style, script and data in one HTML file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def build_page(data: Mapping[str, Any]) -> str:
-    """One HTML text that holds everything."""
+    """The complete HTML page."""
     source = files("retrain.report")
     page = source.joinpath("page.html").read_text(encoding="utf-8")
-    # Data last: a completion that spells a placeholder must not be filled in.
+    # Data last: a completion may contain a placeholder.
     for place, text in (
         ("STYLE", source.joinpath("page.css").read_text(encoding="utf-8")),
         ("SCRIPT", source.joinpath("page.js").read_text(encoding="utf-8")),
@@ -25,13 +25,13 @@ def build_page(data: Mapping[str, Any]) -> str:
 
 
 def script_source() -> str:
-    """The page's script as a Content-Security-Policy names it: nothing else on the page may run."""
-    # As it stands between the tags of page.html.
+    """The hash of the page's script for a Content-Security-Policy."""
+    # Exactly as between the tags of page.html.
     script = "\n" + files("retrain.report").joinpath("page.js").read_text(encoding="utf-8") + "\n"
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element: no text in it can close the element."""
+    """JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

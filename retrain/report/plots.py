@@ -17,12 +17,12 @@ CURVES = {
     "exec_entropy_mean": "Entropy of execution tokens",
     "plan_entropy_mean": "Entropy of planning tokens",
     "sepa_lambda": "SEPA λ",
-    "tokens_per_s": "Tokens sampled a second",
+    "tokens_per_s": "Sampled tokens per second",
 }
 
 
 def write_plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
-    """One file a curve that has values; returns what was written."""
+    """Write one file per curve with values; returns the files."""
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
@@ -73,7 +73,7 @@ def _plot_evaluation(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
 
 
 def band(runs: list[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, and over runs the lowest, mean and highest value at each."""
+    """Steps, and the lowest, mean and highest value over runs at each step."""
     at: dict[int, list[float]] = {}
     for run in runs:
         for step, value in zip(run["steps"], run["series"][key], strict=True):

@@ -1,4 +1,4 @@
-"""The token microscope's numbers: what each token of a recorded completion was worth, and why."""
+"""Token data of recorded completions: surprisal, entropy, planning mask and advantage."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
 from retrain.storage.recording import read_recordings
 from retrain.types import BoolArray, Completion, FloatArray
 
-Numbers = dict[str, Any]
+TokenData = dict[str, Any]
 DIGITS = 4
 
 
-def token_numbers(
+def token_data(
     log_dir: Path, config: TrainConfig, steps: Collection[int]
-) -> Iterator[tuple[int, list[list[Numbers]]]]:
-    """For each wanted step, the numbers of every completion of every group.
+) -> Iterator[tuple[int, list[list[TokenData]]]]:
+    """For each given step, the token data of every completion of every group.
 
-    The steps between are gone through as well: the SEPA schedule remembers all it has seen.
+    Steps in between are processed as well, because the SEPA schedule depends on them.
     """
     tokenizer = load_tokenizer(config.model.model)
     method = Method(config, vocabulary_texts(tokenizer))
@@ -34,30 +34,30 @@ def token_numbers(
         advantages = method.advantages(step, groups, masks_PG)
         if step not in steps:
             continue
-        rows_PG: list[list[Numbers]] = []
+        rows_PG: list[list[TokenData]] = []
         at = 0
         for group, masks_G in zip(groups, masks_PG, strict=True):
             rows_PG.append([])
             for completion, mask_T in zip(group.completions_G, masks_G, strict=True):
                 count = len(completion.token_ids_T)
                 texts = tokenizer.batch_decode([[token] for token in completion.token_ids_T])
-                rows_PG[-1].append(_numbers(completion, texts, mask_T, advantages[at : at + count]))
+                rows_PG[-1].append(_token_data(completion, texts, mask_T, advantages[at : at + count]))
                 at += count
         yield step, rows_PG
 
 
-def _numbers(completion: Completion, texts: Sequence[str], mask_T: BoolArray, advantages_T: FloatArray) -> Numbers:
-    numbers: Numbers = {
+def _token_data(completion: Completion, texts: Sequence[str], mask_T: BoolArray, advantages_T: FloatArray) -> TokenData:
+    data: TokenData = {
         "text": texts,
         "surprisal": _rounded(-completion.logprobs_T),
         "planning": mask_T.astype(int).tolist(),
         "advantage": _rounded(advantages_T),
     }
     if completion.entropies_T is not None:
-        numbers["entropy"] = _rounded(completion.entropies_T)
+        data["entropy"] = _rounded(completion.entropies_T)
     if completion.sampled_T is not None:
-        numbers["sampled"] = completion.sampled_T.astype(int).tolist()
-    return numbers
+        data["sampled"] = completion.sampled_T.astype(int).tolist()
+    return data
 
 
 def _rounded(values: FloatArray) -> list[float]:

@@ -1,4 +1,4 @@
-"""LoRA-Squeeze (arXiv 2602.10993): which rank a trained adapter needed, and the adapter at that rank."""
+"""LoRA-Squeeze (arXiv 2602.10993): find the rank that a trained adapter needs, and compress it to that rank."""
 
 from retrain.squeeze.analyze import Analysis, RankVariance, analyze_adapter
 from retrain.squeeze.compress import compress_adapter

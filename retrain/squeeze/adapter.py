@@ -1,4 +1,4 @@
-"""A LoRA adapter on disk, one pair of factors at a time: the file is mapped, never read as a whole."""
+"""A LoRA adapter on disk, read one pair of factors at a time from a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from retrain.errors import ConfigError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# The class has methods without types.
+# Its methods have no types.
 _open: Any = safe_open
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The two factors of a layer's update B·A, by the names of their tensors."""
+    """The tensor names of the two factors of a layer's update B·A."""
 
     layer: str
     a: str
@@ -32,7 +32,7 @@ class Pair:
 
 
 class Adapter:
-    """An adapter folder, checked when opened: every A has its B, all have one rank."""
+    """An adapter folder, validated when opened: every A has a B, and all have the same rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Adapter:
         names = set(self.file.keys())
         self.pairs = _pair_up(names, folder)
         self.others = sorted(names - {name for pair in self.pairs for name in (pair.a, pair.b)})
-        self._refuse_other_methods()
+        self._validate_method()
         self.rank = self._find_rank()
 
     def __enter__(self) -> Adapter:
@@ -57,24 +57,24 @@ class Adapter:
         del self.file
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, as it is stored."""
+        """One tensor as stored."""
         tensor: Tensor = self.file.get_tensor(name)
         return tensor
 
     def factors(self, device: torch.device) -> Iterator[tuple[Pair, Tensor, Tensor]]:
-        """Every pair with its A (r × in) and B (out × r) in float32 or better; refuses what is not finite."""
+        """Every pair with its A (r × in) and B (out × r) in at least float32; raises for non-finite values."""
         for pair in self.pairs:
             sides = []
             for name in (pair.a, pair.b):
                 tensor = self.tensor(name).to(device)
                 tensor = tensor if tensor.dtype == torch.float64 else tensor.float()
                 if not torch.isfinite(tensor).all():
-                    raise ConfigError(f"{self.folder}: {name} holds NaN or infinity; the training of it went wrong.")
+                    raise ConfigError(f"{self.folder}: {name} contains NaN or infinity; its training diverged.")
                 sides.append(tensor)
             yield pair, sides[0], sides[1]
 
-    def _refuse_other_methods(self) -> None:
-        """What is more than B·A has no rank that singular values could tell."""
+    def _validate_method(self) -> None:
+        """Raise for methods whose update is not B·A."""
         if self.config.get("use_dora") or any("lora_magnitude_vector" in name for name in self.others):
             raise ConfigError(
                 f"{self.folder} is a DoRA adapter: its update is not B·A alone, so it cannot be squeezed.  "
@@ -82,23 +82,23 @@ class Adapter:
             )
         odd = [name for name in self.others if ".lora_" in name]
         if odd:
-            raise ConfigError(f"{self.folder} has {odd[0]}, which is no part of a plain LoRA adapter.")
+            raise ConfigError(f"{self.folder} has {odd[0]}, which is not part of a plain LoRA adapter.")
 
     def _find_rank(self) -> int:
         ranks: dict[int, str] = {}
         for pair in self.pairs:
             a, b = (tuple(self.file.get_slice(name).get_shape()) for name in (pair.a, pair.b))
             if len(a) != 2 or len(b) != 2:
-                raise ConfigError(f"{self.folder}: {pair.layer} is no linear layer (factors {a} and {b}).")
+                raise ConfigError(f"{self.folder}: {pair.layer} is not a linear layer (factors {a} and {b}).")
             if a[0] != b[1]:
-                raise ConfigError(f"{self.folder}: the factors of {pair.layer} do not fit: A is {a}, B is {b}.")
+                raise ConfigError(f"{self.folder}: the factors of {pair.layer} do not match: A is {a}, B is {b}.")
             ranks.setdefault(a[0], pair.layer)
         if len(ranks) > 1:
             some = ", ".join(f"{rank} ({layer})" for rank, layer in sorted(ranks.items()))
             raise ConfigError(f"{self.folder} mixes ranks: {some}. One rank for all layers is needed.")
         (rank,) = ranks
         if self.config.get("r", rank) != rank:
-            raise ConfigError(f"{self.folder}: {CONFIG} says r = {self.config['r']}, but its factors have rank {rank}.")
+            raise ConfigError(f"{self.folder}: {CONFIG} has r = {self.config['r']}, but its factors have rank {rank}.")
         return rank
 
 
@@ -108,12 +108,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{folder} is no adapter: it has no {CONFIG}.") from error
+        raise ConfigError(f"{folder} is not an adapter: it has no {CONFIG}.") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}.") from error
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         found = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise ConfigError(f"{folder} is no LoRA adapter: {CONFIG} says {found}.")
+        raise ConfigError(f"{folder} is not a LoRA adapter: {CONFIG} has peft_type {found}.")
     return config
 
 
@@ -128,5 +128,5 @@ def _pair_up(names: set[str], folder: Path) -> list[Pair]:
             (there,) = found
             raise ConfigError(f"{folder}: {layer} has lora_{there} but no lora_{'B' if there == 'A' else 'A'}.")
     if not sides:
-        raise ConfigError(f"{folder} holds no LoRA factors.")
+        raise ConfigError(f"{folder} has no LoRA factors.")
     return [Pair(layer, found["A"], found["B"]) for layer, found in sides.items()]

@@ -1,4 +1,4 @@
-"""How much of an adapter each rank would keep: V(k) = Σ_{i≤k} s² / Σ s², over the singular values of each B·A.
+"""The variance of an adapter that each rank keeps: V(k) = Σ_{i≤k} s² / Σ s², over the singular values of each B·A.
 
 With BᵀB = R_BᵀR_B and AAᵀ = R_AᵀR_A the singular values of B·A are those of the r × r core R_B·R_Aᵀ; the product
 itself, as large as the layer, is never formed.
@@ -20,7 +20,7 @@ from retrain.squeeze.adapter import Adapter
 
 @dataclass(frozen=True)
 class RankVariance:
-    """What one rank keeps of the layers' variance: 1 is all of it."""
+    """The share of variance that one rank keeps, over layers."""
 
     rank: int
     mean: float
@@ -30,16 +30,16 @@ class RankVariance:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What every evaluated rank keeps, and the smallest one that keeps enough."""
+    """The variance that every evaluated rank keeps, and the smallest rank that keeps enough."""
 
     source_rank: int
     layers: int
     untrained: tuple[str, ...]
-    """Layers whose update is zero; they have no variance and are left out."""
+    """Layers whose update is zero; they are ignored."""
     ranks: tuple[RankVariance, ...]
     min_variance_retention: float
     recommended_rank: int
-    """The source rank itself where no evaluated one keeps enough."""
+    """The source rank if no evaluated rank keeps enough."""
 
     def table(self) -> str:
         """The analysis as text, the recommended rank marked."""
@@ -101,9 +101,9 @@ def singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 
 def gram_root(matrix: Tensor) -> Tensor:
-    """An r × r matrix R with RᵀR = MᵀM, as the R of a QR decomposition is, at a quarter of its price.
+    """An r × r matrix R with RᵀR = MᵀM, like the R of a QR decomposition at a quarter of the cost.
 
-    Squaring costs half the digits of small singular values; in float64 the other half is more than a share needs.
+    Squaring loses half the digits of small singular values; in float64 the rest is more than enough.
     """
     precise = matrix.double()
     values, vectors = torch.linalg.eigh(precise.T @ precise)
@@ -112,15 +112,15 @@ def gram_root(matrix: Tensor) -> Tensor:
 
 
 def variance_kept(values: Tensor) -> np.ndarray | None:
-    """V(1) to V(r); None where there is no variance to keep."""
+    """V(1) to V(r); None if all singular values are zero."""
     squares = values.numpy() ** 2
     total = squares.sum()
-    # Rounded to just over 1 the last one would look like more than all.
+    # Rounding could push the last one just over 1.
     return np.minimum(1.0, squares.cumsum() / total) if total > 0 else None
 
 
 def torch_device(name: str) -> torch.device:
-    """A device that is there, or an error that says what is wrong with the name."""
+    """Parse a device name and check that the device works."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device, dtype=torch.float64)

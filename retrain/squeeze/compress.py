@@ -1,4 +1,4 @@
-"""An adapter at a lower rank: each layer's update replaced by the nearest one of rank k (Eckart and Young 1936)."""
+"""Compression of an adapter: best rank-k approximation of each layer's update (Eckart and Young 1936)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from retrain.storage.publishing import publish_folder
 
 
 def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: int, device: str = "cpu") -> Path:
-    """Write the adapter at `rank` into `output_path`, in PEFT layout; an adapter that is there is replaced."""
+    """Write the adapter at `rank` into `output_path`, in PEFT layout; an existing adapter is replaced."""
     source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
     place = torch_device(device)
-    _require_room(source, target)
+    _validate_target(source, target)
     with Adapter(source) as adapter:
         if not 1 <= rank <= adapter.rank:
-            raise ConfigError(f"[squeeze] compress_to = {rank} is not within the adapter's rank of {adapter.rank}.")
+            raise ConfigError(f"[squeeze] compress_to = {rank} is outside the adapter's rank, 1 to {adapter.rank}.")
         tensors = {name: adapter.tensor(name) for name in adapter.others}
         for pair, a, b in adapter.factors(place):
             low_a, low_b = truncate(a, b, rank)
@@ -37,7 +37,7 @@ def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: in
 
 @torch.no_grad()
 def truncate(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors of the best rank-k approximation of B·A, its singular values shared out evenly between them."""
+    """Factors of the best rank-k approximation of B·A, with the singular values split evenly between them."""
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.T.double())
     u, values, v = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
@@ -51,7 +51,7 @@ def truncate(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def scale_config(config: dict[str, Any], source_rank: int, rank: int) -> dict[str, Any]:
-    """The adapter's settings at another rank, with alpha such that the factor on B·A stays what it was.
+    """The adapter's settings at another rank, with alpha adjusted to keep the scale of B·A.
 
     PEFT multiplies by alpha / r, and by alpha / sqrt(r) with use_rslora.
     """
@@ -61,22 +61,22 @@ def scale_config(config: dict[str, Any], source_rank: int, rank: int) -> dict[st
         value = alpha * ratio
         return int(value) if float(value).is_integer() else value
 
-    # What PEFT takes where a file says nothing.
+    # The default of PEFT.
     alpha = config.get("lora_alpha", 8)
     patterns = {name: scaled(value) for name, value in (config.get("alpha_pattern") or {}).items()}
     return config | {"r": rank, "lora_alpha": scaled(alpha), "alpha_pattern": patterns, "rank_pattern": {}}
 
 
-def _require_room(source: Path, target: Path) -> None:
+def _validate_target(source: Path, target: Path) -> None:
     if target.resolve() == source.resolve():
-        raise ConfigError("[squeeze] output_path is the adapter itself, which stays as it is.  Try: another folder")
+        raise ConfigError("[squeeze] output_path is the source adapter, which is not overwritten.  Try: another folder")
     held = list(target.iterdir()) if target.is_dir() else []
     if (target.exists() and not target.is_dir()) or (held and not (target / CONFIG).is_file()):
-        raise ConfigError(f"[squeeze] output_path = {str(target)!r} holds something other than an adapter.")
+        raise ConfigError(f"[squeeze] output_path = {str(target)!r} is not an adapter and is not overwritten.")
 
 
 def _write(target: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Written beside and renamed: a kill leaves no half adapter under the name that was asked for."""
+    """Write to a temporary folder and rename it, so that no partial adapter is left."""
 
     def fill(draft: Path) -> None:
         save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What a [squeeze] table asks for, done: fetch, analyse, print, compress. Campaigns call it after their first run."""
+"""Runs a [squeeze] table: fetch, analyse, print, compress. Campaigns call it after their first run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 from retrain.backends.tinker.download import fetch_adapter
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 from retrain.squeeze.analyze import Analysis, analyze_adapter
 from retrain.squeeze.compress import compress_adapter
 
 REMOTE = "tinker://"
 
 
-def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0, base_url: str = "") -> Analysis:
+def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0, base_url: str = "") -> Analysis:
     """Analyse the adapter of a [squeeze] table, and compress it where the table names an output.
 
-    `trained_rank` is what the configuration says the adapter was trained with; a difference is remarked on.
-    `base_url` is where the service of a `tinker://` path is; empty takes the SDK's own.
+    `trained_rank` is the rank of the configuration; a different rank of the adapter is noted. `base_url` is the service
+    of a `tinker://` path; empty uses the default of the SDK.
     """
     if not settings.adapter_path:
         raise ConfigError(
@@ -28,33 +29,34 @@ def squeeze(settings: Squeeze, say: Callable[[str], None], trained_rank: int = 0
         )
     with local_folder(settings.adapter_path, base_url) as folder:
         analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
-        _check_rank(settings, analysis.source_rank, trained_rank, say)
-        say(f"{settings.adapter_path}: {analysis.layers} layers, rank {analysis.source_rank}")
+        _check_rank(settings, analysis.source_rank, trained_rank, log)
+        log(f"{settings.adapter_path}: {plural(analysis.layers, 'layer')}, rank {analysis.source_rank}")
         if analysis.untrained:
-            say(f"{len(analysis.untrained)} layers have no update and are left out, the first {analysis.untrained[0]}.")
-        say(analysis.table())
+            ignored = plural(len(analysis.untrained), "layer")
+            log(f"Ignored {ignored} with a zero update, such as {analysis.untrained[0]}.")
+        log(analysis.table())
         kept = 100 * settings.min_variance_retention
         if all(row.mean < settings.min_variance_retention for row in analysis.ranks):
-            say(f"No evaluated rank keeps {kept:g}% of the variance, so rank {analysis.source_rank} is recommended.")
+            log(f"No evaluated rank keeps {kept:g}% of the variance, so rank {analysis.source_rank} is recommended.")
         else:
-            say(f"Recommended rank: {analysis.recommended_rank} (keeps at least {kept:g}% of the variance)")
+            log(f"Recommended rank: {analysis.recommended_rank} (keeps at least {kept:g}% of the variance)")
         if settings.output_path:
             rank = settings.compress_to or analysis.recommended_rank
             written = compress_adapter(folder, settings.output_path, rank, settings.device)
-            say(f"Wrote the adapter at rank {rank} to {written}")
+            log(f"Wrote the adapter at rank {rank} to {written}")
     return analysis
 
 
-def _check_rank(settings: Squeeze, found: int, trained_rank: int, say: Callable[[str], None]) -> None:
+def _check_rank(settings: Squeeze, found: int, trained_rank: int, log: Callable[[str], None]) -> None:
     if settings.source_rank and settings.source_rank != found:
         raise ConfigError(f"[squeeze] source_rank = {settings.source_rank}, but the adapter has rank {found}.")
     if not settings.source_rank and trained_rank and trained_rank != found:
-        say(f"Note: the adapter has rank {found}, while [model] lora_rank is {trained_rank}.")
+        log(f"Note: the adapter has rank {found}, while [model] lora_rank is {trained_rank}.")
 
 
 @contextmanager
 def local_folder(adapter_path: str, base_url: str = "") -> Iterator[Path]:
-    """The adapter's folder; one on Tinker is fetched, and deleted again afterwards."""
+    """The adapter's folder; one on Tinker is downloaded and deleted afterwards."""
     if not adapter_path.startswith(REMOTE):
         yield Path(adapter_path).expanduser()
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.campaign.plan import Run, plan_runs
-from retrain.campaign.processes import Ended, prepare_folder
+from retrain.campaign.processes import RunExit, prepare_folder
 from retrain.campaign.run import run_campaign
 from retrain.config import TrainConfig
 from retrain.config.load import build_config
@@ -83,17 +83,17 @@ class FakeExecutor:
         self.going[run.name] = (run, 2)
         self.most = max(self.most, len(self.going))
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[RunExit]:
         self.on_poll()
         self.going = {name: (run, left - 1) for name, (run, left) in self.going.items()}
         over = [run for run, left in self.going.values() if left <= 0]
         return [self._end(run) for run in over]
 
-    def _end(self, run: Run) -> Ended:
+    def _end(self, run: Run) -> RunExit:
         del self.going[run.name]
         code = self.codes.get(run.name, 0)
         write_result(run, self.rate(run), *((2, "running") if code else ()))
-        return Ended(run.name, code, "it broke" if code else "")
+        return RunExit(run.name, code, "it broke" if code else "")
 
     def stop(self) -> None:
         self.calls.append("stop")

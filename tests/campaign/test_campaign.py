@@ -78,7 +78,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: 
     assert (record["exit_code"], record["error"], record["step"]) == (-11, "it broke", 2)
     printed = capsys.readouterr().out
     assert "2 of 4 runs failed: maxrl+none_s1, grpo+none_s2." in printed
-    assert f"To go on: retrain --resume {tmp_path}" in printed
+    assert f"To resume: retrain --resume {tmp_path}" in printed
     assert manifest_of(tmp_path)["status"] == "failed"
 
 
@@ -228,7 +228,7 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     printed = capsys.readouterr().out
     assert "Decided after 5 seeds: maxrl+none is better than grpo+none" in printed
     assert 'stop_when = "decided" was used' in printed
-    assert "6 runs were skipped: grpo+none_s6" in printed
+    assert "skipped 6 runs: grpo+none_s6" in printed
 
 
 def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -271,7 +271,7 @@ def test_too_few_seeds_for_an_early_look_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     config = campaign_config(tmp_path / "c", seeds=[1, 2, 3, 4, 5], stop_when="decided")
-    with pytest.raises(ConfigError, match="first looks after 5 seeds, and there are 5"):
+    with pytest.raises(ConfigError, match="tests from 5 seeds on and needs more than that; there are 5"):
         run_with(FakeExecutor(), config, monkeypatch)
     assert not (tmp_path / "c").exists()
 
@@ -351,7 +351,7 @@ def test_resuming_needs_a_campaign_and_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     assert choose_folder(campaign_config(None, {"resume": {"from": str(tmp_path)}})) == tmp_path
     assert choose_folder(campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}})) == tmp_path
-    with pytest.raises(ConfigError, match="is not the campaign to go on with"):
+    with pytest.raises(ConfigError, match="is not the campaign to resume"):
         choose_folder(campaign_config(tmp_path / "other", {"resume": {"from": str(tmp_path)}}))
 
 
@@ -374,8 +374,8 @@ def test_a_pipe_is_told_how_far_the_runs_are(tmp_path: Path, monkeypatch: Patch,
     executor.on_poll = lambda: [write_result(run, 0.25, 1, "running") for run, _ in executor.going.values()]
     run_with(executor, campaign_config(tmp_path), monkeypatch)
     printed = capsys.readouterr().out
-    assert re.search(r"^  grpo\+none_s1: step 1/4, correct 25\.0%, [12] s left$", printed, re.MULTILINE)
-    assert re.search(r"^  0 of 4 runs done, about 8 s left$", printed, re.MULTILINE)
+    assert re.search(r"^  grpo\+none_s1: step 1/4, correct 25\.0%, ETA [12] s$", printed, re.MULTILINE)
+    assert re.search(r"^  0 of 4 runs done, ETA 8 s$", printed, re.MULTILINE)
 
 
 class Terminal(io.StringIO):

@@ -47,7 +47,7 @@ def test_an_adapter_that_cannot_be_analysed_fails_nothing(
 ) -> None:
     config = campaign_config(tmp_path, {"squeeze": {}})
     assert run_with(FakeExecutor(), config, monkeypatch) == 0
-    assert "It could not be analysed" in capsys.readouterr().out
+    assert "The analysis failed" in capsys.readouterr().out
     assert "squeeze" not in manifest_of(tmp_path)
 
 
@@ -67,7 +67,7 @@ def test_the_analysis_goes_to_wandb_and_a_failure_there_is_a_warning(
     monkeypatch.setattr("retrain.tracking.wandb.log_squeeze", fail)
     config = campaign_config(tmp_path / "b", tables)
     assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
-    assert "Warning: wandb did not take the analysis: no network" in capsys.readouterr().out
+    assert "Warning: logging the analysis to wandb failed: no network" in capsys.readouterr().out
     assert manifest_of(tmp_path / "b")["squeeze"]["source_rank"] == 8
 
 

@@ -112,7 +112,7 @@ def test_a_package_that_is_not_needed_is_not_missed(
 
 
 def test_a_package_that_is_too_old_is_missing() -> None:
-    assert packages.check_package("click", "click>=999")[1].endswith(">=999 is wanted")
+    assert packages.check_package("click", "click>=999")[1].endswith(">=999 is required")
     assert packages.check_package("click", "click>=8")[1] == ""
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from retrain.cli import let_threads_sleep
+from retrain.cli import limit_openmp_spinning
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
 ) -> None:
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    let_threads_sleep()
+    limit_openmp_spinning()
     assert environment == expected

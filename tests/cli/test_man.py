@@ -110,7 +110,7 @@ def test_a_topic_like_no_other_is_answered_with_the_list(capsys: pytest.CaptureF
 
 def test_two_actions_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", "--sync", "--check"]) == 2
-    assert "exclude each other" in capsys.readouterr().err
+    assert "are mutually exclusive" in capsys.readouterr().err
 
 
 def test_path_names_the_source_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_logged_steps_say_how_many_tokens_there_really_are(capsys: pytest.Captur
     assert data["step"]["seconds"] == 3.0
     assert run(["plan", "--prompt-tokens", "50", *PRICES]) == 0
     text = capsys.readouterr().out
-    assert "100 of prompts, 160 sampled, 280 trained on; the mean of 1 steps in" in text
+    assert "100 prompt, 160 sampled, 280 trained; the mean of 1 step in" in text
     assert "0.0297" in text, "a step"
 
 
@@ -172,11 +172,11 @@ def test_without_prices_a_service_has_tokens_and_no_price_and_a_local_run_neithe
     assert data["step"]["seconds"] is None
     assert run(["plan"]) == 0
     text = capsys.readouterr().out
-    assert "on tinker" in text and "that of tinker" in text
-    assert "nobody knows the hardware of tinker" in text
+    assert "on tinker" in text and "managed by tinker" in text
+    assert "the hardware of tinker is unknown" in text
     assert "--prefill-price, --sample-price and --train-price were not given" in text
     assert run(["plan", "--sample-price", "1"]) == 2
-    assert "there is no --prefill-price and no --train-price" in capsys.readouterr().err
+    assert "missing: --prefill-price, --train-price" in capsys.readouterr().err
 
 
 def test_a_campaign_on_a_service_costs_all_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,7 @@ def test_a_squeeze_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--card", "H100"]) == 0
     text = capsys.readouterr().out
-    for words in ("weights", "KV cache", "activations", "logits", "adapter", "fits", "largest batch_size", "a run"):
+    for words in ("weights", "KV cache", "activations", "logits", "adapter", "fits", "largest batch_size", "per run"):
         assert words in text
 
 

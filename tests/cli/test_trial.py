@@ -68,9 +68,9 @@ def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx", "openai", "max"])
 def test_a_server_is_asked(engine: str, server: str) -> None:
     there = outcomes(inference__engine=engine, inference__url=server)
-    assert there == {"[inference] engine": (f"{server} answered", "")}
+    assert there == {"[inference] engine": (f"{server} responded", "")}
     away = outcomes(inference__engine=engine, inference__url="http://127.0.0.1:1")["[inference] engine"][1]
-    assert f"no {engine} server answers at http://127.0.0.1:1: " in away and "Try: " in away
+    assert f"no {engine} server responds at http://127.0.0.1:1: " in away and "Try: " in away
     assert outcomes(inference__engine=engine)["[inference] engine"][1]
 
 
@@ -109,7 +109,7 @@ def test_plug_ins_are_imported_and_looked_at(folder: Path) -> None:
 
 def test_an_environment_is_made(folder: Path) -> None:
     made = outcomes(environment__provider="builtin", environment__id="guess-number")
-    assert made == {"[environment] provider": ("guess-number was made", "")}
+    assert made == {"[environment] provider": ("guess-number loaded", "")}
     assert outcomes(environment__provider="builtin", environment__id="nonsense")["[environment] provider"][1]
 
 
@@ -127,7 +127,7 @@ def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, mon
     (folder / "tried_sleeping.py").write_text("import time\ntime.sleep(600)\n")
     options = {"reward.type": "custom", "reward.custom_module": "tried_ending"}
     (ended,) = trial.try_out(load_config(None, HERE | options))
-    assert (ended.where, ended.problem) == ("[reward]", "trying it ended with exit code 3")
+    assert (ended.where, ended.problem) == ("[reward]", "the trial process exited with code 3")
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
     assert (slow.is_known, slow.problem) == (False, "")
@@ -137,7 +137,7 @@ def test_problems_of_the_hub_are_looked_for_in_the_cache_when_it_is_away(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "is_offline", lambda: False)
-    assert outcomes(data__source="gsm8k")["[data] source"] == ("gsm8k comes from the Hub, which answers", "")
+    assert outcomes(data__source="gsm8k")["[data] source"] == ("gsm8k comes from the Hub, which is reachable", "")
     monkeypatch.setattr(trial, "is_offline", lambda: True)
     monkeypatch.setattr("retrain.data.gsm8k.load_rows", _absent)
     assert outcomes(data__source="gsm8k")["[data] source"] == ("", "not in the cache")

@@ -106,7 +106,7 @@ def test_the_full_annotated_file_trains(folder: Path, capsys: pytest.CaptureFixt
     small = ["--max-steps", "1", "--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     here = ["--devices", "cpu", "--model", "builtin:tiny", "--data.source", "arithmetic", "--adapter-path", "adapter"]
     assert run(["annotated.toml", *small, *here]) == 0
-    assert "Done: 1 steps, logs in" in capsys.readouterr().out
+    assert "Done: 1 step, logs in" in capsys.readouterr().out
 
 
 def test_a_bound_gives_an_endless_source_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_a_resume_of_nothing_exits_with_2(
     for name in ("retrain.toml", "mine.toml"):
         (folder / name).touch()
     assert run(arguments) == 2
-    assert "--resume was given no folder" in capsys.readouterr().err
+    assert "--resume needs a folder" in capsys.readouterr().err
     assert started == []
 
 
@@ -183,11 +183,11 @@ def test_a_resume_knows_the_home_folder(
 def test_the_way_on_can_be_pasted_into_a_shell(folder: Path) -> None:
     log_dir = str(folder / "it's my; run")
     config = load_config(None, {"logging.log_dir": log_dir})
-    assert train_command.how_to_go_on(config) == ""
+    assert train_command.resume_hint(config) == ""
     Path(log_dir).mkdir()
     (Path(log_dir) / "trainer_state.json").write_text("{}")
-    before, _, typed = train_command.how_to_go_on(config).partition(": ")
-    assert before == "To go on"
+    before, _, typed = train_command.resume_hint(config).partition(": ")
+    assert before == "To resume"
     assert shlex.split(typed) == ["retrain", "--resume", log_dir]
 
 

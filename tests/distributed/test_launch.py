@@ -116,7 +116,7 @@ def test_retrain_launch_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
     config = write_config(tmp_path, {"training.max_steps": 2})
     assert cli.run(["launch", "--processes", "2", str(config), "--max-steps", "1"]) == 0
-    assert "Done: 1 steps" in capfd.readouterr().out
+    assert "Done: 1 step" in capfd.readouterr().out
     assert len(metrics_in(tmp_path)) == 1
     assert "Loading train model" in (tmp_path / "log" / "ranks" / "rank_1.log").read_text()
 

@@ -90,7 +90,7 @@ def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path, fsdp: bool) -> None:
     code, printed, seconds = run_program(2, tmp_path, strike, training__max_steps=999, distributed__fsdp=fsdp)
     assert code == 130, printed
     assert seconds < 30
-    assert "Interrupted. To go on: retrain launch --processes 2 --resume" in printed
+    assert "Interrupted. To resume: retrain launch --processes 2 --resume" in printed
     assert list((tmp_path / "log" / "checkpoints").glob("step_*"))
 
 

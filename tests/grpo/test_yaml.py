@@ -32,7 +32,7 @@ def test_the_starter_tree_runs_at_once(configs: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "tiny on arithmetic: 16 prompts" in shown
     last = shown.splitlines()[-1]
-    assert re.fullmatch(r"Done: 1 steps, held-out reward \S+ before and \S+ after, logs in logs/grpo\.", last)
+    assert re.fullmatch(r"Done: 1 step, held-out reward \S+ before and \S+ after, logs in logs/grpo\.", last)
     assert shown.count("Loading train model") == 1, "evaluating loads no model of its own"
     (row,) = [json.loads(line) for line in Path("logs/grpo/metrics.jsonl").read_text().splitlines()]
     assert row["num_datums"] > 0 and "rewards/match/mean" in row and "kl_ref" in row

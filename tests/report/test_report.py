@@ -80,7 +80,7 @@ def test_one_condition_has_no_comparison_and_says_why(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     data = collect([tmp_path / "a"])
     assert data["compare"] is None
-    assert "nothing to compare" in data["compare_note"]
+    assert "only one condition; a comparison needs two" in data["compare_note"]
 
 
 def test_only_options_that_tell_conditions_apart_are_listed(campaign: Path) -> None:
@@ -121,7 +121,7 @@ def test_torn_lines_are_left_out(campaign: Path) -> None:
 
 
 def test_a_long_run_is_shown_in_whole_steps_spread_over_it(campaign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrain.report.contents.MOST_COMPLETIONS", 6 * 4)
+    monkeypatch.setattr("retrain.report.contents.MAX_COMPLETIONS", 6 * 4)
     data = collect([campaign])
     assert {group["step"] for group in data["groups"]} == {0, 5}
     assert all(len(group["members"]) == 2 for group in data["groups"])

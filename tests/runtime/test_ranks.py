@@ -152,7 +152,7 @@ def test_starter_files_are_written_and_accelerate_reads_them(
     assert "--nproc-per-node" in (tmp_path / "here" / "torchrun.sh").read_text()
     assert "srun" in (tmp_path / "here" / "slurm.sh").read_text()
     assert cli.run(["distributed", "init", "here"]) == 2
-    assert "exists and was left as it is" in capsys.readouterr().err
+    assert "exists and was not changed" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,15 +202,15 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     [
         ("missing pair", "v_proj has lora_A but no lora_B"),
         ("mixed ranks", "mixes ranks: 4 .*, 8 "),
-        ("unfitting pair", "do not fit"),
-        ("nan", "v_proj.lora_A.weight holds NaN"),
+        ("unfitting pair", "do not match"),
+        ("nan", "v_proj.lora_A.weight contains NaN"),
         ("dora flag", "DoRA adapter"),
         ("dora tensor", "DoRA adapter"),
-        ("bias", "no part of a plain LoRA adapter"),
-        ("convolution", "no linear layer"),
-        ("other rank", "says r = 16, but its factors have rank 8"),
-        ("other method", "no LoRA adapter: .* says IA3"),
-        ("empty", "holds no LoRA factors"),
+        ("bias", "not part of a plain LoRA adapter"),
+        ("convolution", "not a linear layer"),
+        ("other rank", "has r = 16, but its factors have rank 8"),
+        ("other method", "not a LoRA adapter: .* has peft_type IA3"),
+        ("empty", "has no LoRA factors"),
     ],
 )
 def test_a_bad_adapter_is_refused_with_the_reason(tmp_path: Path, kind: str, message: str) -> None:
@@ -241,13 +241,13 @@ def test_files_that_are_not_there_or_not_readable_are_refused(adapter: Path, tmp
 
 
 def test_places_that_hold_something_else_are_not_overwritten(adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is the adapter itself"):
+    with pytest.raises(ConfigError, match="is the source adapter"):
         compress_adapter(adapter, adapter, 2)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="something other than an adapter"):
+    with pytest.raises(ConfigError, match="is not an adapter and is not overwritten"):
         compress_adapter(adapter, tmp_path / "mine", 2)
-    with pytest.raises(ConfigError, match="not within the adapter's rank of 8"):
+    with pytest.raises(ConfigError, match="is outside the adapter's rank, 1 to 8"):
         compress_adapter(adapter, tmp_path / "out", 9)
 
 

@@ -420,7 +420,7 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so(
     assert run_command(config, "--resume", str(run_folder / "logs")) == 2
     told = capsys.readouterr().err
     assert "has no checkpoint to resume from" in told
-    assert "To go on" not in told, "the very command that was refused is no way on"
+    assert "To resume" not in told, "the very command that was refused is no way on"
 
 
 def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(

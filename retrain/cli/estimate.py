@@ -1,0 +1,129 @@
+"""What `retrain explain` and `retrain plan` both estimate: the model, its memory, the runs, and earlier step times."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
+
+from retrain.campaign.plan import plan_runs
+from retrain.capacity.memory import MemoryPlan, Workload, plan_memory
+from retrain.config import TrainConfig, load_config
+from retrain.config.options import options_by_path
+from retrain.config.rules import values_of
+from retrain.errors import ConfigError
+from retrain.modeling.files import ModelFacts
+from retrain.runtime.text import plural
+
+MEMORY_LABELS = {
+    "weights": "weights",
+    "sampling_copy": "merged matrices for sampling",
+    "adapter": "adapter, gradients, float32 masters, moments",
+    "kv_cache": "KV cache, every completion at full length",
+    "activations": "activations per micro-batch",
+    "logits": "logits per slice",
+}
+_MEASURED_STEPS = 20
+# Options that a step's time depends on. Learning rates, seeds and the like cost nothing.
+_COSTLY = (
+    "model.", "backend.backend", "backend.devices", "inference.", "lora.target_modules", "memory.", "distributed.",
+    "data.source", "data.path", "data.id", "data.subset", "data.system_prompt", "environment.", "teaching.enabled",
+    "teaching.student_model", "reward.type", "kl.beta", "training.batch_size", "training.group_size",
+    "training.max_tokens", "training.max_prompt_tokens", "training.async_steps", "training.resample_dead_groups",
+)  # fmt: skip
+_FREE = ("model.base_url", "inference.adapter_dir", "inference.timeout_s", "inference.wait_s", "environment.timeout_s")
+
+LoggedStep = Mapping[str, object]
+
+
+class RunEntry(TypedDict):
+    """One run of a campaign."""
+
+    name: str
+    condition: str
+    seed: int
+
+
+def list_runs(config: TrainConfig, file: str) -> list[RunEntry]:
+    """The run matrix, each condition validated as a configuration of its own."""
+    if config.campaign is None:
+        return []
+    runs = plan_runs(config, Path(config.logging.log_dir), file)
+    return [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs]
+
+
+def runs_at_once(config: TrainConfig, runs: int) -> int:
+    """How many runs of a campaign execute in parallel."""
+    if config.campaign is None or not config.campaign.parallel:
+        return 1
+    return min(config.campaign.max_workers or runs, runs)
+
+
+def steps_per_run(config: TrainConfig) -> int:
+    """Steps of one run."""
+    return config.campaign.max_steps if config.campaign else config.training.max_steps
+
+
+def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) -> MemoryPlan | None:
+    """Peak memory by part, with the parameter count of the model's files; None for an unknown architecture."""
+    if facts.shape is None:
+        return None
+    plan = plan_memory(facts.shape, work, memory)
+    return plan if facts.parameters is None else replace(plan, weights=facts.parameters * work.width)
+
+
+def measured_step_time(config: TrainConfig) -> tuple[float | None, str]:
+    """Median seconds of logged steps of the same kind and size, and how that is known."""
+    steps, where = logged_steps(config)
+    if not steps:
+        return None, "no step of this size has been measured yet"
+    seconds = [step["step_time_s"] for step in steps]
+    return statistics.median(s for s in seconds if isinstance(s, float)), (
+        f"the median of {plural(len(steps), 'step')} in {where}"
+    )
+
+
+def logged_steps(config: TrainConfig) -> tuple[list[LoggedStep], str]:
+    """Logged steps of the same kind and size, the newest last, and where they are."""
+    log_dir = Path(config.logging.log_dir).expanduser()
+    if config.campaign is None:
+        folders, where = [log_dir], str(log_dir / "metrics.jsonl")
+    elif config.logging.log_dir != options_by_path()["logging.log_dir"].default:
+        folders, where = sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
+    else:
+        folders, where = sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
+    size = (config.training.batch_size, config.training.group_size)
+    comparable = [folder for folder in folders if _costs_the_same(folder, config)]
+    return [step for folder in comparable for step in list(_read_steps(folder, size))[-_MEASURED_STEPS:]], where
+
+
+def _costs_the_same(folder: Path, config: TrainConfig) -> bool:
+    """Whether the run in a folder has the same model, engine, device and step size."""
+    if not (folder / "config.toml").is_file():
+        return False
+    from retrain.storage.folder import with_absolute_paths  # noqa: PLC0415  (loads numpy)
+
+    try:
+        stored = values_of(with_absolute_paths(load_config(folder / "config.toml")))
+    except ConfigError:
+        return False
+    wanted = values_of(with_absolute_paths(config))
+    costly = (path for path in wanted if path.startswith(_COSTLY) and not path.startswith(_FREE))
+    return all(stored.get(path) == wanted[path] for path in costly)
+
+
+def _read_steps(folder: Path, size: tuple[int, int]) -> Iterator[LoggedStep]:
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            step = json.loads(line)
+            if (step["batch_size"], step["group_size"]) == size:
+                yield step | {"step_time_s": float(step["step_time_s"])}
+        except (ValueError, KeyError, TypeError):
+            continue  # a torn last line, or a log of something else

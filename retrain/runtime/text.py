@@ -1,0 +1,23 @@
+"""Numbers as text: counts with the right plural, bytes, durations."""
+
+from __future__ import annotations
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """`1 step`, `2 steps`, `1,000 steps`; `many` is the plural when it takes more than an "s"."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
+def format_bytes(count: int | None) -> str:
+    """Decimal gigabytes or megabytes."""
+    if count is None:
+        return "unknown"
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def format_duration(seconds: float) -> str:
+    """In the largest unit of which there are at least two."""
+    for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} s"

@@ -24,10 +24,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local import logprobs as logprobs_module
 from retrain.backends.local.learner import Learner
 from retrain.errors import BackendError, ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling import logprobs as logprobs_module
 from retrain.modeling.attention import PackedAttention
 from retrain.modeling.packing import length_of, pack, split_by_tokens
 from retrain.types import Datum, Sampling

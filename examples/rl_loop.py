@@ -1,6 +1,6 @@
 """Reinforcement learning with a verifiable reward, in one plain file.
 
-The embedded model with 0.4 M parameters learns sums such as `13-7-1-5=?` on a CPU. This uses retrain's model files and
+The built-in model with 0.4 M parameters learns sums such as `13-7-1-5=?` on a CPU. This uses retrain's model files and
 problems but not its training loop, and shows the method itself:
 
     1 roll out   sample a group of completions for each of a few problems

@@ -1,4 +1,4 @@
-"""Creates the student for teaching.toml: the embedded model, fine-tuned to answer immediately and to trust a note.
+"""Creates the student for teaching.toml: the built-in model, fine-tuned to answer immediately and to trust a note.
 
 Without a note it answers without intermediate steps and is mostly wrong. With a note after the question, it repeats the
 last number of the note, correct or not. It is fine-tuned on training problems only. Takes about a minute on one core.

@@ -13,8 +13,8 @@ from retrain.advantages.sepa import SEPAController
 from retrain.backends import Backend, Closes
 from retrain.checks.preflight import check_before_loading, known_context
 from retrain.config import TrainConfig
-from retrain.config.absent import refuse_absent_parts
 from retrain.config.schema import AS_IN_TRAINING
+from retrain.config.unsupported import check_supported
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.problems import EnvironmentProblems
 from retrain.errors import ConfigError, PluginError
@@ -123,7 +123,7 @@ def assemble(
     overrides: Overrides | None = None,
 ) -> Iterator[Parts]:
     """Build a run's parts, and take them down again however the run ends."""
-    refuse_absent_parts(config)
+    check_supported(config)
     console = console or Console()
     if overrides is None:
         check_before_loading(config, console.say)

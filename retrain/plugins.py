@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A built-in part, with facts that configurations are validated against without importing it."""
+
+    target: str
+    reads: tuple[str, ...] = ()
+    """Options of its table that it reads, among those that not every part of its kind reads."""
+    requires: tuple[str, ...] = ()
+    """Those of them that must be set."""
+    from_hub: bool = False
+    """Whether it downloads from the Hugging Face Hub."""
+    two_splits: bool = False
+    """Whether all data splits but `train` are the same held-out set."""
+
+
+@dataclass(frozen=True)
 class Registry:
     """The parts of one kind. `what` completes the sentence "… is not a known {what}"."""
 
     kind: str
     what: str
-    builtins: Mapping[str, str] = field(default_factory=dict)
-    """Names a configuration may hold although this version has no such part; loading one is refused."""
+    parts: Mapping[str, str | Part] = field(default_factory=dict)
+    """Built-in parts by name, each a "module:attribute", with facts about it where there are any."""
+
+    @cached_property
+    def builtins(self) -> dict[str, str]:
+        """The "module:attribute" of each built-in part, by name."""
+        return {name: part if isinstance(part, str) else part.target for name, part in self.parts.items()}
+
+    def facts(self, name: str) -> Part:
+        """Facts about a built-in part; nothing is known of a plug-in."""
+        part = self.parts.get(name, "")
+        return Part(part) if isinstance(part, str) else part
+
+    def reads(self, name: str, key: str) -> bool:
+        """Whether a part reads an option of its table; a plug-in may read any."""
+        return name not in self.parts or key in self.facts(name).reads
 
     @property
     def group(self) -> str:
@@ -118,6 +148,12 @@ def make_importable(search_paths: Sequence[str]) -> None:
     importlib.invalidate_caches()
 
 
+# Options of [data] that say what a row of a file or dataset holds.
+_ROW_OPTIONS = ("prompt_field", "answer_field", "remove_unused_columns")
+
+# Options of [loss] that a clipped and capped loss reads.
+_CLIPPED = ("clip_low", "clip_high", "ratio_cap")
+
 REGISTRIES: dict[str, Registry] = {
     registry.kind: registry
     for registry in (
@@ -169,11 +205,30 @@ REGISTRIES: dict[str, Registry] = {
             "data",
             "data source",
             {
-                "math": "retrain.data.math:MathSource",
-                "gsm8k": "retrain.data.gsm8k:Gsm8kSource",
-                "arithmetic": "retrain.data.arithmetic:ArithmeticSource",
-                "jsonl": "retrain.data.jsonl:JsonlSource",
-                "hub": "retrain.data.hub:HubSource",
+                "math": Part(
+                    "retrain.data.math:MathSource", ("subset", "split", "remove_unused_columns"), from_hub=True
+                ),
+                "gsm8k": Part("retrain.data.gsm8k:Gsm8kSource", ("subset", "split"), from_hub=True),
+                "arithmetic": Part("retrain.data.arithmetic:ArithmeticSource", ("split",), two_splits=True),
+                "jsonl": Part("retrain.data.jsonl:JsonlSource", ("path", *_ROW_OPTIONS), requires=("path",)),
+                "hub": Part(
+                    "retrain.data.hub:HubSource",
+                    ("id", "subset", "split", *_ROW_OPTIONS),
+                    requires=("id",),
+                    from_hub=True,
+                ),
+            },
+        ),
+        Registry(
+            "loss",
+            "loss",
+            {
+                "importance_sampling": Part("retrain.losses.importance_sampling:ImportanceSampling", ("ratio_cap",)),
+                "ppo": Part("retrain.losses.ppo:PPO", _CLIPPED),
+                "cispo": Part("retrain.losses.cispo:CISPO", ("clip_low", "clip_high")),
+                "gspo": Part("retrain.losses.gspo:GSPO", _CLIPPED),
+                "dr_grpo": Part("retrain.losses.dr_grpo:DrGRPO", _CLIPPED),
+                "grpo": Part("retrain.losses.grpo:GRPO", _CLIPPED),
             },
         ),
         Registry(
@@ -204,3 +259,6 @@ REGISTRIES: dict[str, Registry] = {
         ),
     )
 }
+
+SERVER_ENGINES = frozenset(REGISTRIES["engine"].parts) - {"pytorch"}
+"""Engines that sample on a server rather than in this process."""

@@ -15,27 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import TrainConfig, load_config
-from retrain.config.rules import values_of
+from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
 from retrain.storage.checkpoint import STATE_FILE
-from retrain.storage.folder import CONFIG_FILE, FREE_TO_CHANGE, SEARCH_DEPTH
+from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, METRICS, whole_rows
 
 Row = Mapping[str, Any]
 
 MANIFEST = "manifest.json"
-# Where, how long and how fast a run went says nothing about what it is; seeds are what a condition is repeated with.
-_PLACES = (*FREE_TO_CHANGE, "training.seed")
-# What must agree for held-out problems to be the same ones, asked in the same way.
-_HELD_OUT = tuple(
-    f"{section}.{key}"
-    for section, keys in (
-        ("eval", ("source", "path", "split", "max_examples", "samples", "temperature")),
-        ("data", ("source", "path", "id", "subset", "system_prompt")),
-    )
-    for key in keys
-)
 
 
 @dataclass(frozen=True)
@@ -166,10 +155,12 @@ def read_rows(path: Path) -> tuple[dict[int, Row], int]:
 
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Conditions with one label that differ in an option get it into their label."""
-    told = [{p: v for p, v in values_of(run.config).items() if not p.startswith(_PLACES)} for run in runs]
+    # Where, how long and how fast a run went is not part of its method, nor is its seed.
+    excluded = free_on_resume() | paths_where("identity")
+    settings = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
     labelled = []
-    for run, own in zip(runs, told, strict=True):
-        others = [values for other, values in zip(runs, told, strict=True) if other.condition == run.condition]
+    for run, own in zip(runs, settings, strict=True):
+        others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
         differing = [path for path in own if any(values.get(path) != own[path] for values in others)]
         # A path is named by its last part: all of it would drown the rest of a table.
         extra = "".join(f",{path.split('.')[-1]}={_short(own[path])}" for path in differing)
@@ -250,7 +241,7 @@ def require_same_problems(runs: Sequence[RunRecord]) -> None:
     first = values_of(runs[0].config)
     for run in runs[1:]:
         own = values_of(run.config)
-        wrong = [path for path in _HELD_OUT if own[path] != first[path]]
+        wrong = [path for path in first if path in paths_where("held_out") and own[path] != first[path]]
         if wrong:
             raise ConfigError(
                 f"{run.path} was evaluated in another way than {runs[0].path}: {wrong[0]} is {own[wrong[0]]!r} "

@@ -14,7 +14,6 @@ from retrain.config.conditions import condition_overrides
 from retrain.config.load import build_condition
 from retrain.config.options import all_options
 from retrain.config.schema import Training
-from retrain.errors import ConfigError, ConfigIssue
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags: none of those takes every character, or any length.
@@ -42,9 +41,6 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     """Every run, all conditions of one seed before the next seed, so that pairs are complete early."""
     campaign = config.campaign
     assert campaign is not None
-    problems = [*_find_problems(config)]
-    if problems:
-        raise ConfigError(f"{source} cannot be run as a campaign:", tuple(problems))
     tables = campaign.conditions
     conditions = [
         build_condition(config, table, f"{source}, campaign condition {number}")
@@ -98,40 +94,3 @@ def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
         "logging": logging.model_copy(update=own),
     }
     return Run(name, label, seed, place, config.model_copy(update=update))
-
-
-# What the campaign gives to each run.
-_NOT_IN_CONDITIONS = (
-    "training.seed",
-    "training.epochs",
-    "backend.adapter_path",
-    "logging.wandb_run_name",
-    "logging.wandb_group",
-    "logging.log_dir",
-    "logging.wandb_tags",
-    "plugins.search_paths",
-)
-
-
-def _find_problems(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """What a condition may not set, and settings of the campaign that contradict each other."""
-    campaign = config.campaign
-    assert campaign is not None
-    for index, condition in enumerate(campaign.conditions):
-        for path, _ in condition_overrides(condition):
-            if path in _NOT_IN_CONDITIONS:
-                yield ConfigIssue(
-                    f"[campaign] conditions[{index}]", f"sets {path}, which is the same for all conditions."
-                )
-    if campaign.gpus_per_run > 1 and campaign.gpus_per_run != int(campaign.gpus_per_run):
-        yield ConfigIssue(
-            "[campaign] gpus_per_run", f"is {campaign.gpus_per_run}; above 1 Ray gives whole GPUs.", "Try: 2.0"
-        )
-    if campaign.share_model and (campaign.parallel or campaign.executor != "local"):
-        yield ConfigIssue(
-            "[campaign] share_model",
-            "steps the runs in turn in one process on this machine.",
-            'Try: parallel = false and executor = "local"',
-        )
-    if campaign.stop_when and len(campaign.conditions) < 2:
-        yield ConfigIssue("[campaign] stop_when", "compares conditions, and there is only one.", 'Try: stop_when = ""')

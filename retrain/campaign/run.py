@@ -29,8 +29,8 @@ from retrain.campaign.shared import SharedModelProcess, validate_shared_model
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.preflight import check_before_loading
 from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.absent import refuse_absent_parts
 from retrain.config.options import options_by_path
+from retrain.config.unsupported import check_supported
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.devices import check_devices
 from retrain.runtime.interrupts import SIGNALS
@@ -52,7 +52,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     folder = choose_folder(config)
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
-        refuse_absent_parts(run.config)
+        check_supported(run.config)
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
         refuse_alone(run.config)

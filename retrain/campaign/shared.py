@@ -16,13 +16,11 @@ from typing import IO
 
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, RunExit, prepare_folder, read_error
-from retrain.config.rules import values_of
+from retrain.config.options import paths_where, values_of
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.runtime.child import PARENT
 
 LOG = "shared.log"
-# Options that must be the same for all runs.
-_SHARED = ("backend.backend", "backend.devices", "model.", "lora.", "inference.", "memory.gradient_checkpointing")
 
 
 def validate_shared_model(runs: Sequence[Run]) -> None:
@@ -39,7 +37,7 @@ def validate_shared_model(runs: Sequence[Run]) -> None:
         problems.append(ConfigIssue("[campaign] share_model", "cannot be combined with [distributed] zero_stage."))
     for run in {run.condition: run for run in runs}.values():
         values = values_of(run.config)
-        for path in (path for path in values if path.startswith(_SHARED) and values[path] != first[path]):
+        for path in (path for path in values if path in paths_where("shared_model") and values[path] != first[path]):
             text = f"needs one {path}: {run.condition} has {values[path]!r}, {runs[0].condition} has {first[path]!r}."
             problems.append(ConfigIssue("[campaign] share_model", text))
     if problems:

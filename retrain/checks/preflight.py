@@ -15,13 +15,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from retrain.config import TrainConfig
-from retrain.config.rules import held_out_source
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import find_model, hub_cache, read_context_length
+from retrain.plugins import REGISTRIES
 
 HUB_S = 4.0
 """How long the Hub may take to answer at all."""
-ON_THE_HUB = ("math", "gsm8k", "hub")
 
 
 def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> None:
@@ -73,12 +72,11 @@ def _is_partly_cached(name: str) -> bool:
 def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.environment.provider:
         return
-    own = config.eval.path if config.eval.every and held_out_source(config) == "jsonl" else ""
-    for where, path in (
-        ("[data] path", config.data.path if config.data.source == "jsonl" else ""),
-        ("[eval] path", own),
+    for where, path, source in (
+        ("[data] path", config.data.path, config.data.source),
+        ("[eval] path", config.eval.path if config.eval.every else "", config.held_out_source),
     ):
-        if path and not _exists(path):
+        if path and "path" in REGISTRIES["data"].facts(source).reads and not _exists(path):
             yield ConfigIssue(where, f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()}).")
 
 
@@ -170,8 +168,9 @@ def _holds(path: Path, text: str) -> bool:
 def needs_hub(config: TrainConfig) -> bool:
     """Whether a model or problems come from the Hub, be it by way of the cache."""
     models = any(find_model(name).found in ("cache", "download") for name in models_of(config).values())
-    sources = {config.data.source, held_out_source(config) if config.eval.every else ""}
-    return models or (not config.environment.provider and bool(sources.intersection(ON_THE_HUB)))
+    sources = [config.data.source, *([config.held_out_source] if config.eval.every else [])]
+    from_hub = any(REGISTRIES["data"].facts(source).from_hub for source in sources)
+    return models or (not config.environment.provider and from_hub)
 
 
 def is_offline() -> bool:

@@ -31,8 +31,8 @@ from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
-from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options, overrides_from
+from retrain.config.unsupported import find_unsupported
 from retrain.modeling.files import find_model
 
 _LOW_DISK_SPACE = 5_000_000_000
@@ -237,7 +237,7 @@ def _has_custom_judge(config: TrainConfig) -> bool:
 def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     """Unsupported choices, completions that do not fit the model's context, and the results of trials."""
     too_long = (problem for problem in find_obstacles(config) if problem.where == "[training] max_tokens")
-    for problem in (*find_absent_parts(config), *(too_long if config.kind != "squeeze" else ())):
+    for problem in (*find_unsupported(config), *(too_long if config.kind != "squeeze" else ())):
         yield Check("parts", problem.where, "missing", problem.text, problem.hint)
     for trial in trials:
         detail, _, fix = trial.problem.partition("Try: ")

@@ -12,8 +12,7 @@ from typing import TypedDict
 from retrain.campaign.plan import plan_runs
 from retrain.capacity.memory import MemoryPlan, Workload, plan_memory
 from retrain.config import TrainConfig, load_config
-from retrain.config.options import options_by_path
-from retrain.config.rules import values_of
+from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.errors import ConfigError
 from retrain.modeling.files import ModelFacts
 from retrain.runtime.text import plural
@@ -27,14 +26,6 @@ MEMORY_LABELS = {
     "logits": "logits per slice",
 }
 _MEASURED_STEPS = 20
-# Options that a step's time depends on. Learning rates, seeds and the like cost nothing.
-_COSTLY = (
-    "model.", "backend.backend", "backend.devices", "inference.", "lora.target_modules", "memory.", "distributed.",
-    "data.source", "data.path", "data.id", "data.subset", "data.system_prompt", "environment.", "teaching.enabled",
-    "teaching.student_model", "reward.type", "kl.beta", "training.batch_size", "training.group_size",
-    "training.max_tokens", "training.max_prompt_tokens", "training.async_steps", "training.resample_dead_groups",
-)  # fmt: skip
-_FREE = ("model.base_url", "inference.adapter_dir", "inference.timeout_s", "inference.wait_s", "environment.timeout_s")
 
 LoggedStep = Mapping[str, object]
 
@@ -111,8 +102,7 @@ def _costs_the_same(folder: Path, config: TrainConfig) -> bool:
     except ConfigError:
         return False
     wanted = values_of(with_absolute_paths(config))
-    costly = (path for path in wanted if path.startswith(_COSTLY) and not path.startswith(_FREE))
-    return all(stored.get(path) == wanted[path] for path in costly)
+    return all(stored.get(path) == wanted[path] for path in wanted if path in paths_where("step_time"))
 
 
 def _read_steps(folder: Path, size: tuple[int, int]) -> Iterator[LoggedStep]:

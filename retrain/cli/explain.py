@@ -22,11 +22,10 @@ from retrain.cli.estimate import (
 )
 from retrain.cli.train import read_config
 from retrain.config import TrainConfig
-from retrain.config.absent import find_absent_parts
 from retrain.config.flags import click_options
-from retrain.config.options import all_options, options_by_path
-from retrain.config.rules import values_of
+from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
+from retrain.config.unsupported import find_unsupported
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.runtime.text import format_bytes, format_duration, plural
 
@@ -194,7 +193,7 @@ def find_changes(config: TrainConfig) -> list[Change]:
 def find_blockers(config: TrainConfig) -> list[str]:
     """Why the configuration cannot run here: unsupported choices, and missing models, files and keys."""
     obstacles = find_obstacles(config) if config.kind != "squeeze" else ()
-    return [str(problem) for problem in (*find_absent_parts(config), *obstacles)]
+    return [str(problem) for problem in (*find_unsupported(config), *obstacles)]
 
 
 def _engine(config: TrainConfig) -> Engine:

@@ -9,8 +9,8 @@ import click
 from retrain.checks.preflight import check_before_loading
 from retrain.cli import train
 from retrain.config import load_config
-from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import overrides_from
+from retrain.config.unsupported import check_supported
 from retrain.distributed.launch import launch
 from retrain.runtime.ranks import refuse_on_ranks
 
@@ -30,7 +30,7 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
     train.load_environment(announce=False)
     loaded = load_config(train.find_config(parameters["config"], overrides), overrides, strict)
-    refuse_absent_parts(loaded)
+    check_supported(loaded)
     refuse_on_ranks(loaded, {})
     check_before_loading(loaded, click.echo)
     return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

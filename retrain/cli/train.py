@@ -14,8 +14,8 @@ from retrain.checks.preflight import check_before_loading
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, find_notes, load_config
-from retrain.config.absent import refuse_absent_parts
 from retrain.config.flags import click_options, overrides_from
+from retrain.config.unsupported import check_supported
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
 from retrain.runtime.text import plural
@@ -120,7 +120,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run a configuration: training or a LoRA rank analysis."""
-    refuse_absent_parts(config)
+    check_supported(config)
     place = find_place()
     if place is not None:
         refuse_on_ranks(config)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from retrain.builtin import resolve_model
-from retrain.checks.preflight import ON_THE_HUB, go_offline, hub_answers, is_offline, models_of, needs_hub
+from retrain.checks.preflight import go_offline, hub_answers, is_offline, models_of, needs_hub
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
-from retrain.config.rules import SERVER_ENGINES
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
 from retrain.modeling.files import find_model
-from retrain.plugins import REGISTRIES, is_plugin, make_importable
+from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
 
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
@@ -120,7 +119,7 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         yield "[inference] engine", _try_servers
     elif is_plugin("engine", config.inference.engine):
         yield "[inference] engine", lambda c: _load("engine", c.inference.engine, c)
-    if not config.environment.provider and config.data.source in ON_THE_HUB:
+    if not config.environment.provider and REGISTRIES["data"].facts(config.data.source).from_hub:
         yield "[data] source", _try_hub_source
     for where, name in models_of(config).items():
         # Missing folders and models to be downloaded are reported by another check.

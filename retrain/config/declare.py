@@ -1,7 +1,9 @@
-"""What options are declared with."""
+"""How options are declared: the base class of tables, and `option` with the facts about one option."""
 
 import json
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler
 from pydantic.config import JsonDict
@@ -9,45 +11,99 @@ from pydantic_core import PydanticKnownError
 
 from retrain.config.toml import MAX_DEPTH, is_too_deep
 
+if TYPE_CHECKING:
+    from retrain.config.schema import TrainConfig
+
 Table = dict[str, Any]
 
-# A 64-bit signed integer is the widest that TOML guarantees; numpy and torch seeds fit well inside it.
-LARGEST_COUNT = 2**53
+# TOML guarantees 64-bit signed integers; up to 2**53 they are also exact as JSON numbers and floats.
+LARGEST_INTEGER = 2**53
 
 
-def _fits(value: int) -> int:
-    if value > LARGEST_COUNT:
-        raise PydanticKnownError("less_than_equal", {"le": LARGEST_COUNT})
+def _check_size(value: int) -> int:
+    if value > LARGEST_INTEGER:
+        raise PydanticKnownError("less_than_equal", {"le": LARGEST_INTEGER})
     return value
 
 
-# Not Field(le=...), which would take the place of an option's own bound.
-Count = Annotated[int, AfterValidator(_fits)]
+# Not Field(le=...), which would replace the bound of the option.
+BoundedInt = Annotated[int, AfterValidator(_check_size)]
+
+Reason = Callable[["TrainConfig"], str]
+"""Why an option has no effect under a configuration; "" if it has one."""
+IGNORED = "ignored"
+"""`on_tinker` of an option that has no effect there; any other text is the reason why it is rejected."""
+
+
+@dataclass(frozen=True)
+class Facets:
+    """Facts about an option besides its type, default, bounds and description. None takes the value of its table."""
+
+    flag: str | None = None
+    """Command-line flag, where it is not derived from the key."""
+    kind: str | None = None
+    """Plug-in registry that its value is looked up in."""
+    unused: Reason | None = None
+    """Why it has no effect on a run; a note is printed if it is set nevertheless."""
+    in_campaign: Reason | None = None
+    """Why it has no effect in the file of a campaign."""
+    per_condition: bool | None = None
+    """Whether conditions of a campaign may override it."""
+    on_resume: Literal["fixed", "free"] | None = None
+    """Whether a resumed run may change it: how long, where and how fast, but not what is learned."""
+    on_tinker: str | None = None
+    """"" works on Tinker as it does locally; see `IGNORED`."""
+    unsupported: Mapping[str, str] | None = None
+    """Choices that the pytorch engine does not implement, each with the reason."""
+    shared_model: bool | None = None
+    """Whether runs must agree on it to share one model in memory."""
+    held_out: bool | None = None
+    """Whether evaluations must agree on it to be comparable."""
+    step_time: bool | None = None
+    """Whether the time per step depends on it."""
+    identity: bool | None = None
+    """Whether it names one run rather than its method: seed, folders, run names."""
+    path: bool | None = None
+    """Whether its value may be a file or folder."""
+    variables: Mapping[str, bool] | None = None
+    """Variables of a template, and whether it must contain them."""
+
+    def __call__(self, schema: JsonDict) -> None:
+        """Pydantic calls this for the JSON schema, to which the facets add nothing."""
+
+    def over(self, table: "Facets") -> "Facets":
+        """These facts, completed by those of the table."""
+        missing = {each.name for each in fields(self) if getattr(self, each.name) is None}
+        return replace(self, **{name: getattr(table, name) for name in missing})
 
 
 class Section(BaseModel):
-    """One TOML table: frozen, strict, and closed to keys it does not know."""
+    """One TOML table: frozen, strict, and closed to unknown keys."""
 
-    # defer_build: the first use of TrainConfig builds all tables at once, which halves the time to import this page.
+    # defer_build: the first use of TrainConfig builds all tables at once, which halves the import time.
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, defer_build=True
     )
+    facets: ClassVar[Facets] = Facets()
+    """Facts about every option of the table that does not declare its own."""
 
 
-def option(default: Any, description: str, *, flag: str = "", kind: str = "", **bounds: Any) -> Any:
-    """Declare an option. `kind` names the registry its value is looked up in; `flag` overrides the derived spelling."""
-    extra: JsonDict = {key: value for key, value in (("flag", flag), ("kind", kind)) if value}
+def option(default: Any, description: str, **settings: Any) -> Any:
+    """Declare an option: its default, one sentence, and as keywords its facets and pydantic's bounds."""
+    extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
-        return Field(default_factory=lambda: default.copy(), description=description, json_schema_extra=extra, **bounds)
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
+        return Field(
+            default_factory=lambda: default.copy(), description=description, json_schema_extra=extra, **settings
+        )
+    return Field(default, description=description, json_schema_extra=extra, **settings)
 
 
-# Far more brackets left open than any table has.
+# Far more open brackets than any table has.
 _HOPELESS_DEPTH = 500
 
 
 def table_or_json(value: object) -> object:
-    """Seed files may give a table as a JSON string; anything else is left for the type check to judge."""
+    """Parse a table given as a JSON string; the type check handles any other value."""
     if not isinstance(value, str):
         return value
     try:
@@ -68,7 +124,7 @@ def table_or_json(value: object) -> object:
 
 
 def whole_number(value: object, choose: ValidatorFunctionWrapHandler) -> object:
-    """A choice among integers compares with ==, to which true and 1.0 are 1."""
+    """Require an int: a choice among integers compares with ==, where true and 1.0 equal 1."""
     if type(value) is not int:
         raise ValueError("must be a whole number")
     return choose(value)

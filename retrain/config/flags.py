@@ -57,7 +57,7 @@ class _Value(click.ParamType[str]):
         """Offer the values that the option takes, or file names where it takes a path."""
         from click.shell_completion import CompletionItem  # noqa: PLC0415  (only a shell that completes needs it)
 
-        if self.option.key.endswith(("path", "dir", "from", "paths")):
+        if self.option.facets.path:
             return [CompletionItem(incomplete, type="file")]
         choices = self.option.choices or (REGISTRIES[self.option.kind].names() if self.option.kind else ())
         return [CompletionItem(str(c)) for c in choices if str(c).startswith(incomplete)]

@@ -1,8 +1,9 @@
-"""TOML + .env + flags -> TrainConfig, or one ConfigError that lists every problem."""
+"""Load a configuration: TOML and flags become a TrainConfig, or one ConfigError that lists all issues."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from retrain.config.conditions import condition_overrides
-from retrain.config.needs import Note, unused_options
-from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, options_by_path
-from retrain.config.rules import find_conflicts
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, option_issue, options_by_path
+from retrain.config.rules import find_issues
 from retrain.config.schema import TrainConfig
 from retrain.config.synonyms import find_synonym
 from retrain.config.toml import (
@@ -25,12 +25,13 @@ from retrain.config.toml import (
     show_path,
     show_value,
 )
+from retrain.config.unused import Note, unused_options
 from retrain.errors import ConfigError, ConfigIssue
 
 Tables = dict[str, Any]
 
-# More than a screenful helps nobody, and looking for likely spellings takes time.
-MAX_PROBLEMS = 50
+# More than fits a screen is no help, and suggesting spellings takes time.
+MAX_ISSUES = 50
 _SHOWN = 60
 _TYPE_WORDS = {
     "int_type": "a whole number",
@@ -55,9 +56,9 @@ _BOUND_WORDS = {
 def load_config(
     path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, strict: bool = False
 ) -> TrainConfig:
-    """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides, check all of it.
+    """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides and validate the result.
 
-    Options that are set and not used are no error, unless `strict`; `find_notes` lists them.
+    Options that are set and not used are an error only if `strict`; `find_notes` lists them.
     """
     if path is not None and not str(path):
         raise ConfigError("the path of the configuration is empty.  Try: name a TOML file.")
@@ -67,31 +68,31 @@ def load_config(
 
 
 def build_config(tables: Tables, overrides: Mapping[str, Any], source: str, strict: bool = False) -> TrainConfig:
-    """Check nested tables with overrides on top; `source` is how the error calls them."""
-    merged, problems = _apply_overrides(tables, overrides)
-    problems += _drop_too_deep(merged)
+    """Validate nested tables with overrides on top; `source` is their name in the error."""
+    merged, issues = _apply_overrides(tables, overrides)
+    issues += _drop_too_deep(merged)
     _choose_for_teaching(merged)
-    config, problems = _judge(merged, problems)
-    problems += _check_conditions(config, merged, known=frozenset(problems))
-    if strict and not problems:
-        problems = [ConfigIssue(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        left_out = len(problems) - MAX_PROBLEMS
-        shown = [*problems[:MAX_PROBLEMS], ConfigIssue("", f"and {left_out} more.")] if left_out > 0 else problems
+    config, issues = _validate(merged, issues)
+    issues += _check_conditions(config, merged, known=frozenset(issues))
+    if strict and not issues:
+        issues = [ConfigIssue(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
+    if issues:
+        count = "1 problem" if len(issues) == 1 else f"{len(issues)} problems"
+        left_out = len(issues) - MAX_ISSUES
+        shown = [*issues[:MAX_ISSUES], ConfigIssue("", f"and {left_out} more.")] if left_out > 0 else issues
         raise ConfigError(f"{source} has {count}:", tuple(shown))
     return config
 
 
 def _choose_for_teaching(tables: Tables) -> None:
-    """The default advantage, maxrl, cannot be had of rewards below 0, which teaching has: where none is named, grpo."""
+    """Default to grpo: teaching has negative rewards, which maxrl, the default advantage, does not support."""
     teaching, algorithm = tables.get("teaching"), tables.setdefault("algorithm", {})
     if isinstance(teaching, dict) and teaching.get("enabled") is True and isinstance(algorithm, dict):
         algorithm.setdefault("advantage_mode", "grpo")
 
 
 def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: str) -> TrainConfig:
-    """The run of one condition of a campaign, on its own."""
+    """The configuration of one condition of a campaign."""
     base = {name: table for name, table in config.model_dump(by_alias=True).items() if name not in OPTIONAL_SECTIONS}
     return build_config(base, dict(condition_overrides(condition)), source)
 
@@ -99,7 +100,7 @@ def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: s
 def find_notes(config: TrainConfig) -> list[Note]:
     """Options that are set and not used.
 
-    What the file of a campaign sets for all its runs is used if one of them uses it.
+    An option that a campaign sets for all runs is used if one of them uses it.
     """
     notes = list(unused_options(config))
     runs: list[tuple[set[str], list[Note]]] = []
@@ -114,60 +115,64 @@ def find_notes(config: TrainConfig) -> list[Note]:
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The whole configuration as TOML that loads back to an equal one."""
+    """The configuration as TOML, which loads to an equal one."""
     tables = config.model_dump(by_alias=True)
     return format_toml({name: table for name, table in tables.items() if table is not None})
 
 
 def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tables, list[ConfigIssue]]:
-    """Two levels are copied, which is as deep as anything here changes."""
+    """A copy of the tables, two levels deep, with overrides applied."""
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
-    problems = []
+    issues = []
     for path, value in overrides.items():
         section, _, key = path.partition(".")
         if path not in options_by_path():
-            problems.append(_unknown_key(section, key or path))
+            issues.append(_unknown_key(section, key or path))
         elif section in OPTIONAL_SECTIONS and section not in merged:
-            problems.append(
-                ConfigIssue(
-                    f"[{section}] {key}", "was set, but the file has no such table.", f"Try: add a [{section}] table"
-                )
-            )
+            text, hint = "was set, but the file has no such table.", f"Try: add a [{section}] table"
+            issues.append(option_issue(path, text, hint, (section,)))
         elif isinstance(merged.setdefault(section, {}), dict):
             merged[section][key] = value
-    return merged, problems
+    return merged, issues
 
 
 def _drop_too_deep(tables: Tables) -> Iterator[ConfigIssue]:
-    """Take out what is nested so deeply that printing, comparing or dumping it would run out of stack."""
+    """Remove values nested so deeply that printing, comparing or dumping them would overflow the stack."""
     text = f"is nested more than {MAX_DEPTH} levels deep."
     for section, table in list(tables.items()):
         if not isinstance(table, dict):
             if is_too_deep(table):
                 del tables[section]
-                yield ConfigIssue(f"[{_show_key(section)}]", text)
+                yield ConfigIssue(f"[{_show_key(section)}]", text, tables=(section,))
             continue
         for key in [key for key, value in table.items() if is_too_deep(value)]:
             del table[key]
-            yield ConfigIssue(f"[{_show_key(section)}] {_show_key(key)}", text)
+            yield ConfigIssue(f"[{_show_key(section)}] {_show_key(key)}", text, tables=(section,))
 
 
-def _check_shape(tables: Tables) -> tuple[TrainConfig, list[ConfigIssue]]:
-    """Validate; bad keys are reported and left at their defaults, so that the rules can still judge the rest."""
+def _validate(tables: Tables, known: list[ConfigIssue]) -> tuple[TrainConfig, list[ConfigIssue]]:
+    """The configuration, and all its issues including those already known."""
+    config, invalid = _check_types(tables)
+    issues = known + invalid
+    return config, issues + find_issues(config, issues)
+
+
+def _check_types(tables: Tables) -> tuple[TrainConfig, list[ConfigIssue]]:
+    """Check keys, types and bounds; invalid options keep their defaults, so that the rules can check the rest."""
     try:
-        return _validate(tables), []
+        return _parse(tables), []
     except ValidationError as error:
-        # One sentence an option: the first complaint about a list is enough.
+        # One issue per option: the first error in a list is enough.
         first: dict[tuple[Any, ...], Any] = {}
         for detail in error.errors(include_url=False):
             first.setdefault(tuple(detail["loc"][:2]), detail)
         remaining = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
         for location in first:
             _drop(remaining, location)
-        return _validate(remaining), list(_explain_all(first.values()))
+        return _parse(remaining), list(_explain_all(first.values()))
 
 
-def _validate(tables: Tables) -> TrainConfig:
+def _parse(tables: Tables) -> TrainConfig:
     # An absent table is given as an empty one: calling its default factory would build its model a second time.
     present: Tables = {name: {} for name in TrainConfig.model_fields if name not in OPTIONAL_SECTIONS} | tables
     # by_name=False: a TOML key is the alias alone, `from` and not `from_`.
@@ -182,52 +187,44 @@ def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
         section.pop(location[1], None)
 
 
-def _judge(tables: Tables, judged: list[ConfigIssue]) -> tuple[TrainConfig, list[ConfigIssue]]:
-    """The configuration, and all its problems with those already `judged`."""
-    config, shape_problems = _check_shape(tables)
-    judged = judged + shape_problems
-    return config, judged + find_conflicts(config, judged)
-
-
 def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[ConfigIssue]) -> Iterator[ConfigIssue]:
-    """Every condition must be a valid run of its own, so that a campaign does not fail at its last one."""
+    """Every condition is a valid run, so that a campaign does not fail at its last one."""
     base = {name: table for name, table in tables.items() if name not in OPTIONAL_SECTIONS}
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
         merged, _ = _apply_overrides(base, dict(condition_overrides(condition)))
-        for problem in _judge(merged, [])[1]:
-            if problem not in known:
-                yield ConfigIssue(f"[campaign] conditions[{index}]: {problem.where}", problem.text, problem.hint)
+        for issue in _validate(merged, [])[1]:
+            if issue not in known:
+                yield replace(issue, where=f"[campaign] conditions[{index}]: {issue.where}")
 
 
 def _explain_all(details: Iterable[Any]) -> Iterator[ConfigIssue]:
     for count, detail in enumerate(details):
         location = tuple(detail["loc"])
-        if count < MAX_PROBLEMS:
+        if count < MAX_ISSUES:
             yield _explain(location, detail)
         else:
-            yield ConfigIssue(".".join(str(part) for part in location[:2]), "is wrong.")
+            yield ConfigIssue(".".join(str(part) for part in location[:2]), "is wrong.", tables=(str(location[0]),))
 
 
 def _explain(location: tuple[Any, ...], detail: Any) -> ConfigIssue:
-    """Turn one pydantic complaint into a sentence with table, key, value and what to write instead."""
+    """A pydantic error as a sentence with table, key, value and a suggestion."""
     kind, value = detail["type"], detail["input"]
     section = str(location[0])
     if len(location) == 1:
         if kind == "extra_forbidden":
             return _unknown_section(section, value)
         hint = f"Try: [{section}], with single brackets" if _is_list_of_tables(value) else f"Try: [{section}]"
-        return ConfigIssue(f"[{section}]", f"must be a table, got {show_value(value)}.", hint)
+        return ConfigIssue(f"[{section}]", f"must be a table, got {show_value(value)}.", hint, (section,))
     option = options_by_path().get(f"{section}.{location[1]}")
     if option is None:
         return _unknown_key(section, str(location[1]))
     inside = "".join(f"[{part}]" if isinstance(part, int) else f".{_show_key(str(part))}" for part in location[2:])
+    text, hint = f"{_requirement(kind, detail)}, got {show_value(value)}.", _suggest_value(option, value)
     if kind == "extra_forbidden":
-        known = option.element_keys
-        close = get_close_matches(str(location[-1])[:_SHOWN], known, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
-        return ConfigIssue(f"{option.where}{inside}", "is unknown.", hint)
-    text = f"{_requirement(kind, detail)}, got {show_value(value)}."
-    return ConfigIssue(f"{option.where}{inside}", text, _suggest_value(option, value))
+        close = get_close_matches(str(location[-1])[:_SHOWN], option.element_keys, n=1)
+        text = "is unknown."
+        hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(option.element_keys)}."
+    return ConfigIssue(f"{option.where}{inside}", text, hint, (section,))
 
 
 def _suggest_value(option: Option, value: object) -> str:
@@ -256,12 +253,13 @@ def _requirement(kind: str, detail: Any) -> str:
 
 def _unknown_section(section: str, value: object) -> ConfigIssue:
     if not isinstance(value, Mapping) and not _is_list_of_tables(value):
-        homes = [option.where for option in all_options() if option.key == section]
-        hint = f"Did you mean {homes[0]}?" if homes else "Options stand inside a [table]."
-        return ConfigIssue(f"unknown option {_show_key(section)}", "outside any table.", hint)
-    close = get_close_matches(section[:_SHOWN], TrainConfig.model_fields, n=1)
+        homes = [option for option in all_options() if option.key == section][:1]
+        hint = f"Did you mean {homes[0].where}?" if homes else "Options stand inside a [table]."
+        tables = tuple(option.section for option in homes)
+        return ConfigIssue(f"unknown option {_show_key(section)}", "outside any table.", hint, tables)
+    close = tuple(get_close_matches(section[:_SHOWN], TrainConfig.model_fields, n=1))
     hint = f"Did you mean [{close[0]}]?" if close else f"Tables: {', '.join(TrainConfig.model_fields)}."
-    return ConfigIssue(f"unknown table [{_show_key(section)}].", "", hint)
+    return ConfigIssue(f"unknown table [{_show_key(section)}].", "", hint, close)
 
 
 def _is_list_of_tables(value: object) -> bool:
@@ -269,30 +267,33 @@ def _is_list_of_tables(value: object) -> bool:
 
 
 def _unknown_key(section: str, key: str) -> ConfigIssue:
-    """Look for the key by exact name in the other tables, then for a like one in its own, then anywhere."""
+    where, hint = f"unknown option [{_show_key(section)}] {_show_key(key)}.", "`retrain help` lists every option."
+    meant = _find_meant(section, key)
+    if meant is not None:
+        hint = f"Did you mean {meant.key if meant.section == section else meant.where}?"
+        return ConfigIssue(where, "", hint, (section, meant.section))
+    if key in TrainConfig.model_fields:
+        return ConfigIssue(where, "", f"Did you mean the table [{key}]?", (section, key))
+    return ConfigIssue(where, "", hint, (section,))
+
+
+def _find_meant(section: str, key: str) -> Option | None:
+    """The option most likely meant: a synonym or the same key, then a similar key in the same table, then anywhere."""
     options = all_options()
-    own = get_close_matches(key[:_SHOWN], [option.key for option in options if option.section == section], n=1)
-    homes = [option.where for option in options if option.key == key]
-    near = get_close_matches(key[:_SHOWN], [option.key for option in options], n=1)
     synonym = find_synonym(key)
-    if synonym is not None and synonym.section == section:
-        hint = f"Did you mean {synonym.key}?"
-    elif homes:
-        hint = f"Did you mean {homes[0]}?"
-    elif synonym is not None:
-        hint = f"Did you mean {synonym.where}?"
-    elif key in TrainConfig.model_fields:
-        hint = f"Did you mean the table [{key}]?"
-    elif own:
-        hint = f"Did you mean {own[0]}?"
-    elif near:
-        hint = f"Did you mean {next(option.where for option in options if option.key == near[0])}?"
-    else:
-        hint = "`retrain help` lists every option."
-    return ConfigIssue(f"unknown option [{_show_key(section)}] {_show_key(key)}.", "", hint)
+    exact = [option for option in options if option.key == key]
+    if synonym is not None and (synonym.section == section or not exact):
+        return synonym
+    if exact or key in TrainConfig.model_fields:
+        return exact[0] if exact else None
+    for candidates in ([option for option in options if option.section == section], options):
+        close = get_close_matches(key[:_SHOWN], [option.key for option in candidates], n=1)
+        if close:
+            return next(option for option in candidates if option.key == close[0])
+    return None
 
 
 def _show_key(key: str) -> str:
-    """A key as TOML would spell it, so that control characters and odd spaces are seen."""
+    """A key as TOML spells it, so that control characters and unusual spaces are visible."""
     text = format_key(key)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

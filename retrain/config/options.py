@@ -1,4 +1,8 @@
-"""The options of the schema as a flat list: what flags, messages, docs and starter files are made from."""
+"""The options of the schema as a flat list, each with its facets.
+
+Flags, messages, docs and starter files are generated from it; the rules for resuming, campaigns and Tinker are lookups
+in it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from retrain.config.declare import Section
+from retrain.config.declare import IGNORED, Facets, Section
 from retrain.config.schema import TrainConfig
+from retrain.errors import ConfigIssue
 
 
 @dataclass(frozen=True)
@@ -20,38 +25,42 @@ class Option:
     section: str
     key: str
     flag: str
-    kind: str
-    """Name of the registry that its value is looked up in, or ""."""
+    facets: Facets
     field: FieldInfo
 
     @property
+    def kind(self) -> str:
+        """Plug-in registry that its value is looked up in, or ""."""
+        return self.facets.kind or ""
+
+    @property
     def where(self) -> str:
-        """How messages and docs call it."""
+        """Its name in messages and docs."""
         return f"[{self.section}] {self.key}"
 
     @property
     def path(self) -> str:
-        """How overrides call it."""
+        """Its name in overrides."""
         return f"{self.section}.{self.key}"
 
     @property
     def default(self) -> Any:
-        """The value it has when nobody sets it."""
+        """Its default value."""
         return self.field.get_default(call_default_factory=True)
 
     @property
     def description(self) -> str:
-        """The sentence that explains it."""
+        """One sentence about it."""
         return self.field.description or ""
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The only values it takes, or () when it is open."""
+        """The values it accepts, or () if any value of its type."""
         return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
 
     @property
     def type_name(self) -> str:
-        """Its type in the words of a TOML user."""
+        """Its type, as docs and help name it."""
         annotation = self.field.annotation
         if self.choices:
             return " or ".join(dict.fromkeys(type(choice).__name__ for choice in self.choices))
@@ -63,7 +72,7 @@ class Option:
 
     @property
     def element_keys(self) -> tuple[str, ...]:
-        """The keys that each table of a list may hold, or () when they are open."""
+        """Keys that each table of a list may have, or () if any."""
         elements = [
             arg for arg in get_args(self.field.annotation) if isinstance(arg, type) and issubclass(arg, Section)
         ]
@@ -71,7 +80,7 @@ class Option:
 
 
 def section_type(name: str) -> type[Section]:
-    """The model of a table, also of one that is absent by default."""
+    """The class of a table, also of one that is absent by default."""
     annotation = TrainConfig.model_fields[name].annotation
     candidates = [annotation, *get_args(annotation)]
     return next(found for found in candidates if isinstance(found, type) and issubclass(found, Section))
@@ -84,7 +93,7 @@ OPTIONAL_SECTIONS = tuple(
 
 @cache
 def all_options() -> tuple[Option, ...]:
-    """Every option, in the order of the schema."""
+    """All options, in the order of the schema."""
     fields = [
         (section, field.alias or name, field)
         for section in TrainConfig.model_fields
@@ -93,10 +102,10 @@ def all_options() -> tuple[Option, ...]:
     uses = Counter(key for _, key, _ in fields)
     options = []
     for section, key, field in fields:
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        assert isinstance(field.json_schema_extra, Facets), f"[{section}] {key} is not declared by option(...)"
+        facets = field.json_schema_extra.over(section_type(section).facets)
         leaf = key if uses[key] == 1 else f"{section}_{key}"
-        flag = str(extra.get("flag", "")) or "--" + leaf.replace("_", "-")
-        options.append(Option(section, key, flag, str(extra.get("kind", "")), field))
+        options.append(Option(section, key, facets.flag or "--" + leaf.replace("_", "-"), facets, field))
     return tuple(options)
 
 
@@ -104,3 +113,36 @@ def all_options() -> tuple[Option, ...]:
 def options_by_path() -> dict[str, Option]:
     """Options by `section.key`."""
     return {option.path: option for option in all_options()}
+
+
+def values_of(config: TrainConfig) -> dict[str, Any]:
+    """The value of each option by `section.key`; tables that are absent are left out."""
+    tables = config.model_dump(by_alias=True)
+    return {path: tables[o.section][o.key] for path, o in options_by_path().items() if tables[o.section] is not None}
+
+
+@cache
+def paths_where(facet: str) -> frozenset[str]:
+    """The options, by `section.key`, for which a yes-or-no facet holds."""
+    return frozenset(option.path for option in all_options() if getattr(option.facets, facet))
+
+
+@cache
+def free_on_resume() -> frozenset[str]:
+    """Options that a resumed run may change, by `section.key`."""
+    return frozenset(option.path for option in all_options() if option.facets.on_resume == "free")
+
+
+def ignored_on_tinker(option: Option) -> bool:
+    """Whether an option has no effect with the tinker backend."""
+    return option.facets.on_tinker == IGNORED
+
+
+def rejected_on_tinker(option: Option) -> str:
+    """Why the tinker backend rejects a value other than the default, or ""."""
+    return "" if ignored_on_tinker(option) else option.facets.on_tinker or ""
+
+
+def option_issue(path: str, text: str, hint: str = "", compares: tuple[str, ...] = ()) -> ConfigIssue:
+    """An issue with one option; `compares` names the tables whose options it compares with each other."""
+    return ConfigIssue(options_by_path()[path].where, text, hint, compares)

@@ -226,7 +226,7 @@ def schema_text() -> str:
 
 
 def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
-    """A copy without references, titles that repeat the key, and what only this package understands."""
+    """A copy without references, and without titles, which repeat the key."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -238,7 +238,7 @@ def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
         return {"type": "object", "description": node["description"], "additionalProperties": False} | {
             "properties": properties
         }
-    kept = {key: item for key, item in node.items() if key not in ("title", "flag", "kind")}
+    kept = {key: item for key, item in node.items() if key != "title"}
     return {key: item if key == "default" else _inline(item, definitions) for key, item in kept.items()}
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines
 from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
 from retrain.campaign.progress import read_progress
-from retrain.config.options import options_by_path
-from retrain.config.rules import values_of
+from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
@@ -33,9 +32,6 @@ SERIES = (
 # Limits that keep the page responsive.
 MAX_COMPLETIONS = 4000
 MAX_CHARACTERS = 8_000_000
-# Options that differ between runs of one condition.
-PER_RUN_OPTIONS = ("training.seed", "logging.log_dir", "backend.adapter_path", "resume.from_", "logging.wandb_run_name",
-          "logging.wandb_group", "logging.wandb_tags")  # fmt: skip
 
 
 def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
@@ -140,7 +136,7 @@ def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]
     rows = []
     for path in values_of(runs[0].config):
         values = [configs[name].get(path) for name in columns]
-        if path not in PER_RUN_OPTIONS and any(value != values[0] for value in values):
+        if path not in paths_where("identity") and any(value != values[0] for value in values):
             rows.append({"option": path, "values": [show_value(value) for value in values]})
     return columns, rows
 
@@ -152,7 +148,7 @@ def shared_settings(runs: Sequence[RunRecord]) -> list[Data]:
         {"option": path, "value": show_value(value)}
         for path, value in every[0].items()
         if path in options
-        and path not in (*PER_RUN_OPTIONS, "plugins.search_paths")
+        and path not in {*paths_where("identity"), "plugins.search_paths"}
         and value != options[path].default
         and all(values.get(path) == value for values in every)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.rules import values_of
+from retrain.config.options import free_on_resume, values_of
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
@@ -21,18 +21,6 @@ CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 # Folders are searched for runs this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
 SEARCH_DEPTH = 4
-
-# A resume may change these: they say how long, where and how fast, not what is being learnt.
-FREE_TO_CHANGE = (
-    "backend.devices", "backend.adapter_path", "training.max_steps", "training.epochs", "training.save_every",
-    "training.keep", "training.record", "training.deterministic", "memory.", "distributed.", "eval.",
-    "reward.timeout_s", "reward.workers", "reward.memory_mb", "reward.pass_env",
-    "reward.judge_concurrency", "reward.judge_timeout_s", "reward.judge_cache", "reward.judge_prompt_price",
-    "reward.judge_completion_price", "logging.", "resume.", "plugins.",
-    "inference.url", "model.base_url", "backend.max_concurrent", "backend.throttle_dir", "campaign.", "squeeze.",
-    "distributed.", "inference.launch", "inference.gpu_memory_utilization", "inference.max_model_len",
-)  # fmt: skip
-
 
 # What a folder that was trained in holds.
 RUN_FILES = (STATE_FILE, *FILES, "checkpoints", "rollouts")
@@ -163,7 +151,7 @@ def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str
     return [
         f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and not path.startswith(FREE_TO_CHANGE)
+        if before.get(path) != after.get(path) and path not in free_on_resume()
     ]
 
 

@@ -12,11 +12,13 @@ import torch
 from cases import slow
 from e2e.tiny import config_for, learner_for, policy_for, random_prompts
 
-from retrain.backends.local.loss import TokenBatch, summed_loss
+from retrain.backends.local.loss import summed_loss
 from retrain.backends.local.sizes import SIZES_FILE, load_sizes, save_sizes
 from retrain.config import load_config
 from retrain.config.schema import Loss
 from retrain.errors import BackendError, ConfigError
+from retrain.losses import build_loss
+from retrain.losses.batch import TokenBatch
 from retrain.modeling.determinism import Determinism, gather_rows, sum_by_row
 from retrain.types import Datum, Sampling
 
@@ -67,7 +69,7 @@ def test_the_gradient_of_a_loss_repeats_to_the_bit(four_threads: None, kind: Any
     def gradient() -> torch.Tensor:
         logprobs = (sampled + shift).requires_grad_()
         batch = TokenBatch(logprobs, sampled, shift * 100, torch.ones(40_000), torch.arange(40_000) // 5000, 8)
-        summed_loss(batch, Loss(type=kind)).backward()
+        summed_loss(batch, build_loss(Loss(type=kind))).backward()
         assert logprobs.grad is not None
         return logprobs.grad
 

@@ -28,9 +28,8 @@ from e2e.tiny import datums_of, learner_for, policy_for, random_prompts
 
 from retrain.backends.local.learner import Learner
 from retrain.backends.tinker import build
-from retrain.backends.tinker.backend import TinkerBackend
-from retrain.backends.tinker.losses import cancelling
-from retrain.backends.tinker.service_loss import service_loss
+from retrain.backends.tinker.backend import IMPORTANCE_SAMPLING, TinkerBackend
+from retrain.backends.tinker.losses import cancel
 from retrain.cli import run
 from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
@@ -38,6 +37,7 @@ from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RolloutError
 from retrain.inference_engine import ServesTurns, Turn
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.losses import build_loss
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Datum, Sampling
 
@@ -133,7 +133,7 @@ def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum
 
 def distance_to_a_bound(learner: Learner, datums: list[Datum]) -> float:
     """How far the nearest ratio is from where the gradient jumps, as a log-ratio."""
-    packed, loss = learner.pack(datums), learner.loss
+    packed, loss = learner.pack(datums), learner.config.loss
     with torch.no_grad():
         differences = (learner.logprobs(packed) - packed.sampled_logprobs) * packed.mask
     if loss.type == "gspo":
@@ -273,13 +273,11 @@ def test_a_row_that_is_taken_back_leaves_no_gradient(kind: Any, cap: float) -> N
     mask_T = np.arange(12) > 2
     told_T = (own_T - rng.normal(size=12)).astype(np.float32)
     datum = Datum(np.arange(3), np.arange(12), told_T, rng.normal(size=12), mask_T)
-    loss = Loss(type=kind, ratio_cap=cap)
+    loss = build_loss(Loss(type=kind, ratio_cap=cap)).on_tinker()
+    assert loss is not None
     logprobs = torch.tensor(own_T, requires_grad=True)
     total = torch.zeros(())
-    for row, wanted in (
-        (datum, service_loss(loss)),
-        (cancelling(loss, datum, own_T), service_loss(Loss(type="importance_sampling"))),
-    ):
+    for row, wanted in ((datum, loss), (cancel(loss, datum, own_T), IMPORTANCE_SAMPLING)):
         inputs = {
             "logprobs": torch.tensor(np.where(mask_T, row.logprobs_T, 0.0)),
             "advantages": torch.tensor(np.where(mask_T, row.advantages_T, 0.0)),
@@ -523,9 +521,19 @@ def test_a_loss_that_the_service_lacks_is_refused_with_those_that_it_has(
     assert '[loss] type = "grpo" is not possible with Tinker' in printed.err
     assert "Try: importance_sampling, ppo, cispo, gspo, dr_grpo" in printed.err
     assert "Loading" not in printed.out, "before anything is loaded"
-    other = Loss.model_construct(**(Loss().model_dump() | {"type": "mine.loss"}))
-    with pytest.raises(ConfigError, match=r"'mine\.loss' is not possible on Tinker"):
-        service_loss(other)
+
+
+def test_a_custom_loss_without_an_equivalent_is_refused_up_front(
+    server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tinkerless.py").write_text(
+        "from retrain.losses.ppo import PPO\nclass Mine(PPO):\n    def on_tinker(self):\n        return None\n"
+    )
+    config = config_for(server, tmp_path, loss__type="tinkerless.Mine", plugins__search_paths=(str(tmp_path),))
+    assert run_file(config, tmp_path) == 2
+    printed = capsys.readouterr()
+    assert '[loss] type = "tinkerless.Mine" is not possible with Tinker' in printed.err
+    assert "Loading" not in printed.out
 
 
 @pytest.mark.parametrize(

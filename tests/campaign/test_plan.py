@@ -91,9 +91,8 @@ def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:
 def test_what_a_campaign_cannot_use_is_refused(
     tmp_path: Path, tables: dict[str, Any], campaign: dict[str, Any], words: str
 ) -> None:
-    config = campaign_config(tmp_path, tables, **campaign)
     with pytest.raises(ConfigError, match=words):
-        planned(config)
+        campaign_config(tmp_path, tables, **campaign)
 
 
 def test_a_campaign_gives_its_runs_their_steps_seeds_and_folders(tmp_path: Path) -> None:

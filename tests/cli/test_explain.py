@@ -232,7 +232,7 @@ def test_a_choice_that_nothing_here_honours_is_said_to_block(
     capsys: pytest.CaptureFixture[str], key: str, value: str
 ) -> None:
     _write(f'[inference]\n{key} = "{value}"\n')
-    wanted = f'[inference] {key} = "{value}" is not for the pytorch engine: '
+    wanted = f'[inference] {key} = "{value}" is not supported by the pytorch engine: '
     assert any(line.startswith(wanted) for line in _explain(capsys)["blockers"])
     assert run(["retrain.toml"]) == 2
     assert wanted in capsys.readouterr().err

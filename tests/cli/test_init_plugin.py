@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from retrain.cli import run
-from retrain.cli.scaffolds import SCAFFOLDS
+from retrain.cli.init_plugin import SCAFFOLDS
 from retrain.config import build_config
 from retrain.plugins import REGISTRIES
 
@@ -21,7 +21,18 @@ def _toml_of(output: str) -> str:
 
 
 def test_there_is_one_for_every_kind_that_is_promised() -> None:
-    promised = ["advantage", "transform", "algorithm", "reward", "data", "environment", "planning", "engine", "backend"]
+    promised = [
+        "advantage",
+        "transform",
+        "algorithm",
+        "loss",
+        "reward",
+        "data",
+        "environment",
+        "planning",
+        "engine",
+        "backend",
+    ]
     assert list(SCAFFOLDS) == promised
     assert set(promised) <= set(REGISTRIES)
 
@@ -81,7 +92,7 @@ def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pyte
 def test_existing_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_mine.py").write_text("# mine\n", encoding="utf-8")
     assert run(["init-plugin", "--kind", "data", "--name", "mine", "--with-test", "--output", str(tmp_path)]) == 2
-    assert "left as it is" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
 
 

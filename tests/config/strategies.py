@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
-from retrain.config.declare import LARGEST_COUNT
+from retrain.config.declare import LARGEST_INTEGER
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options
 from retrain.config.schema import RewardTerm
 from retrain.plugins import REGISTRIES
@@ -87,7 +87,7 @@ def _number(annotation: type, metadata: list[Any]) -> st.SearchStrategy[Any]:
         or [1e300]
     )
     if annotation is int:
-        return st.integers(max(int(low), -LARGEST_COUNT), min(int(high), LARGEST_COUNT))
+        return st.integers(max(int(low), -LARGEST_INTEGER), min(int(high), LARGEST_INTEGER))
     return st.floats(
         float(low),
         float(high),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from retrain.config import TrainConfig, build_config, find_notes, load_config
-from retrain.config.options import OPTIONAL_SECTIONS, all_options, options_by_path
-from retrain.config.rules import values_of
+from retrain.config.options import OPTIONAL_SECTIONS, all_options, options_by_path, values_of
 from retrain.config.toml import parse_toml
 
 from .documented import ANNOTATED, DEFAULTS

@@ -10,8 +10,7 @@ import pytest
 
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
-from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options
-from retrain.config.rules import values_of
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
 

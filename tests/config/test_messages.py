@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from retrain.config import TrainConfig, build_config
-from retrain.config.load import MAX_PROBLEMS
+from retrain.config.load import MAX_ISSUES
 from retrain.config.toml import parse_toml
 from retrain.errors import ConfigError
 
@@ -148,7 +148,7 @@ def test_a_value_that_could_not_be_read_is_not_held_against_its_neighbours() -> 
 
 def test_thousands_of_problems_are_cut_to_a_screenful() -> None:
     found = problems_in("[training]\n" + "\n".join(f"key{n} = {n}" for n in range(20_000)))
-    assert len(found) == MAX_PROBLEMS + 1
+    assert len(found) == MAX_ISSUES + 1
     assert found[-1] == "and 19950 more."
 
 

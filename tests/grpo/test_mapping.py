@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retrain.config.rules import values_of
+from retrain.config.options import values_of
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig
 from retrain.grpo.mapping import Setup, to_train_config

@@ -16,7 +16,6 @@ from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, watched
 from retrain.config import TrainConfig
-from retrain.config.rules import samples_apart
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
 from retrain.modeling.policy import Policy, load_policy
@@ -50,7 +49,7 @@ def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None],
     mirror = None
     if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
-    elif config.training.async_steps and samples_apart(config):
+    elif config.training.async_steps and config.samples_separately:
         mirror = policy.twin()
     learner = Learner(policy, config, say)
     engine = make_engine(config, mirror or policy, tokenizer, say, progress)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from retrain.backends.local.loss import TokenBatch, denominator, divergence, summed_loss
+from retrain.backends.local.loss import divergence, summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
@@ -22,6 +22,8 @@ from retrain.capacity.memory import MICRO_BATCH
 from retrain.checks.agreement import Agreement, Finding, Gaps
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
+from retrain.losses import build_loss
+from retrain.losses.batch import TokenBatch
 from retrain.modeling.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
 from retrain.modeling.determinism import Determinism, sum_by_row
 from retrain.modeling.packing import Load, MicroBatch, length_of, pack, packed_logprobs, split_by_tokens
@@ -59,7 +61,7 @@ class Learner:
         self.policy = policy
         self.config = config
         self.say = say
-        self.loss = config.loss
+        self.loss = build_loss(config.loss, config.plugins.search_paths)
         self.max_tokens = config.training.max_tokens
         self.sampling = training_distribution(config)
         self.memory = StepMemory(policy, config.memory, say)
@@ -200,7 +202,7 @@ class Learner:
         """Add up the gradients of micro-batches, which are the whole step unless its size is given."""
         size = size or Size.of([datum for batch in batches for datum in batch])
         self.optimizer.clear()
-        divisor = denominator(self.loss, size.tokens, size.rows, self.max_tokens)
+        divisor = self.loss.average.denominator(size.tokens, size.rows, self.max_tokens)
         totals = Totals(self.policy.device)
         # All at once, before the GPU has work: a copy to it would wait for the micro-batch under way.
         packs = [self.pack(batch) for batch in batches]

@@ -17,33 +17,35 @@ from transformers import AutoConfig, GenerationConfig
 
 from retrain.backends import Backend, Capabilities, FrozenModel
 from retrain.backends.tinker.engine import MAX_SEED, FrozenTinkerEngine, TinkerEngine
-from retrain.backends.tinker.limits import describe_uncapped, refuse_unsupported
-from retrain.backends.tinker.losses import cancelling, completion_logprobs, denominator, step_metrics, to_service
+from retrain.backends.tinker.losses import cancel, completion_logprobs, denominator, step_metrics, to_service
 from retrain.backends.tinker.service import Service, in_background
-from retrain.backends.tinker.service_loss import ServiceLoss, service_loss
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
 from retrain.checks.agreement import HALF, Agreement, Finding, Gaps, compared
 from retrain.config import TrainConfig
-from retrain.config.schema import Loss
+from retrain.config.unsupported import check_supported
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.losses import TinkerLoss, build_loss
 from retrain.schedules.learning_rate import learning_rate
 from retrain.storage.checkpoint import NOTES
 from retrain.types import Datum, FloatArray, StepMetrics
 
 # Where neither the service nor the model's configuration tells, nothing is refused for its length.
 _UNKNOWN_CONTEXT = 1 << 30
-# Rows that are left out are taken back by this, whatever the loss.
-IMPORTANCE_SAMPLING = Loss(type="importance_sampling")
+# The gradient of excluded rows is subtracted with this loss.
+IMPORTANCE_SAMPLING = TinkerLoss("importance_sampling")
 
 
 def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
     """Connect, check that the service has the model, and make the training client, unless a resume will."""
-    refuse_unsupported(config)
-    uncapped = describe_uncapped(config)
-    if uncapped:
-        say(uncapped)
+    check_supported(config)
+    backend_loss = build_loss(config.loss, config.plugins.search_paths).on_tinker()
+    if config.loss.ratio_cap and backend_loss is not None and not backend_loss.caps_ratios:
+        say(
+            f"Ignored with Tinker: [loss] ratio_cap = {config.loss.ratio_cap:g}; its {config.loss.type} clips by "
+            "clip_low and clip_high alone."
+        )
     throttle = Throttle(config.backend.throttle_dir, config.backend.max_concurrent, say)
     say("Connecting to Tinker...")
     service = Service(config.model.base_url, say)
@@ -87,6 +89,7 @@ class TinkerBackend:
         self, config: TrainConfig, service: Service, engine: TinkerEngine, context: int, say: Callable[[str], None]
     ) -> None:
         self.config = config
+        self.loss = build_loss(config.loss, config.plugins.search_paths)
         self.service = service
         self.engine = engine
         self.throttle = engine.throttle
@@ -223,6 +226,12 @@ class TinkerBackend:
             self.service.close("errored" if issubclass(ended_by, Exception) else "interrupted")
 
     @property
+    def _tinker_loss(self) -> TinkerLoss:
+        loss = self.loss.on_tinker()
+        assert loss is not None, "check_supported comes first"
+        return loss
+
+    @property
     def _client(self) -> tinker.TrainingClient:
         assert self.training is not None, "create or load comes first"
         return self.training
@@ -231,13 +240,13 @@ class TinkerBackend:
         self, datums: Sequence[Datum], looked_at: Sequence[Datum], step: int, staleness: int
     ) -> Future[_Applied]:
         """The gradient now; what follows from it waits on a thread of its own, since rows are compared in between."""
-        wanted = service_loss(self.config.loss)
-        divisor = denominator(self.config.loss, datums, self.config.training.max_tokens)
+        loss = self._tinker_loss
+        divisor = denominator(self.loss, datums, self.config.training.max_tokens)
         self.lost = True  # until the service says that all went well
         # Before the gradient: the service takes requests in the order they were made.
         zeros = [replace(datum, mask_T=compared(datum)) for datum in looked_at]
-        glance = self._client.forward(*_request(zeros, 1.0, wanted)) if zeros else None
-        gradient = self._client.forward_backward(*_request(datums, divisor, wanted))
+        glance = self._client.forward(*_request(zeros, 1.0, loss)) if zeros else None
+        gradient = self._client.forward_backward(*_request(datums, divisor, loss))
         under_way = _Step(datums, looked_at, divisor, staleness, gradient, glance)
         return in_background(lambda: self._apply(under_way, step))
 
@@ -249,10 +258,9 @@ class TinkerBackend:
         if finding is not None and logprobs is not None and finding.excluded:
             off = finding.left_out
             # The sum on the service holds these rows already.
-            back = [
-                cancelling(self.config.loss, d, own) for d, own, out in zip(datums, logprobs, off, strict=True) if out
-            ]
-            self._client.forward_backward(*_request(back, step.divisor, service_loss(IMPORTANCE_SAMPLING)))
+            loss = self._tinker_loss
+            back = [cancel(loss, d, current) for d, current, out in zip(datums, logprobs, off, strict=True) if out]
+            self._client.forward_backward(*_request(back, step.divisor, IMPORTANCE_SAMPLING))
             datums = [datum for datum, out in zip(datums, off, strict=True) if not out]
             logprobs = [own for own, out in zip(logprobs, off, strict=True) if not out]
             reported = None
@@ -260,7 +268,7 @@ class TinkerBackend:
         sampler = in_background(self._client.save_weights_and_get_sampling_client)
         told = self.service.wait(update, "training").metrics or {}
         norm = next((value for key, value in told.items() if key.rpartition("/")[2].startswith("grad_norm")), None)
-        metrics = step_metrics(self.config.loss, datums, logprobs, reported, step.divisor)
+        metrics = step_metrics(self._tinker_loss, datums, logprobs, reported, step.divisor)
         rows = finding.metrics() if finding is not None else {}
         return _Applied({**metrics, **rows, "grad_norm": norm, "skipped": 0}, sampler)
 
@@ -331,10 +339,9 @@ class TinkerBackend:
                 self.say(f"Warning: {old} could not be deleted: {error}")
 
 
-def _request(datums: Sequence[Datum], divisor: float, wanted: ServiceLoss) -> tuple[Any, Any, Any]:
-    """Rows, loss and its settings, as the service takes them."""
-    rows = [to_service(datum, divisor, wanted) for datum in datums]
-    return rows, wanted.name, dict(wanted.settings) if wanted.settings is not None else None
+def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple[Any, Any, Any]:
+    """Rows, the name of the loss and its settings, as the service takes them."""
+    return [to_service(datum, divisor, loss) for datum in datums], loss.name, loss.settings
 
 
 def find_context_length(service: Service, model: str, where: str = "[model] model") -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from retrain.config import build_config, dump_config, find_notes, load_config
+from retrain.config.declare import IGNORED
 from retrain.config.load import build_condition
-from retrain.config.needs import UNUSED
 from retrain.config.options import all_options, options_by_path
+from retrain.config.reasons import never
 from retrain.config.toml import parse_toml
 from retrain.errors import ConfigError
 
@@ -24,6 +25,13 @@ TEMPLATES = {
     "teacher_adaptive_template": "{question} {approach}",
     "student_with_teaching_template": "{question}{teaching}",
 }
+
+
+UNUSED = [
+    option.path
+    for option in all_options()
+    if option.facets.unused not in (None, never) or option.facets.on_tinker == IGNORED
+]
 
 
 def notes_of(tables: dict[str, Any]) -> list[str]:
@@ -322,6 +330,10 @@ IN_COMPANY: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         {"squeeze": {"min_variance_retention": 0.9}},
         "[squeeze] min_variance_retention is not used: [squeeze] adapter_path is empty",
         [{"squeeze": {"adapter_path": "a", "min_variance_retention": 0.9}}, {"squeeze": {}}],
+    ),
+    *(
+        ({"squeeze": {key: value}}, f"[squeeze] {key} is not used: [squeeze] adapter_path is empty", [])
+        for key, value in (("output_path", "b"), ("target_ranks", [4]), ("device", "cuda"), ("source_rank", 8))
     ),
     (
         {"squeeze": {"adapter_path": "a", "compress_to": 4}},

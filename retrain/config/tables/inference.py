@@ -1,0 +1,137 @@
+"""The table about sampling."""
+
+from typing import ClassVar, Literal
+
+from retrain.config import reasons
+from retrain.config.declare import IGNORED, BoundedInt, Facets, Section, option
+
+_SOURCES = "are C++ sources, built for one generation of GPUs where they run"
+
+
+class Inference(Section):
+    """Where completions are sampled."""
+
+    facets: ClassVar[Facets] = Facets(on_tinker=IGNORED, shared_model=True, step_time=True)
+
+    engine: str = option(
+        "pytorch", "Engine: pytorch, max, vllm, sglang, mlx or openai.", kind="engine", flag="--inference-engine"
+    )
+    url: str = option(
+        "",
+        "Server URL, or several comma-separated, for engines that are servers.",
+        flag="--inference-url",
+        on_resume="free",
+        unused=reasons.needs_server,
+    )
+    attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = option(
+        "default",
+        "Attention implementation.",
+        flag="--inference-attention-kernel",
+        unsupported={"tk": f"ThunderKittens {_SOURCES}", "cutlass": f"CUTLASS kernels {_SOURCES}"},
+        unused=reasons.not_on_servers({"vllm": "--attention-backend", "sglang": "--attention-backend"}),
+    )
+    dtype: Literal["auto", "bf16", "fp8", "fp4"] = option(
+        "auto",
+        "Precision of the sampling weights.",
+        flag="--inference-dtype",
+        unsupported={"fp4": "only Blackwell GPUs have 4-bit products, and it does not use them"},
+        unused=reasons.not_on_servers(
+            {
+                "vllm": "--dtype and --quantization",
+                "sglang": "--dtype and --quantization",
+                "mlx": "a model from mlx_lm.convert --dtype",
+                "max": "--quantization-encoding",
+            },
+            launched="launch_dtype",
+        ),
+    )
+    kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = option(
+        "auto",
+        "Precision of the KV cache.",
+        flag="--inference-kv-cache-dtype",
+        unused=reasons.not_on_servers(
+            {"vllm": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "mlx": "--kv-bits"},
+        ),
+    )
+    prefix_caching: bool = option(
+        True,
+        "Compute the KV cache of a prompt once for its group.",
+        flag="--inference-prefix-caching",
+        unused=reasons.not_on_servers(
+            {
+                "vllm": "--no-enable-prefix-caching",
+                "sglang": "--disable-radix-cache",
+                "max": "--no-enable-prefix-caching",
+            }
+        ),
+    )
+    adapter_dir: str = option(
+        "",
+        "Folder that servers load each step's adapter from, shared with their machine; empty uses a temporary one.",
+        flag="--inference-adapter-dir",
+        path=True,
+        step_time=False,
+        unused=reasons.needs_server,
+    )
+    timeout_s: float = option(
+        600.0,
+        "Timeout in seconds of one request to a server.",
+        gt=0,
+        le=86400,
+        flag="--inference-timeout-s",
+        step_time=False,
+        unused=reasons.needs_server,
+    )
+    wait_s: float = option(
+        300.0,
+        "Seconds to wait for a server that does not answer.",
+        ge=0,
+        le=86400,
+        flag="--inference-wait-s",
+        step_time=False,
+        unused=reasons.needs_server,
+    )
+    launch: bool = option(
+        False,
+        "Start a vLLM server for the duration of the run, with the options below.",
+        flag="--inference-launch",
+        on_resume="free",
+        unused=reasons.can_launch_server,
+    )
+    launch_device: str = option(
+        "auto",
+        "Device of the started server: cpu, cuda:N, or auto for the first GPU that does not train.",
+        min_length=1,
+        flag="--inference-launch-device",
+        on_resume="free",
+        unused=reasons.launches_server,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "Fraction of GPU memory that the started server uses for model and KV cache.",
+        gt=0,
+        le=1,
+        flag="--inference-gpu-memory",
+        on_resume="free",
+        unused=reasons.launches_server,
+    )
+    launch_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto",
+        "Compute precision of the started server.",
+        flag="--inference-launch-dtype",
+        on_resume="free",
+        unused=reasons.launches_server,
+    )
+    max_model_len: BoundedInt = option(
+        0,
+        "Context length of the started server; 0 uses the model's.",
+        ge=0,
+        flag="--inference-max-model-len",
+        on_resume="free",
+        unused=reasons.launches_server,
+    )
+
+    @property
+    def starts_server(self) -> bool:
+        """Whether the run starts its own server: only vLLM, and only if no URL is given."""
+        return self.launch and self.engine == "vllm" and not self.url

@@ -1,0 +1,154 @@
+"""Tables about runs: campaigns, squeezing, resuming, logging and plug-ins."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from retrain.config import reasons
+from retrain.config.declare import BoundedInt, Facets, Section, Table, option
+
+
+class Campaign(Section):
+    """Conditions × seeds."""
+
+    facets: ClassVar[Facets] = Facets(on_resume="free", per_condition=False)
+
+    seeds: tuple[Annotated[BoundedInt, Field(ge=0)], ...] = option(
+        (42, 101, 202, 303, 404, 505, 606, 707), "Seeds that every condition runs with.", strict=False, min_length=1
+    )
+    max_steps: BoundedInt = option(500, "Training steps of each run.", ge=1, flag="--campaign-max-steps")
+    parallel: bool = option(False, "Run several runs at a time.")
+    max_workers: BoundedInt = option(0, "Maximum concurrent runs; 0 runs all at once.", ge=0)
+    stagger_seconds: float = option(0.0, "Seconds between the starts of parallel runs.", ge=0)
+    executor: Literal["local", "ray"] = option("local", "Where runs execute.")
+    gpus_per_run: float = option(
+        1.0,
+        "GPUs that the ray executor reserves for each run.",
+        ge=0,
+        in_campaign=reasons.used_if("campaign.executor", "ray".__eq__),
+    )
+    share_model: bool = option(False, "Keep one copy of the frozen weights for all runs on one GPU.")
+    stop_when: Literal["", "decided"] = option(
+        "", "decided stops a pair of conditions once a sequential test has decided."
+    )
+    conditions: tuple[Table, ...] = option(
+        (
+            {"advantage_mode": "grpo", "transform_mode": "none"},
+            {"advantage_mode": "maxrl", "transform_mode": "none"},
+            {"advantage_mode": "maxrl", "transform_mode": "gtpo"},
+            {"advantage_mode": "maxrl", "transform_mode": "gtpo_hicra"},
+            {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"},
+        ),
+        "Conditions to compare: each table overrides options by name, or by section.",
+        strict=False,
+        min_length=1,
+    )
+
+
+class Squeeze(Section):
+    """LoRA rank analysis and compression."""
+
+    facets: ClassVar[Facets] = Facets(
+        on_resume="free", per_condition=False, unused=reasons.used_if("squeeze.adapter_path", bool)
+    )
+
+    min_variance_retention: float = option(0.95, "Fraction of variance that the recommended rank keeps.", gt=0, le=1)
+    adapter_path: str = option(
+        "",
+        "Adapter folder; a campaign sets it by itself.",
+        flag="--squeeze-adapter-path",
+        path=True,
+        unused=reasons.never,
+        in_campaign=reasons.always("a campaign analyses the adapter of its first run"),
+    )
+    source_rank: BoundedInt = option(
+        0, "Rank that the adapter must have; 0 accepts any, with a note if it is not [model] lora_rank.", ge=0
+    )
+    target_ranks: tuple[Annotated[BoundedInt, Field(ge=1)], ...] = option(
+        (), "Ranks to evaluate; empty uses powers of two.", strict=False
+    )
+    output_path: str = option("", "Folder for the compressed adapter; empty only analyses.", path=True)
+    compress_to: BoundedInt = option(
+        0,
+        "Rank to compress to; 0 uses the recommended one.",
+        ge=0,
+        unused=reasons.first_of(
+            reasons.used_if("squeeze.adapter_path", bool), reasons.used_if("squeeze.output_path", bool)
+        ),
+        in_campaign=reasons.used_if("squeeze.output_path", bool),
+    )
+    device: str = option("cpu", "Torch device of the decomposition.", min_length=1)
+
+
+class Resume(Section):
+    """Resuming an earlier run."""
+
+    facets: ClassVar[Facets] = Facets(on_resume="free", per_condition=False)
+
+    from_: str = option(
+        "",
+        "Log folder of the run to resume, with its trainer_state.json.",
+        flag="--resume",
+        alias="from",
+        path=True,
+        identity=True,
+    )
+
+
+class Logging(Section):
+    """Logs, checkpoints and trackers."""
+
+    facets: ClassVar[Facets] = Facets(on_resume="free")
+
+    log_dir: str = option(
+        "logs/train",
+        "Folder for logs and checkpoints.",
+        min_length=1,
+        path=True,
+        identity=True,
+        per_condition=False,
+    )
+    wandb_project: str = option("", "Weights & Biases project; set it to turn wandb on.")
+    wandb_run_name: str = option(
+        "",
+        "Run name; empty uses {advantage_mode}+{transform_mode}.",
+        identity=True,
+        per_condition=False,
+        in_campaign=reasons.always("a campaign names its runs"),
+    )
+    wandb_entity: str = option("", "Weights & Biases entity.")
+    wandb_group: str = option(
+        "",
+        "Weights & Biases group.",
+        identity=True,
+        per_condition=False,
+        in_campaign=reasons.always("a campaign groups its runs by condition"),
+    )
+    wandb_tags: str = option("", "Weights & Biases tags, comma-separated.", identity=True, per_condition=False)
+    trackio_project: str = option(
+        "", "Trackio project; set it to turn trackio on, with the run name and group of wandb."
+    )
+    every: BoundedInt = option(
+        1,
+        "Steps between lines on the screen and rows in trackers; 0 is never. metrics.jsonl has every step.",
+        ge=0,
+        flag="--log-every",
+    )
+    log_completions: bool = option(False, "Send a table of the completions of every step to wandb and trackio.")
+    save_completions_probability: float = option(
+        1.0, "Fraction of steps whose completions are written to generations.jsonl.", ge=0, le=1
+    )
+    debug: bool = option(False, "Write the details of every step to debug.jsonl.")
+    strategic_grams: str = option(
+        "",
+        "Planning phrases as a JSON array or comma-separated; empty uses the built-in ones.",
+        unused=reasons.used_if("planning.detector", lambda name: name != "semantic"),
+    )
+
+
+class Plugins(Section):
+    """Where custom code is found."""
+
+    facets: ClassVar[Facets] = Facets(on_resume="free", per_condition=False)
+
+    search_paths: tuple[str, ...] = option((".",), "Folders searched first for dotted paths.", strict=False, path=True)

@@ -1,0 +1,247 @@
+"""Tables about the algorithm: training, optimizer, loss and credit assignment."""
+
+from typing import ClassVar, Literal
+
+from retrain.config import reasons
+from retrain.config.declare import BoundedInt, Facets, Section, Table, option
+
+
+class Algorithm(Section):
+    """How rewards become token advantages."""
+
+    advantage_mode: str = option(
+        "maxrl", "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.", kind="advantage"
+    )
+    transform_mode: str = option(
+        "gtpo_sepa", "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.", kind="transform"
+    )
+    algorithm_mode: str = option(
+        "", "Dotted path of a function that replaces both advantage and transform.", kind="algorithm"
+    )
+    uncertainty_kind: str = option(
+        "surprisal",
+        "Token uncertainty: surprisal, predictive_variance, shannon_entropy or a dotted path.",
+        kind="uncertainty",
+    )
+    advantage_params: Table = option(
+        {},
+        "Keyword arguments for a custom advantage.",
+        unused=reasons.needs_plugin("advantage", "algorithm.advantage_mode"),
+    )
+    transform_params: Table = option(
+        {}, "Keyword arguments for a custom transform or algorithm.", unused=reasons.needs_transform_plugin
+    )
+
+
+Deterministic = Literal["auto", True, False]
+_TINKER_SAMPLING = "The service samples with temperature, top_p and top_k alone."
+
+
+class Training(Section):
+    """Length of the run, batch sizes and sampling."""
+
+    seed: BoundedInt = option(
+        -1,
+        "Seed of all random numbers; -1 draws one and writes it into the run's config.toml.",
+        ge=-1,
+        identity=True,
+        per_condition=False,
+        in_campaign=reasons.always("a campaign runs each of [campaign] seeds"),
+    )
+    max_steps: BoundedInt = option(
+        500,
+        "Total training steps.",
+        ge=1,
+        flag="--max-steps",
+        on_resume="free",
+        in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
+    )
+    epochs: float = option(
+        0.0,
+        "Passes over the examples, instead of max_steps; 0 uses max_steps.",
+        ge=0,
+        le=1e6,
+        on_resume="free",
+        per_condition=False,
+        in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
+    )
+    batch_size: BoundedInt = option(8, "Prompts per step.", ge=1, le=1_000_000, step_time=True)
+    group_size: BoundedInt = option(16, "Completions per prompt.", ge=1, le=100_000, step_time=True)
+    max_tokens: BoundedInt = option(2048, "Maximum new tokens per completion.", ge=1, step_time=True)
+    temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature")
+    lr: float = option(4e-5, "Learning rate.", gt=0, le=10)
+    weight_decay: float = option(0.0, "AdamW weight decay.", ge=0)
+    max_examples: BoundedInt = option(0, "Use only the first n examples; 0 uses all.", ge=0, flag="--max-examples")
+    save_every: BoundedInt = option(20, "Steps between checkpoints.", ge=1, on_resume="free")
+    keep: BoundedInt = option(2, "Number of checkpoints to keep; older ones are deleted.", ge=1, on_resume="free")
+    record: bool = option(
+        False,
+        "Store the rollouts of every step, so that `retrain replay` can recompute advantages on them.",
+        on_resume="free",
+    )
+    resample_dead_groups: BoundedInt = option(
+        0,
+        "Maximum rounds of new prompts that replace groups whose rewards are all equal.",
+        ge=0,
+        le=100,
+        step_time=True,
+    )
+    prompts_per_sampling: BoundedInt = option(
+        0, "Maximum prompts sampled at once; 0 samples all prompts of a step at once.", ge=0
+    )
+    async_steps: BoundedInt = option(
+        0,
+        "Steps that sampling may run ahead of training; 0 is strictly on-policy.",
+        ge=0,
+        le=1,
+        step_time=True,
+        unused=reasons.needs_separate_sampler,
+    )
+    top_p: float = option(1.0, "Nucleus sampling: keep the most likely tokens up to this probability.", gt=0, le=1)
+    top_k: BoundedInt = option(0, "Keep only the k most likely tokens; 0 keeps all.", ge=0)
+    min_p: float = option(
+        0.0,
+        "Drop tokens less likely than this fraction of the most likely one.",
+        ge=0,
+        le=1,
+        on_tinker=_TINKER_SAMPLING,
+    )
+    repetition_penalty: float = option(
+        1.0, "Divide the logits of tokens already seen; 1 is off.", gt=0, le=100, on_tinker=_TINKER_SAMPLING
+    )
+    deterministic: Deterministic = option(
+        "auto",
+        "Bitwise reproducible runs: auto does so on a CPU, and on a GPU where it costs less than 5 %.",
+        on_resume="free",
+    )
+    max_prompt_tokens: BoundedInt = option(
+        0,
+        "Truncate prompts from the left to this many tokens; 0 rejects prompts that do not fit.",
+        ge=0,
+        step_time=True,
+    )
+
+
+class Optimizer(Section):
+    """AdamW and the learning rate schedule."""
+
+    beta1: float = option(0.9, "AdamW beta1.", ge=0, lt=1)
+    beta2: float = option(0.95, "AdamW beta2.", ge=0, lt=1)
+    eps: float = option(1e-8, "AdamW epsilon.", gt=0, le=1)
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = option(
+        "constant", "Schedule after the warm-up.", flag="--lr-schedule"
+    )
+    schedule_args: Table = option({}, "Arguments of the schedule, named as in transformers, such as min_lr_rate.")
+    warmup_steps: float = option(
+        0.0, "Steps of linear warm-up from 0; a value below 1 is a fraction of all steps.", ge=0
+    )
+
+
+class Loss(Section):
+    """The policy-gradient loss."""
+
+    type: str = option(
+        "importance_sampling",
+        "Token loss: importance_sampling, ppo, cispo, gspo, dr_grpo, grpo or a dotted path.",
+        kind="loss",
+        flag="--loss-type",
+    )
+    clip_low: float = option(
+        0.2,
+        "Clip ratios below 1 - clip_low (not used by importance_sampling).",
+        ge=0,
+        le=1,
+        flag="--loss-clip-low",
+    )
+    clip_high: float = option(
+        0.2, "Clip ratios above 1 + clip_high (not used by importance_sampling).", ge=0, flag="--loss-clip-high"
+    )
+    ratio_cap: float = option(
+        2.0,
+        "Cap on importance ratios (not used by cispo) against sampler-trainer mismatch; 0 is off, else at least 1.",
+        ge=0,
+        flag="--loss-ratio-cap",
+        unused=reasons.needs_ratio_cap,
+    )
+    grad_clip: float = option(1.0, "Maximum gradient norm; 0 is off.", ge=0, flag="--loss-grad-clip")
+
+
+class Kl(Section):
+    """KL penalty to a reference policy."""
+
+    beta: float = option(
+        0.0,
+        "Weight of the KL penalty to the reference; 0 is off.",
+        ge=0,
+        step_time=True,
+        on_tinker="The service has no reference policy.",
+    )
+    sync_ref_model: bool = option(
+        False, "Periodically move the reference towards the policy.", unused=reasons.used_if("kl.beta", bool)
+    )
+    ref_model_mixup_alpha: float = option(
+        0.9, "Weight of the policy in each update of the reference.", ge=0, le=1, unused=reasons.needs_moving_reference
+    )
+    ref_model_sync_steps: BoundedInt = option(
+        64, "Steps between updates of the reference.", ge=1, unused=reasons.needs_moving_reference
+    )
+
+
+class Planning(Section):
+    """Which tokens count as planning."""
+
+    detector: str = option("regex", "Planning-token detector: regex, semantic or a dotted path.", kind="planning")
+    model: str = option(
+        "all-MiniLM-L6-v2",
+        "Sentence-transformer of the semantic detector.",
+        min_length=1,
+        unused=reasons.needs_semantic_planning,
+    )
+    threshold: float = option(
+        0.02,
+        "Margin by which a window must be closer to planning than to execution.",
+        ge=-2,
+        le=2,
+        unused=reasons.needs_semantic_planning,
+    )
+
+
+class Gtpo(Section):
+    """Entropy weighting of tokens."""
+
+    beta: float = option(0.1, "Strength of the weighting; 0 turns it off.", ge=0)
+
+
+class Hicra(Section):
+    """Amplification of planning tokens."""
+
+    alpha: float = option(0.2, "Strength of the amplification; 0 turns it off.", ge=0, lt=1)
+
+
+class Sepa(Section):
+    """Pooling of execution-token uncertainty."""
+
+    steps: BoundedInt = option(500, "Steps of the linear ramp from 0 to 1.", ge=1, flag="--sepa-steps")
+    schedule: Literal["linear", "auto"] = option(
+        "linear", "linear ramps by step; auto also follows the decay of uncertainty variance.", flag="--sepa-schedule"
+    )
+    delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0, flag="--sepa-delay-steps")
+    correct_rate_gate: float = option(
+        0.1, "Batch correct rate from which SEPA stays on.", ge=0, le=1, flag="--sepa-correct-rate-gate"
+    )
+
+
+class Backpressure(Section):
+    """Batch size adapted to measured throughput."""
+
+    facets: ClassVar[Facets] = Facets(unused=reasons.used_if("backpressure.enabled", bool))
+
+    enabled: bool = option(False, "Adapt the batch size by the Universal Scalability Law.", unused=reasons.never)
+    warmup_steps: BoundedInt = option(10, "Steps observed before the law is fitted.", ge=1)
+    ema_decay: float = option(0.9, "Decay of the moving average of throughput.", ge=0, lt=1)
+    throttle_margin: float = option(0.85, "Target fraction of the optimal concurrency.", gt=0, le=1)
+    increase_margin: float = option(0.5, "Grow only below this fraction of the target.", gt=0, le=1)
+    min_batch_size: BoundedInt = option(1, "Minimum batch size.", ge=1)
+    max_batch_size: BoundedInt = option(64, "Maximum batch size.", ge=1, le=1_000_000)
+    peak_gflops: float = option(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)
+    peak_bw_gb_s: float = option(0.0, "Peak memory bandwidth in GB/s; 0 skips roofline hints.", ge=0)

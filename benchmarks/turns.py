@@ -24,7 +24,7 @@ from retrain.config import schema
 from retrain.environments import Chat, Environment, Outcome, Say, build_environment
 from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
-from retrain.environments.rollouts import Player, Rules
+from retrain.environments.runner import EnvironmentRunner, Rules
 from retrain.environments.template import ChatTemplate
 from retrain.environments.verifiers import FIRST_WITHOUT_CLASSIC
 from retrain.environments.verifiers.modules import installed_version
@@ -69,7 +69,7 @@ class Asks:
 def measure(environment: Environment, tokenizer: Any) -> tuple[int, float, float]:
     """How many turns a batch had, and milliseconds a turn of CPU and of wall clock, each the best of a few batches."""
     rules = Rules(Limits(max_tokens=64, context=4096, max_turns=TURNS), timeout_s=300)
-    player = Player(environment, ChatTemplate(tokenizer), rules, lambda _: None, lambda *_: None)
+    player = EnvironmentRunner(environment, ChatTemplate(tokenizer), rules, lambda _: None, lambda *_: None)
     examples, engine = environment.examples("train")[:1], Instant(tokenizer)
     times, turns = [], 0
     for _ in range(1 + REPEATS):

@@ -16,7 +16,7 @@ from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.unsupported import check_supported
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
-from retrain.environments.problems import EnvironmentProblems
+from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.inference_engine import Progress
@@ -32,7 +32,7 @@ from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBack
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import RunFolder
-from retrain.teaching import build_classroom, check_room
+from retrain.teaching import build_teaching_scorer, check_context
 from retrain.tracking import EveryFew, Tracker, Trackers
 from retrain.tracking.background import InBackground
 from retrain.tracking.console import Console
@@ -193,7 +193,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
 
 
 def _find_tasks(config: TrainConfig) -> Callable[[TrainConfig, Console], TaskSource]:
-    return EnvironmentProblems if config.environment.provider else DataProblems
+    return EnvironmentTasks if config.environment.provider else DataProblems
 
 
 def _check_batch(config: TrainConfig, examples: Sequence[Example]) -> None:
@@ -258,10 +258,10 @@ class DataProblems:
         """What samples and scores them, once it is known how many tokens the model holds."""
         config, asked = self.config, [*_sample_of(self.examples), *self.held_out]
         if config.teaching.enabled:
-            classroom = build_classroom(config, backend, self.encoder, self.reward, self.console)
-            self.stack.callback(classroom.close)
-            check_room(classroom, asked, config.training.max_tokens)
-            return classroom
+            scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
+            self.stack.callback(scorer.close)
+            check_context(scorer, asked, config.training.max_tokens)
+            return scorer
         _check_context(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Args(BaseModel):
-    """Arguments of one environment: strict, and closed to names it does not know."""
+    """Arguments of one environment: strictly typed, no unknown names."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -24,7 +24,7 @@ A = TypeVar("A", bound=Args)
 
 
 def read_args(model: type[A], section: schema.Environment) -> A:
-    """Check `args` against a model; all that is wrong with them comes in one error."""
+    """Validate `args`; one error lists all problems."""
     try:
         return model.model_validate(section.args)
     except ValidationError as error:
@@ -37,17 +37,17 @@ def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: s
     if kind != "extra_forbidden":
         return ConfigIssue(where, f"is not valid: {text}.")
     close = get_close_matches(str(place[-1]), list(model.model_fields), n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"It takes: {', '.join(model.model_fields) or 'none'}."
-    return ConfigIssue(where, "is not known.", hint)
+    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(model.model_fields) or 'none'}."
+    return ConfigIssue(where, "is unknown.", hint)
 
 
 def check_names(args: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse arguments that an environment does not take, all in one error."""
+    """Raise for unknown arguments; one error lists all of them."""
     problems = []
     for name in args:
         if name not in known:
             close = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It takes: {', '.join(known) or 'nothing'}."
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known) or 'none'}."
             problems.append(
                 ConfigIssue("[environment] args", f"has {name!r}, which the environment does not take.", hint)
             )

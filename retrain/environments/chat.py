@@ -1,15 +1,14 @@
 """A conversation with the policy that keeps every token as it was sampled.
 
-A later turn extends the tokens of the earlier ones by what the chat template adds. Where the template rewrites what
-was said before, as some do with thoughts, or the environment asks about another history, the turn starts a branch of
-its own: a row that is trained by itself.
+Each turn extends the tokens of earlier turns by what the chat template adds. Where the template rewrites earlier
+messages, as some do with thoughts, or the environment passes another history, the turn starts a new branch, which is
+trained as a separate row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -20,44 +19,44 @@ from retrain.errors import RolloutError
 from retrain.types import Completion, IntArray, Segment
 
 Sample = Callable[[IntArray, int], Awaitable[Completion]]
-"""Draws one completion of a prompt, of at most so many tokens."""
+"""Samples one completion of a prompt, up to a number of tokens."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far one conversation may go."""
+    """The limits of one conversation."""
 
     max_tokens: int
-    """Of one turn."""
+    """Per turn."""
     context: int
-    """Of everything."""
+    """Tokens of the conversation."""
     max_turns: int = -1
     max_prompt_tokens: int = 0
 
 
 @dataclass
 class Branch:
-    """A run of turns in which each extends the tokens of the one before."""
+    """A sequence of turns in which each extends the tokens of the previous one."""
 
     prompt_ids: IntArray
     history: list[Message] = field(default_factory=list)
-    """What was said, as the environment knows it."""
+    """Messages as the environment sees them."""
     shown: list[Message] = field(default_factory=list)
-    """The same as the template is given it: replies with every character that was sampled."""
+    """Messages as passed to the template: replies with every sampled character."""
     text: str = ""
-    """What the template wrote for the last turn's prompt."""
+    """The rendered prompt of the last turn."""
     written: Written = field(default_factory=lambda: Written("", ""))
     """The last reply."""
     parts: list[Completion] = field(default_factory=list)
-    """Sampled and inserted tokens in turn."""
+    """Sampled and inserted tokens, alternating."""
 
     def ids(self) -> IntArray:
-        """Every token so far."""
+        """All tokens so far."""
         return np.concatenate([self.prompt_ids, *(part.token_ids_T for part in self.parts)])
 
 
 class PolicyChat:
-    """The `Chat` that environments are given."""
+    """The `Chat` of one rollout."""
 
     def __init__(self, template: ChatTemplate, sample: Sample, limits: Limits, seed: int) -> None:
         self.template = template
@@ -71,7 +70,7 @@ class PolicyChat:
         self.finish_reason = "stop"
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        """Add messages and return the model's answer."""
+        """Add messages and return the model's reply."""
         if isinstance(new, str):
             new = ({"role": "user", "content": new},)
         elif not isinstance(new, Sequence):
@@ -80,26 +79,28 @@ class PolicyChat:
         return await self.reply_to([*before, *new], tools)
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        """Answer a whole history, extending the branch that it continues."""
+        """Reply to a history, extending the branch that it continues."""
         if self.turns == self.limits.max_turns:
-            self._end(f"{self.turns} turns were taken")
+            self._end(f"max_turns = {self.turns} is reached")
         messages = [clean(message) for message in history]
         if not any(message["content"].strip() for message in messages):
-            raise RolloutError("the environment asked with an empty prompt.")
-        branch, ids = self._place(messages, tools)
+            raise RolloutError("the environment sent an empty prompt.")
+        branch, ids = self._find_branch(messages, tools)
         room = self.limits.context - len(ids)
         if room < 1 and not self.turns:
-            raise RolloutError(f"the first prompt has {len(ids)} tokens; the context holds {self.limits.context}.")
+            raise RolloutError(f"the first prompt has {len(ids)} tokens; the context length is {self.limits.context}.")
         if room < 1:
             self._end("the context is full")
         completion = await self.sample(ids, min(self.limits.max_tokens, room))
-        return self._take(branch, messages, ids, completion)
+        return self._append(branch, messages, ids, completion)
 
     def completion(self) -> Completion:
-        """All branches as one completion; rows are told apart where there are several."""
+        """All branches as one completion, with segments where there are several."""
         parts = [part for branch in self.branches for part in branch.parts]
         if not parts:
-            return Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "", "stop", transcript=self._told())
+            return Completion(
+                np.zeros(0, np.int64), np.zeros(0, np.float32), "", "stop", transcript=tuple(self.transcript)
+            )
         entropies = [part.entropies_T for part in parts if part.entropies_T is not None]
         sampled = [_mask(part) for part in parts]
         return Completion(
@@ -110,11 +111,11 @@ class PolicyChat:
             entropies_T=np.concatenate(entropies) if len(entropies) == len(parts) else None,
             sampled_T=None if all(mask.all() for mask in sampled) else np.concatenate(sampled),
             segments=self._segments(),
-            transcript=self._told(),
+            transcript=tuple(self.transcript),
         )
 
-    def _place(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[Branch, IntArray]:
-        """The branch that a history belongs to, a new one if need be, and the prompt of its next turn."""
+    def _find_branch(self, messages: list[Message], tools: Sequence[Tool]) -> tuple[Branch, IntArray]:
+        """The branch that a history continues, or a new one, and the prompt of its next turn."""
         for branch in reversed(self.branches):
             known = len(branch.history)
             if len(messages) <= known or not all(map(same, branch.history, messages)):
@@ -131,8 +132,8 @@ class PolicyChat:
             ids = ids[-self.limits.max_prompt_tokens :]
         return Branch(ids, shown=list(messages), text=text), ids
 
-    def _take(self, branch: Branch, messages: list[Message], ids: IntArray, completion: Completion) -> Reply:
-        """Write a sampled turn down."""
+    def _append(self, branch: Branch, messages: list[Message], ids: IntArray, completion: Completion) -> Reply:
+        """Append a sampled turn to its branch."""
         inserted = ids[len(branch.ids()) :]
         if len(inserted):
             branch.parts.append(_inserted(inserted, completion.entropies_T is not None))
@@ -141,27 +142,24 @@ class PolicyChat:
         branch.parts.append(completion)
         branch.written = self.template.read(completion)
         calls = read_calls(completion.text, self.turns)
-        said: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        message: dict[str, object] = {"role": "assistant", "content": completion.text}
         if calls:
-            said["tool_calls"] = calls_to_wire(calls)
-        self._tell(messages, said)
-        branch.history = [*messages, said]
+            message["tool_calls"] = calls_to_wire(calls)
+        self._record(messages, message)
+        branch.history = [*messages, message]
         branch.shown = [*branch.shown, {"role": "assistant", "content": branch.written.content}]
         self.turns += 1
         self.finish_reason = completion.finish_reason
         return Reply(completion.text, calls, completion.finish_reason == "length")
 
-    def _tell(self, messages: list[Message], said: Message) -> None:
-        """The transcript: what no branch had yet, and the answer to it."""
+    def _record(self, messages: list[Message], reply: Message) -> None:
+        """Add new messages and the reply to the transcript."""
         known = max(_shared(branch.history, messages) for branch in self.branches)
-        self.transcript += [*messages[known:], said]
+        self.transcript += [*messages[known:], reply]
 
     def _end(self, why: str) -> None:
         self.truncated = True
         raise ChatOver(why)
-
-    def _told(self) -> tuple[Message, ...]:
-        return tuple(self.transcript)
 
     def _segments(self) -> tuple[Segment, ...]:
         rows, at = [], 0
@@ -173,17 +171,17 @@ class PolicyChat:
 
 
 def clean(message: Message) -> Message:
-    """A message with plain text for content; anything but text is refused."""
+    """A message with its content as plain text; raises for other content."""
     kept = {key: value for key, value in message.items() if key in ("role", "tool_calls", "tool_call_id", "name")}
     return {**{key: value for key, value in kept.items() if value}, "content": text_of(message.get("content"))}
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content, which may come in parts."""
+    """The text of a message's content, which may be a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
-        raise RolloutError(f"a message of the environment has {type(content).__name__} for content.")
+        raise RolloutError(f"a message of the environment has content of type {type(content).__name__}.")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -194,12 +192,12 @@ def text_of(content: object) -> str:
 
 
 def same(one: Message, other: Message) -> bool:
-    """Whether two messages say the same. Calls are told by their text already, and are spelt in many ways."""
+    """Whether two messages are equal. Tool calls are part of the text and have several formats, so they are ignored."""
     return bool(one["role"] == other["role"] and one["content"] == other["content"])
 
 
 def _shared(history: Sequence[Message], messages: Sequence[Message]) -> int:
-    """How many messages two histories begin with in common."""
+    """The number of messages in the common prefix of two histories."""
     return next((n for n, pair in enumerate(zip(history, messages, strict=False)) if not same(*pair)), len(history))
 
 
@@ -208,6 +206,6 @@ def _mask(part: Completion) -> np.ndarray:
 
 
 def _inserted(ids: IntArray, with_entropies: bool) -> Completion:
-    """Tokens that the environment wrote; the log-probs are placeholders that nothing reads."""
+    """Tokens inserted by the environment, with unused placeholder log-probs."""
     zeros = np.zeros(len(ids), dtype=np.float32)
     return Completion(ids, zeros, "", "stop", zeros if with_entropies else None, np.zeros(len(ids), dtype=np.bool_))

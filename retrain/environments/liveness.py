@@ -1,7 +1,7 @@
-"""A page of memory that the environment's process shares with the training process.
+"""A page of memory shared by the environment's process and the training process.
 
-Code that holds the GIL can send no message. What is written here before it runs can be read while it hangs: when the
-event loop last turned, and which rollouts were running, in the loop or in a thread.
+Code that holds the GIL cannot send messages. This page, written before such code runs, can be read while it hangs: the
+last heartbeat of the event loop, and which rollouts were running, in the loop or in a thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Numbers of eight bytes: the heartbeat, and from here on pairs of a rollout and the thread that works for it.
+# Eight-byte numbers: the heartbeat, then pairs of a rollout and its thread.
 _PAGE = 4096
 _LOOP = 2
-_LOOK_S, _LEAST_S = 0.3, 0.005
+_SAMPLE_S, _MIN_BUSY_S = 0.3, 0.005
 
 
 class Liveness:
-    """The page, on either side. A rollout is marked by its number, which is never 0."""
+    """The page, in either process. Rollout numbers are never 0."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -33,7 +33,7 @@ class Liveness:
 
     @classmethod
     def create(cls) -> Liveness:
-        """A new page, whose `fd` the other process inherits."""
+        """Create a page; the other process inherits its `fd`."""
         fd, path = tempfile.mkstemp(prefix="retrain-environment-")
         os.unlink(path)
         os.ftruncate(fd, _PAGE)
@@ -41,35 +41,35 @@ class Liveness:
 
     @property
     def beat_at(self) -> float:
-        """When the event loop last turned, on the clock of `time.monotonic`, which processes share."""
+        """The last heartbeat, by `time.monotonic`, which is the same in all processes."""
         return self._beat[0]
 
     def beat(self) -> None:
-        """Show that the event loop turns."""
+        """Record a heartbeat of the event loop."""
         self._beat[0] = time.monotonic()
 
     def running(self) -> set[int]:
-        """The rollouts that were running when the other process last could say.
+        """The rollouts that are running in the other process.
 
-        Where a thread computes, the others only wait for it to let go of the GIL.
+        If a thread uses the CPU, the others are only waiting for the GIL and are left out.
         """
         marks = {thread: rollout for rollout, thread in self._pairs() if rollout}
-        before = {thread: _computed_s(thread) for thread in marks}
-        time.sleep(_LOOK_S if len(marks) > 1 else 0)
-        used = {thread: _computed_s(thread) - before[thread] for thread in marks}
+        before = {thread: _cpu_s(thread) for thread in marks}
+        time.sleep(_SAMPLE_S if len(marks) > 1 else 0)
+        used = {thread: _cpu_s(thread) - before[thread] for thread in marks}
         most = max(used.values(), default=0.0)
-        # A thread that waits for the GIL looks for it now and then, which takes little.
-        computing = [thread for thread in marks if used[thread] > most / 4 and most > _LEAST_S]
+        # Waiting for the GIL takes little CPU time.
+        computing = [thread for thread in marks if used[thread] > most / 4 and most > _MIN_BUSY_S]
         return {marks[thread] for thread in computing or marks}
 
     def clear(self) -> None:
-        """Forget the marks of a process that has ended."""
+        """Remove the marks of a process that has ended."""
         for place in range(_LOOP, len(self._marks)):
             self._marks[place] = 0
 
     @contextmanager
     def in_loop(self, rollout: int) -> Iterator[None]:
-        """Mark a rollout while the event loop runs a piece of it."""
+        """Mark a rollout while the event loop runs one of its steps."""
         before = self._marks[_LOOP]
         self._marks[_LOOP + 1] = threading.get_native_id()
         self._marks[_LOOP] = rollout
@@ -80,7 +80,7 @@ class Liveness:
 
     @contextmanager
     def in_thread(self, rollout: int) -> Iterator[None]:
-        """Mark a rollout while a thread works for it; beyond some hundreds of threads there is no room."""
+        """Mark a rollout while a thread works for it; the page has room for about 250 threads."""
         place = self._free.pop() if self._free else 0
         if not place:
             yield
@@ -98,12 +98,12 @@ class Liveness:
             yield self._marks[place], self._marks[place + 1]
 
     def close(self) -> None:
-        """Give the page back."""
+        """Close the page."""
         os.close(self.fd)
 
 
-def _computed_s(thread: int) -> float:
-    """Seconds that a thread has spent on a processor; unknown, and so 0, where there is no /proc."""
+def _cpu_s(thread: int) -> float:
+    """CPU seconds of a thread; 0 where there is no /proc."""
     try:
         return int(Path(f"/proc/{thread}/schedstat").read_text().split()[0]) / 1e9
     except (OSError, ValueError, IndexError):

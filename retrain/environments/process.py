@@ -1,6 +1,6 @@
-"""The environment's process as the training process sees it: requests out, replies in, and how it ended.
+"""The training process's side of the environment's process: requests, replies, and its exit.
 
-Three threads serve its pipes, so that neither a full pipe nor a process that hangs holds anybody up here.
+Three threads serve its pipes, so that neither a full pipe nor a hanging process blocks the training process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from retrain.environments import Say
+from retrain.environments import Log
 from retrain.environments.liveness import Liveness
 from retrain.environments.wire import Request, Start, pack_request
 from retrain.isolation.framing import FrameBuffer
@@ -34,22 +34,22 @@ _KEPT_LINES = 60
 _SHOWN_LINES = 12
 _LONGEST_LINE = 2000
 _OWN_FOLDER = str(Path(__file__).parent)
-# Frames of the machinery below the environment's own: what hangs is above them.
+# Frames below those of the environment.
 _MACHINERY = re.compile(r'File "(?:<string>|<frozen |.*/(?:asyncio|concurrent/futures)/|.*/threading\.py)')
 
 
 class EnvironmentProcess:
-    """One process. Each number that listens hears its replies, and `died` when there will be no more."""
+    """One process. Each listener receives its replies, and `died` when the process has exited."""
 
-    def __init__(self, start: Start, liveness: Liveness, say: Say) -> None:
+    def __init__(self, start: Start, liveness: Liveness, log: Log) -> None:
         self.is_alive = True
         self.suspects: set[int] = set()
-        """The rollouts that ran when it ended."""
+        """The rollouts that were running when it exited."""
         self.end_text = ""
-        """How it ended."""
+        """How it exited."""
         self.was_unresponsive = False
         self._liveness = liveness
-        self.say = say
+        self.log = log
         self._lock = threading.Lock()
         self._listeners: dict[int, Listener] = {}
         self._numbers = itertools.count(1)
@@ -57,7 +57,7 @@ class EnvironmentProcess:
         self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
         self.started: Future[Mapping[str, Any]] = Future()
         """The first reply: `ready`, `failed` or `died`."""
-        self._listeners[0] = self._hear
+        self._listeners[0] = self._on_control
         printed, output = os.pipe()
         try:
             self._guarded = GuardedProcess(
@@ -74,7 +74,7 @@ class EnvironmentProcess:
         self._outbox.put(pack_request(start))
 
     def listen(self, listener: Listener) -> int:
-        """A new number, whose replies go to `listener`, in the thread that reads them."""
+        """A new number whose replies go to `listener`, in the reading thread."""
         with self._lock:
             number = next(self._numbers)
             if self.is_alive:
@@ -84,16 +84,16 @@ class EnvironmentProcess:
         return number
 
     def forget(self, number: int) -> None:
-        """Listen no more."""
+        """Remove a listener."""
         with self._lock:
             self._listeners.pop(number, None)
 
     def send(self, kind: str, number: int, *arguments: Any) -> None:
-        """Ask for something; never blocks."""
+        """Send a request; never blocks."""
         self._outbox.put(pack_request(Request(kind, number, arguments)))
 
     def call(self, kind: str, *arguments: Any) -> Future[Mapping[str, Any]]:
-        """Ask for something that has one reply."""
+        """Send a request that has one reply."""
         answer: Future[Mapping[str, Any]] = Future()
         number = self.listen(lambda reply: _settle(answer, reply))
         answer.add_done_callback(lambda _: self.forget(number))
@@ -101,14 +101,14 @@ class EnvironmentProcess:
         return answer
 
     def end_unresponsive(self) -> None:
-        """End it because it does not respond any more; the rollouts that ran in it are to blame."""
+        """Kill it because it does not respond; the rollouts that were running failed."""
         self.was_unresponsive = True
         self.suspects = self._liveness.running()
         self._guarded.abort()
         self.end()
 
     def end(self) -> None:
-        """End it and all it started."""
+        """Kill it and its descendants."""
         self._outbox.put(None)
         self._guarded.stop()
         for thread in self._threads:
@@ -116,30 +116,30 @@ class EnvironmentProcess:
                 thread.join(_JOIN_S)
         self._guarded.close()
 
-    def _hear(self, reply: Mapping[str, Any]) -> None:
-        if reply["kind"] == "say":
-            self.say(redact(reply["text"]))
+    def _on_control(self, reply: Mapping[str, Any]) -> None:
+        if reply["kind"] == "log":
+            self.log(redact(reply["text"]))
         elif not self.started.done():
             self.started.set_result(reply)
 
     def _read(self) -> None:
         frames = FrameBuffer()
         try:
-            # The environment's code shares a process with the sender: bytes that are no reply end it.
+            # The environment's code shares a process with the sender: bytes that are not a reply end it.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 while data := os.read(self._guarded.replies.fileno(), _READ_BYTES):
                     for body in frames.feed(data):
-                        self._hand_on(json.loads(body))
+                        self._dispatch(json.loads(body))
         finally:
-            self._bury()
+            self._on_exit()
 
-    def _hand_on(self, reply: Mapping[str, Any]) -> None:
+    def _dispatch(self, reply: Mapping[str, Any]) -> None:
         with self._lock:
             listener = self._listeners.get(reply["number"])
         if listener is not None:
             listener(reply)
 
-    def _bury(self) -> None:
+    def _on_exit(self) -> None:
         code = self._guarded.stop()
         self._threads[-1].join(_JOIN_S)
         self.suspects = self.suspects or self._liveness.running()
@@ -155,34 +155,34 @@ class EnvironmentProcess:
             listener({"kind": "died"})
 
     def last_lines(self) -> str:
-        """What a process that ended printed last, among it where it was."""
+        """The last output of an exited process, including its stack."""
         lines = [line for line in self._printed if not _is_noise(line)]
         return "\n".join(lines[-_SHOWN_LINES:])
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # that it has ended is noticed where its replies are read
+        with contextlib.suppress(OSError):  # the reading thread notices the exit
             while (message := self._outbox.get()) is not None:
                 rest = memoryview(message)
                 while rest:
                     rest = rest[os.write(self._guarded.requests.fileno(), rest) :]
 
     def _relay(self, printed: int) -> None:
-        """Print what the environment prints; of a progress bar only how it ends."""
+        """Forward the environment's output; of a progress bar only the last state."""
         with os.fdopen(printed, encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
             for line in lines:
                 text = line.rstrip("\r\n").rpartition("\r")[2][:_LONGEST_LINE]
                 self._printed.append(redact(text))
                 if not self.was_unresponsive:
-                    self.say(redact(text))
+                    self.log(redact(text))
 
 
 def _settle(answer: Future[Mapping[str, Any]], reply: Mapping[str, Any]) -> None:
-    with contextlib.suppress(InvalidStateError):  # whoever asked has given up
+    with contextlib.suppress(InvalidStateError):  # the caller has given up
         answer.set_result(reply)
 
 
 def _is_noise(line: str) -> bool:
-    """Our own frames, and what the interpreter's crash report adds around the stacks."""
+    """Whether a line is one of our frames or part of the interpreter's crash report."""
     if line.startswith("  File "):
         return _OWN_FOLDER in line or _MACHINERY.search(line) is not None
     crash = ("Fatal Python error: ", "Extension modules: ", "Thread 0x", "Current thread")

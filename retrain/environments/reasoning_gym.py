@@ -1,7 +1,7 @@
-"""Tasks of the reasoning-gym package: made as they are needed, and scored by its own scorers.
+"""Tasks of the reasoning-gym package, generated on demand and scored by its own scorers.
 
-Its scorers are wrapped. One that raises on nonsense has seen a wrong answer; the crumbs that several give to any
-answer whatever are no reward; a task that pays nonsense in full is named before training.
+The scorers are wrapped: an exception counts as a wrong answer, the minimal score that several give to any answer
+counts as 0, and tasks that reward nonsense are reported before training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from pydantic import Field
 
-from retrain.environments import Chat, Message, Outcome, Say
+from retrain.environments import Chat, Log, Message, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.errors import ConfigError, MissingExtraError
 from retrain.types import Example
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from retrain.config import schema
 
 MIX = "composite"
-CRUMB = 0.05
-"""What scorers give for a try: any text at all may earn this much, so it counts as nothing."""
+MINIMAL_SCORE = 0.05
+"""Score that several scorers give to any text; it counts as 0."""
 _NONSENSE = "zzz"
 _TRIED = 3
 _KEPT = 4096
@@ -38,25 +38,25 @@ class MixedTask(Args):
 
 
 class GymArgs(Args):
-    """What `[environment] args` may hold."""
+    """The `[environment] args`."""
 
     config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the task, as reasoning-gym calls them."""
+    """Settings of the task, as named by reasoning-gym."""
     tasks: dict[str, MixedTask] = Field(default_factory=dict)
     """The tasks of a mix, by name; for id = "composite" only."""
     size: int = Field(10_000, ge=1, le=10**9)
-    """Problems to train on."""
+    """Number of training tasks."""
     held_out: int = Field(500, ge=1, le=10**9)
-    """Problems behind those, for evaluation."""
+    """Number of evaluation tasks, which follow the training tasks."""
     seed: int = Field(0, ge=0, le=2**31)
     prompt: str = "default"
-    """Which of reasoning-gym's system prompts; empty for none. The answer stands in <answer> tags."""
+    """Name of a reasoning-gym system prompt; empty for none. Answers are in <answer> tags."""
     partial: bool = True
-    """Whether an answer that is partly right earns a part; otherwise it earns nothing."""
+    """Whether partially correct answers get partial rewards; otherwise 0."""
 
 
 class Items(Sequence[Example]):
-    """Problems `start` … of a task, each made when it is asked for."""
+    """A range of tasks, each generated on access."""
 
     def __init__(self, gym: ReasoningGym, places: range) -> None:
         self._gym = gym
@@ -76,24 +76,24 @@ class Items(Sequence[Example]):
 
 
 class ReasoningGym:
-    """One task of reasoning-gym, or a weighted mix of several; one answer each."""
+    """A reasoning-gym task, or a weighted mix of several; single-turn."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None:
+    def __init__(self, section: schema.Environment, log: Log) -> None:
         self.args = read_args(GymArgs, section)
         self._package = _import_package()
         self._system = _system_prompt(self._package, self.args.prompt)
         self._dataset = _make_dataset(self._package, section.id, self.args)
         self.entry = lru_cache(maxsize=_KEPT)(self._make_entry)
-        for line in self._oddities(section.id):
-            say(line)
+        for line in self._scorer_warnings(section.id):
+            log(line)
 
     def examples(self, split: str) -> Items:
-        """The first `size` problems for training, those behind them for every other split."""
+        """The first `size` tasks for training, the following ones for any other split."""
         size = self.args.size
         return Items(self, range(size) if split == "train" else range(size, size + self.args.held_out))
 
     def example(self, place: int) -> Example:
-        """Problem number `place`. Five tasks have no reference: they are scored by playing the answer."""
+        """Task number `place`. Five kinds have no reference: their scorers execute the answer."""
         entry = self.entry(place)
         system: tuple[Message, ...] = ({"role": "system", "content": self._system},) if self._system else ()
         task = str(entry["metadata"].get("source_dataset", ""))
@@ -105,12 +105,12 @@ class ReasoningGym:
         )
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """Ask once, and let the task's own scorer read what stands between the answer tags."""
+        """Ask once and score the text in the answer tags."""
         place = example.meta["place"]
         assert isinstance(place, int) and not isinstance(example.prompt, str)
         reply = await chat.ask(example.prompt)
         answer = self._package.utils.extract_answer(reply.text)
-        # Some scorers play a game or solve an equation; the other rollouts go on meanwhile.
+        # Some scorers are slow; other rollouts continue meanwhile.
         value = await asyncio.to_thread(self._score, answer, self.entry(place))
         metrics = {"answered": float(answer is not None), "scorer_raised": float(value is None)}
         return Outcome(self._reward(value or 0.0), metrics)
@@ -120,7 +120,7 @@ class ReasoningGym:
         return entry
 
     def _score(self, answer: str | None, entry: Mapping[str, Any]) -> float | None:
-        """What the scorer says; None when it raised, which it does on answers it cannot read."""
+        """The score; None when the scorer raised, as it does on answers it cannot parse."""
         if answer is None:
             return 0.0
         try:
@@ -131,24 +131,24 @@ class ReasoningGym:
     def _reward(self, value: float) -> float:
         if not self.args.partial:
             return float(value >= 1.0)
-        return value if value > CRUMB else 0.0
+        return value if value > MINIMAL_SCORE else 0.0
 
-    def _oddities(self, task: str) -> list[str]:
-        """What is wrong with how the task scores, seen on its first problems."""
+    def _scorer_warnings(self, task: str) -> list[str]:
+        """Warnings about scorers, checked on the first tasks."""
         lines = {}
         for place in range(min(_TRIED, self.args.size)):
             entry = self.entry(place)
             name = entry["metadata"].get("source_dataset", task)
-            if (self._score(_NONSENSE, entry) or 0.0) > CRUMB:
+            if (self._score(_NONSENSE, entry) or 0.0) > MINIMAL_SCORE:
                 lines[name, "nonsense"] = f"Warning: the reasoning-gym task {name} rewards nonsense."
             if entry["answer"] is not None and self._score(str(entry["answer"]), entry) != 1.0:
                 lines[name, "answer"] = f"Warning: the reasoning-gym task {name} does not accept its own answer."
         return list(lines.values())
 
 
-def load(section: schema.Environment, say: Say) -> ReasoningGym:
-    """What `[environment] provider = "reasoning_gym"` makes of its id."""
-    return ReasoningGym(section, say)
+def load(section: schema.Environment, log: Log) -> ReasoningGym:
+    """The provider `reasoning_gym`."""
+    return ReasoningGym(section, log)
 
 
 def _import_package() -> Any:
@@ -168,7 +168,7 @@ def _import_package() -> Any:
 def _system_prompt(package: Any, name: str) -> str:
     known: Mapping[str, str] = package.utils.SYSTEM_PROMPTS
     if name and name not in known:
-        raise ConfigError(f"[environment] args.prompt = {name!r} is not known.  Known: {', '.join(known)}, or empty.")
+        raise ConfigError(f"[environment] args.prompt = {name!r} is unknown.  Known: {', '.join(known)}, or empty.")
     return known[name] if name else ""
 
 
@@ -184,13 +184,13 @@ def _make_dataset(package: Any, task: str, args: GymArgs) -> Any:
         parts = [spec(name=name, weight=part.weight, config=part.config) for name, part in args.tasks.items()]
         return package.create_dataset(MIX, size=size, seed=args.seed, datasets=parts)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"reasoning-gym refused the settings of {task!r}: {error}") from error
+        raise ConfigError(f"reasoning-gym rejected the settings of {task!r}: {error}") from error
 
 
 def _check_tasks(task: str, args: GymArgs, known: Sequence[str]) -> None:
     if task == MIX and (not args.tasks or args.config):
         raise ConfigError(
-            f'[environment] id = "{MIX}" needs args.tasks, and settings in them.  '
+            f'[environment] id = "{MIX}" needs args.tasks with settings per task.  '
             "Try: args = { tasks = { chain_sum = { weight = 2.0 }, leg_counting = {} } }"
         )
     if task != MIX and args.tasks:

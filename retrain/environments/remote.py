@@ -1,8 +1,8 @@
-"""An environment in a process of its own, which can be ended when it hangs.
+"""An environment in a separate process, which can be killed when it hangs.
 
-Code that never returns and never lets go of the GIL cannot be stopped by a thread beside it. So the environment runs in
-another process. When that does not respond for `timeout_s`, or dies, the rollouts that were running in it have failed;
-the others are played again in a new process, where every turn they had already taken is answered as it was before.
+A thread cannot stop code that never returns and never releases the GIL, so the environment runs in another process.
+When that does not respond for `timeout_s`, or dies, the rollouts that were running in it have failed; the others are
+restarted in a new process, where their earlier turns get the same replies as before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from retrain.data import Endless
-from retrain.environments import Chat, ChatOver, Outcome, Reply, Say
+from retrain.environments import Chat, ChatOver, Log, Outcome, Reply
 from retrain.environments.liveness import Liveness
 from retrain.environments.process import EnvironmentProcess
 from retrain.environments.wire import Start, read_example, reply_fields, restore_error
@@ -28,41 +28,41 @@ if TYPE_CHECKING:
     from retrain.config import schema
 
 Place = tuple[str, int | None, int]
-"""Of an example in the environment: the split, the seed of an endless one, the number."""
+"""Location of an example: the split, the seed of an unlimited one, the index."""
 
-_LOOK_S = 0.25
-# An event loop that has not turned for this long is blocked; whose fault that is, is known only to whoever ran in it.
+_POLL_S = 0.25
+# An event loop without a heartbeat for this long is blocked.
 _BLOCKED_S = 1.0
-# One that has not turned for this long when the run is over is not waited for.
+# At the end of a run, an event loop without a heartbeat for this long is not waited for.
 _GONE_S = 3.0
 
 
 class RolloutTimeout(RolloutError):
-    """A rollout that was ended because it let nothing else run."""
+    """A rollout that was stopped because it blocked all others."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a rollout asked for, and its answer when it is there."""
+    """A turn of a rollout, and the pending reply."""
 
     request: tuple[Any, ...]
     answer: asyncio.Task[Reply]
 
 
 class RemoteEnvironment:
-    """The environment that `[environment]` names, in another process. Errors of its making are raised here."""
+    """The environment of `[environment]`, in another process. Its errors are raised here."""
 
-    def __init__(self, section: schema.Environment, search_paths: Sequence[str], say: Say) -> None:
+    def __init__(self, section: schema.Environment, search_paths: Sequence[str], log: Log) -> None:
         self.section = section
         self.search_paths = tuple(search_paths)
-        self.say = say
+        self.log = log
         self.who = f"environment {section.id or section.provider!r}"
         self._splits: list[str] = []
         self._liveness = Liveness.create()
         self._starting = threading.Lock()
         self._opening = asyncio.Lock()
         self._opened: EnvironmentProcess | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._monitor: asyncio.Task[None] | None = None
         self._blocked_s = 0.0
         self._blocked_since: float | None = None
         self._process: EnvironmentProcess | None = None
@@ -74,40 +74,40 @@ class RemoteEnvironment:
             raise
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The problems of a split, checked; each is fetched when it is asked for."""
+        """The validated tasks of a split, fetched on access."""
         count, is_endless = self._call("split", split)
         if split not in self._splits:
             self._splits.append(split)
         return RemoteEndless(self, split) if is_endless else RemoteExamples(self, split, range(count))
 
     def fetch(self, split: str, seed: int | None, places: Sequence[int]) -> list[Example]:
-        """Examples by their numbers."""
+        """Examples by index."""
         rows = self._call("items", split, seed, tuple(places))
         return [read_example(row, (split, seed, place)) for row, place in zip(rows, places, strict=True)]
 
     async def open(self) -> None:
-        """Start what the environment holds, and begin to watch it."""
+        """Open the environment and start monitoring it."""
         await self._ready()
-        self._watching = asyncio.create_task(self._watch())
+        self._monitor = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Let the environment give back what it holds, and end its process."""
-        if self._watching is not None:
-            self._watching.cancel()
+        """Close the environment and stop its process."""
+        if self._monitor is not None:
+            self._monitor.cancel()
         process = self._process
         if process is not None and process.is_alive and process is self._opened:
             answer = asyncio.wrap_future(process.call("close"))
             while not answer.done() and time.monotonic() - self._liveness.beat_at < _GONE_S:
-                await asyncio.wait([answer], timeout=_LOOK_S)
+                await asyncio.wait([answer], timeout=_POLL_S)
             if not answer.done():
                 answer.cancel()
-                self.say("The environment does not respond and was ended without being closed.")
+                self.log("The environment does not respond; its process was killed without closing it.")
             elif answer.result()["kind"] == "error":
-                self.say(f"The environment could not be closed: {answer.result()['detail']}")
+                self.log(f"The environment could not be closed: {answer.result()['detail']}")
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """End its process and all that this started. A second call does nothing."""
+        """Kill its process and descendants. A second call does nothing."""
         with self._starting:
             if not self._ended:
                 self._ended = True
@@ -116,12 +116,12 @@ class RemoteEnvironment:
                 self._liveness.close()
 
     def blocked_s(self) -> float:
-        """Seconds in which no rollout could run, because one of them or nothing at all let it; never goes back."""
+        """Total seconds in which the environment's event loop was blocked; never decreases."""
         since = self._blocked_since
         return self._blocked_s + (time.monotonic() - since if since is not None else 0.0)
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """Play one example once, again from its beginning if another rollout took the process down."""
+        """Run one example once; restarted if another rollout took the process down."""
         turns: list[_Turn] = []
         try:
             while True:
@@ -133,24 +133,24 @@ class RemoteEnvironment:
                 turn.answer.cancel()
 
     def _running_process(self) -> EnvironmentProcess:
-        """The process, a new one if need be."""
+        """The process, restarted if necessary."""
         with self._starting:
             if self._ended:
                 raise RolloutError("the environment has ended.")
             if self._process is None:
-                self._process = self._start(self.say)
+                self._process = self._start(self.log)
             elif not self._process.is_alive:
                 self._process.end()
                 how = "its process did not respond" if self._process.was_unresponsive else self._process.end_text
-                self.say(f"Restarting {self.who}: {how}")
-                # What it says while it loads was said the first time.
+                self.log(f"Restarting {self.who}: {how}")
+                # Messages while loading were already printed the first time.
                 self._process = self._start(lambda line: None)
-                self._process.say = self.say
+                self._process.log = self.log
             return self._process
 
-    def _start(self, say: Say) -> EnvironmentProcess:
+    def _start(self, log: Log) -> EnvironmentProcess:
         self._liveness.clear()
-        process = EnvironmentProcess(Start(self.section, self.search_paths, tuple(self._splits)), self._liveness, say)
+        process = EnvironmentProcess(Start(self.section, self.search_paths, tuple(self._splits)), self._liveness, log)
         try:
             reply = process.started.result()
         except BaseException:  # interrupted while it was loading
@@ -164,17 +164,17 @@ class RemoteEnvironment:
         raise PluginError(f"{self.who} could not be loaded: {process.end_text}\n{process.last_lines()}".rstrip())
 
     def _call(self, kind: str, *arguments: Any) -> Any:
-        """Ask for something and wait for it, in any thread but that of the rollouts."""
+        """Send a request and wait for the reply, in any thread but that of the rollouts."""
         process = self._running_process()
         reply = process.call(kind, *arguments).result()
         if reply["kind"] == "died":
             limit = f"its process did not respond for {self.section.timeout_s:g} s"
             how = limit if process.was_unresponsive else process.end_text
-            raise PluginError(f"{self.who} gave no examples: {how}\n{process.last_lines()}".rstrip())
+            raise PluginError(f"{self.who} returned no examples: {how}\n{process.last_lines()}".rstrip())
         return _read_result(reply, PluginError)
 
     async def _ready(self) -> EnvironmentProcess:
-        """The process with all that the environment holds started."""
+        """The process with the environment opened."""
         process = self._process
         if process is not None and process.is_alive and process is self._opened:
             return process
@@ -190,15 +190,15 @@ class RemoteEnvironment:
             return process
 
     async def _watch(self) -> None:
-        """Count the time in which the environment blocks itself, and end it when that is too long."""
+        """Measure how long the event loop is blocked, and kill the process after `timeout_s`."""
         while True:
-            await asyncio.sleep(_LOOK_S)
-            silent_s = self._note_blocking()
+            await asyncio.sleep(_POLL_S)
+            silent_s = self._update_blocked()
             process = self._opened
             if process is not None and process.is_alive and silent_s > self.section.timeout_s:
                 await asyncio.to_thread(process.end_unresponsive)
 
-    def _note_blocking(self) -> float:
+    def _update_blocked(self) -> float:
         beat_at, now = self._liveness.beat_at, time.monotonic()
         if now - beat_at > _BLOCKED_S:
             if self._blocked_since is None:
@@ -210,7 +210,7 @@ class RemoteEnvironment:
 
 
 class _Rollout:
-    """One attempt at a rollout, in one process. `turns` are those of earlier attempts, and get those of this one."""
+    """One attempt at a rollout, in one process. `turns` has those of earlier attempts and is extended."""
 
     def __init__(self, process: EnvironmentProcess, chat: Chat, turns: list[_Turn]) -> None:
         self.process = process
@@ -221,11 +221,11 @@ class _Rollout:
         self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
 
     async def play(self, example: Example) -> Outcome | None:
-        """How it went; None when the process ended through no fault of this rollout."""
+        """The outcome; None when the process exited because of another rollout."""
         loop = asyncio.get_running_loop()
 
         def hear(reply: Mapping[str, Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(self.inbox.put_nowait, reply)
 
         self.number = self.process.listen(hear)
@@ -249,7 +249,7 @@ class _Rollout:
                 self.process.send("cancel", self.number)
 
     def _answer(self, reply: Mapping[str, Any]) -> None:
-        """Have the model answer a turn, or give the answer that it was given before."""
+        """Sample a reply to a turn, or repeat the reply of an earlier attempt."""
         request = (reply["method"], reply["messages"], reply["tools"])
         if self.taken == len(self.turns):
             ask = self.chat.ask if reply["method"] == "ask" else self.chat.reply_to
@@ -258,7 +258,7 @@ class _Rollout:
         turn = self.turns[self.taken]
         self.taken += 1
         if turn.request != request:
-            raise self._did_not_repeat()
+            raise self._not_deterministic()
         turn.answer.add_done_callback(lambda answer: self._deliver(reply["turn"], answer))
 
     def _deliver(self, turn: int, answer: asyncio.Task[Reply]) -> None:
@@ -275,28 +275,28 @@ class _Rollout:
 
     def _finish(self, reply: Mapping[str, Any]) -> Outcome | None:
         if reply["kind"] == "died":
-            self._check_blame()
+            self._raise_if_responsible()
             return None
         if self.taken < len(self.turns):
-            raise self._did_not_repeat()
+            raise self._not_deterministic()
         if reply["kind"] == "over":
             raise ChatOver(reply["detail"])
         if reply["kind"] == "error":
             raise restore_error(reply, RolloutError)
         return Outcome(reply["reward"], reply["metrics"], reply["truncated"])
 
-    def _check_blame(self) -> None:
-        """Raise if this rollout ran when the process ended, or nobody knows which one did."""
+    def _raise_if_responsible(self) -> None:
+        """Raise if this rollout was running when the process exited, or if that is unknown."""
         process = self.process
         if process.suspects and self.number not in process.suspects:
             return
         where = f"\n{process.last_lines()}".rstrip()
         if process.was_unresponsive:
-            raise RolloutTimeout(f"its process did not respond any more and was ended{where}")
+            raise RolloutTimeout(f"its process did not respond and was killed{where}")
         raise RolloutError(f"{process.end_text}{where}")
 
-    def _did_not_repeat(self) -> RolloutError:
-        return RolloutError("another rollout ended the environment's process, and this one did not repeat itself.")
+    def _not_deterministic(self) -> RolloutError:
+        return RolloutError("the environment's process was restarted, and this rollout did not repeat its turns.")
 
 
 def _read_result(reply: Mapping[str, Any], unknown: type[RetrainError]) -> Any:
@@ -306,7 +306,7 @@ def _read_result(reply: Mapping[str, Any], unknown: type[RetrainError]) -> Any:
 
 
 class RemoteExamples(Sequence[Example]):
-    """Examples of a split, each fetched when it is asked for."""
+    """Examples of a split, fetched on access."""
 
     def __init__(self, environment: RemoteEnvironment, split: str, places: range) -> None:
         self._environment = environment
@@ -327,7 +327,7 @@ class RemoteExamples(Sequence[Example]):
 
 
 class RemoteEndless(Endless):
-    """Examples without end, drawn in the environment's process."""
+    """An unlimited number of examples, generated in the environment's process."""
 
     def __init__(self, environment: RemoteEnvironment, split: str, seed: int = 0) -> None:
         super().__init__(_draw_nothing, seed)
@@ -335,11 +335,11 @@ class RemoteEndless(Endless):
         self._split = split
 
     def reseed(self, seed: int) -> RemoteEndless:
-        """The same kind of examples under another seed."""
+        """The same source with another seed."""
         return RemoteEndless(self._environment, self._split, seed)
 
     def named(self, origin: str) -> RemoteEndless:
-        """The same examples: errors name the environment already."""
+        """Unchanged: errors already name the environment."""
         return self
 
     @overload
@@ -350,9 +350,9 @@ class RemoteEndless(Endless):
         if isinstance(index, slice):
             return self._environment.fetch(self._split, self._seed, range(*index.indices(len(self))))
         if index < 0:
-            raise IndexError("there is no last example in an endless source")
+            raise IndexError("an unlimited source has no last example")
         return self._environment.fetch(self._split, self._seed, (index,))[0]
 
 
 def _draw_nothing(rng: random.Random) -> Example:
-    raise AssertionError("examples of a remote environment are drawn in its own process")
+    raise AssertionError("examples of a remote environment are generated in its process")

@@ -1,6 +1,6 @@
-"""Tools: how they are described where a chat template has no format for them, and how a model's calls are read.
+"""Tools: their description for chat templates without a tool format, and parsing of tool calls.
 
-Read are the tags that Qwen, Hermes and most open models use, and a bare JSON object, as Llama 3 writes.
+Supported are the tags of Qwen, Hermes and most open models, and the bare JSON object of Llama 3.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from retrain.environments import Message, Tool, ToolCall
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-# Qwen3-Coder writes parameters as tags of their own.
+# Qwen3-Coder writes parameters as separate tags.
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
-    """A system message for models whose template says nothing of tools."""
+    """A system message for models whose template does not support tools."""
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     return "\n".join(
         [
@@ -32,17 +32,17 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 
 def read_calls(text: str, turn: int = 0) -> tuple[ToolCall, ...]:
-    """The calls that a reply makes, in order; a call that cannot be read is kept with its text as `broken`."""
+    """The tool calls of a reply, in order; the text of one that cannot be parsed is kept as `broken`."""
     bodies = _TAGGED.findall(text)
     if not bodies:
-        whole = _call(text.strip())
-        return (replace(whole, id=f"call_{turn}_0"),) if whole is not None and not whole.broken else ()
+        call = _call(text.strip())
+        return (replace(call, id=f"call_{turn}_0"),) if call is not None and not call.broken else ()
     calls = [_tagged_call(body) for body in bodies]
     return tuple(replace(call, id=f"call_{turn}_{index}") for index, call in enumerate(calls))
 
 
 def calls_to_wire(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Calls as a message carries them: OpenAI's form, arguments as JSON text."""
+    """Calls in OpenAI's message format, with arguments as JSON text."""
     return [
         {
             "id": call.id,
@@ -54,17 +54,17 @@ def calls_to_wire(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def without_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The same conversation for a template that knows only system, user and assistant."""
+    """The same conversation for a template that supports only system, user and assistant."""
     plain: list[Message] = [
         {"role": "user", "content": message["content"]} if message["role"] == "tool" else message
         for message in messages
     ]
     if not tools:
         return plain
-    told = describe_tools(tools)
+    description = describe_tools(tools)
     if plain and plain[0]["role"] == "system":
-        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
-    return [{"role": "system", "content": told}, *plain]
+        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{description}"}, *plain[1:]]
+    return [{"role": "system", "content": description}, *plain]
 
 
 def _tagged_call(body: str) -> ToolCall:
@@ -75,7 +75,7 @@ def _tagged_call(body: str) -> ToolCall:
 
 
 def _call(text: str) -> ToolCall | None:
-    """A JSON object with a name and arguments; None when it is no such thing."""
+    """A JSON object with a name and arguments; None for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -90,7 +90,7 @@ def _call(text: str) -> ToolCall | None:
     return ToolCall(found["name"], arguments)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

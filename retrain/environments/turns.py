@@ -1,8 +1,8 @@
-"""Between the rollouts, which run in an event loop of their own thread, and the engine, which runs in the caller's.
+"""Connects rollouts, which run in an event loop in a separate thread, with the engine, which runs in the caller's.
 
-An engine that serves turns is given each as it comes. Every other engine gets them in rounds: once all live rollouts
-wait for an answer, their turns are one batch, in an order that depends on nothing but the rollouts' numbers. So a run
-repeats to the bit unless an environment is slower than `PATIENCE_S`.
+A streaming engine receives each turn as it comes. Other engines get them in rounds: once all live rollouts wait for a
+reply, their turns form one batch, ordered by rollout number. A run is thus bit-reproducible unless an environment is
+slower than `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
 PATIENCE_S = 30.0
-"""How long the turns that wait are held back for rollouts that do not."""
+"""How long waiting turns are held back for rollouts that are still busy."""
 _BEAT_S = 0.2
 _ENDING_S = 2.0
 
 
 class EventLoop:
-    """An event loop in a daemon thread: what blocks in it can be left behind."""
+    """An event loop in a daemon thread, so that blocked code does not prevent exit."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -39,11 +39,11 @@ class EventLoop:
         self.thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine there."""
+        """Run a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what still runs there; a thread that hangs in somebody's code ends with the process."""
+        """Cancel running tasks and stop; a thread that hangs ends with the process."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=_ENDING_S)
 
@@ -69,7 +69,7 @@ class _Pending:
 
 
 class TurnQueue:
-    """The `Turns` of one batch of rollouts."""
+    """The turns of one batch of rollouts."""
 
     def __init__(self, sampling: Sampling, rollouts: int, blocked_after_s: float, progress: Progress) -> None:
         self.sampling = replace(sampling, n=1)
@@ -82,10 +82,10 @@ class TurnQueue:
         self.beat = time.monotonic()
 
     async def sample(self, rollout: int, prompt_ids: IntArray, max_tokens: int) -> Completion:
-        """Wait for the completion of one turn; called in the event loop."""
+        """Sample one turn; called in the event loop."""
         loop, answered = asyncio.get_running_loop(), asyncio.Event()
         answer: Future[Completion] = Future()
-        # Not wrap_future: a rollout that is given up must not cancel a future that the engine is about to fill.
+        # Not wrap_future: a cancelled rollout must not cancel a future that the engine is about to set.
         answer.add_done_callback(lambda _: loop.call_soon_threadsafe(answered.set))
         seed = derive_seed(self.sampling.seed, f"turn/{rollout}", self.asked[rollout])
         turn = Turn(prompt_ids, replace(self.sampling, max_tokens=max_tokens, seed=seed), answer)
@@ -97,30 +97,30 @@ class TurnQueue:
         return answer.result()
 
     def leave(self, rollout: int) -> None:
-        """A rollout that has ended; called in the event loop."""
+        """Remove a finished rollout; called in the event loop."""
         with self.changed:
             self.live.discard(rollout)
             self.changed.notify()
 
     async def keep_beating(self) -> None:
-        """Show that the event loop is alive."""
+        """Send heartbeats of the event loop."""
         while True:
             self.beat = time.monotonic()
             await asyncio.sleep(_BEAT_S)
 
     def take(self, wait: bool) -> list[Turn]:
-        """Every turn that is pending. With `wait`, at least one, or none once no more will ever come."""
+        """All pending turns. With `wait`, at least one, or none once all rollouts are done."""
         return [pending.turn for pending in self._take(lambda: bool(self.pending) or not wait)]
 
     def take_round(self) -> list[Turn]:
-        """A turn of every live rollout, by number; of those that have one when the others take too long."""
+        """One turn of every live rollout, by number; after `PATIENCE_S` only of those that have one."""
         started = time.monotonic()
 
-        def is_whole() -> bool:
+        def is_complete() -> bool:
             waiting = {pending.rollout for pending in self.pending}
             return waiting >= self.live or (bool(waiting) and time.monotonic() - started > PATIENCE_S)
 
-        return [pending.turn for pending in sorted(self._take(is_whole), key=lambda pending: pending.rollout)]
+        return [pending.turn for pending in sorted(self._take(is_complete), key=lambda pending: pending.rollout)]
 
     def _take(self, is_ready: Callable[[], bool]) -> list[_Pending]:
         started = time.monotonic()
@@ -146,7 +146,7 @@ def play(
     rollouts: Sequence[Coroutine[Any, Any, Any]],
     in_rounds: bool = False,
 ) -> list[Any]:
-    """Run rollouts to their end, sampling their turns in this thread; their results, in order."""
+    """Run rollouts, sampling their turns in this thread; returns their results in order."""
     running = loop.submit(_run_all(queue, rollouts))
     try:
         if isinstance(engine, ServesTurns) and not in_rounds:
@@ -154,7 +154,7 @@ def play(
         else:
             _serve_in_rounds(engine, queue)
         if queue.live:
-            raise RolloutError(f"the inference engine stopped serving while {len(queue.live)} rollouts were going on.")
+            raise RolloutError(f"the inference engine stopped serving while {len(queue.live)} rollouts were running.")
         results: list[Any] = running.result()
         return results
     except BaseException:
@@ -179,7 +179,7 @@ async def _run_all(queue: TurnQueue, rollouts: Sequence[Coroutine[Any, Any, Any]
 def _serve_in_rounds(engine: InferenceEngine, queue: TurnQueue) -> None:
     number = 0
     while turns := queue.take_round():
-        # Near the end of the context a turn has less room, and an engine takes one limit a batch.
+        # Near the end of the context a turn has a lower limit, and an engine takes one limit per batch.
         turns.sort(key=lambda turn: -turn.sampling.max_tokens)
         for limit, alike in groupby(turns, key=lambda turn: turn.sampling.max_tokens):
             seed = derive_seed(queue.sampling.seed, "round", number)
@@ -188,7 +188,7 @@ def _serve_in_rounds(engine: InferenceEngine, queue: TurnQueue) -> None:
 
 
 def _answer(engine: InferenceEngine, turns: list[Turn], sampling: Sampling) -> None:
-    """One batch. The first turns of a group share their prompt, which is then prefilled once."""
+    """Sample one batch. First turns of a group share their prompt, which is prefilled once."""
     groups = [list(group) for _, group in groupby(turns, key=lambda turn: turn.prompt_ids.tobytes())]
     if len({len(group) for group in groups}) > 1:
         groups = [[turn] for turn in turns]

@@ -1,7 +1,7 @@
-"""What the training process and the environment's process say to each other.
+"""Messages between the training process and the environment's process.
 
-Requests are pickled: the training process is trusted, and arguments of an environment may be anything that TOML has.
-What comes back is JSON: it was made by somebody else's code, and nothing of it may execute here.
+Requests are pickled: the training process is trusted, and arguments of an environment may have any TOML type. Replies
+are JSON: they come from third-party code, and nothing in them may execute here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ERRORS = {kind.__name__: kind for kind in (BackendError, ConfigError, MissingEx
 
 @dataclass(frozen=True)
 class Start:
-    """The first request: what to build, and the splits to load at once because they were loaded before."""
+    """The first request: what to build, and the splits to load immediately after a restart."""
 
     section: schema.Environment
     search_paths: tuple[str, ...]
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Request:
-    """`split`, `items`, `open`, `close`, `play`, `cancel` or `answer`. `number` is what a reply refers to."""
+    """`split`, `items`, `open`, `close`, `play`, `cancel` or `answer`. Replies refer to `number`."""
 
     kind: str
     number: int
@@ -44,54 +44,54 @@ def pack_request(request: Start | Request) -> bytes:
     return frame(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def pack_reply(kind: str, number: int = 0, **fields: Any) -> bytes:
-    """A reply as bytes; a TypeError when it holds more than plain data."""
+def pack_reply(kind: str, number: int = 0, **fields: object) -> bytes:
+    """A reply as bytes; raises TypeError unless it is plain data."""
     return frame(json.dumps({"kind": kind, "number": number, **fields}).encode())
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """An error as fields of a reply. Errors of ours keep their kind."""
+    """An error as fields of a reply. Errors of retrain keep their type."""
     if isinstance(error, RetrainError):
         return {"error": type(error).__name__, "detail": str(error)}
     return {"error": "", "detail": f"{type(error).__name__}: {error}"}
 
 
 def restore_error(reply: Mapping[str, Any], unknown: type[RetrainError]) -> RetrainError:
-    """The error that a reply is about; of an `unknown` kind when it was none of ours."""
+    """The error in a reply; of type `unknown` unless it is one of retrain."""
     return _ERRORS.get(reply["error"], unknown)(reply["detail"])
 
 
-def example_fields(example: Example) -> list[Any]:
-    """An example without its meta, which only the environment reads."""
+def example_fields(example: Example) -> list[object]:
+    """An example without its meta, which only the environment needs."""
     prompt = example.prompt if isinstance(example.prompt, str) else [dict(message) for message in example.prompt]
     return [prompt, example.reference, example.id]
 
 
 def read_example(fields: Sequence[Any], place: tuple[str, int | None, int]) -> Example:
-    """The example, with its place in the environment for meta."""
+    """The example, with its location in the environment as meta."""
     prompt, reference, id = fields
     return Example(prompt if isinstance(prompt, str) else tuple(prompt), reference, id, {"place": place})
 
 
-def turn_fields(messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
-    """What the environment says to the model."""
+def turn_fields(messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, object]:
+    """Messages and tools of a turn."""
     return {"messages": [dict(message) for message in messages], "tools": [dict(tool) for tool in tools]}
 
 
-def reply_fields(reply: Reply) -> tuple[Any, ...]:
-    """What the model says, as arguments of an answer."""
+def reply_fields(reply: Reply) -> tuple[object, ...]:
+    """The model's reply as arguments of an `answer` request."""
     calls = [(call.name, dict(call.arguments), call.id, call.broken) for call in reply.tool_calls]
     return reply.text, calls, reply.cut
 
 
 def read_reply(text: str, calls: Sequence[tuple[str, Mapping[str, Any], str, str]], cut: bool) -> Reply:
-    """The same on the other side."""
+    """The inverse of `reply_fields`."""
     return Reply(text, tuple(ToolCall(*call) for call in calls), cut)
 
 
-def outcome_fields(outcome: object) -> dict[str, Any]:
-    """How a rollout went; numbers of any library become plain ones."""
+def outcome_fields(outcome: object) -> dict[str, object]:
+    """An outcome with its numbers as floats."""
     if not isinstance(outcome, Outcome):
-        raise RolloutError(f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
+        raise RolloutError(f"the environment returned {type(outcome).__name__} instead of an Outcome.")
     metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
     return {"reward": float(outcome.reward), "metrics": metrics, "truncated": bool(outcome.truncated)}

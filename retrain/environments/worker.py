@@ -1,7 +1,7 @@
-"""The process that runs an environment: its examples, its rollouts and its scoring. It has a guard.
+"""The process that runs an environment: its examples, rollouts and scoring, under a guard process.
 
-Only what is said in a conversation leaves it; tokens, templates and the model stay in the training process. The
-environment's code owns file descriptors 0, 1 and 2 here: no input, and all output to the training process's console.
+It exchanges only messages; tokens, templates and the model stay in the training process. The environment's code owns
+file descriptors 0, 1 and 2 here: no input, and output goes to the console of the training process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from retrain.data import Endless
 from retrain.environments import (
     ChatOver,
     Environment,
-    HoldsResources,
+    ManagedEnvironment,
     Message,
     Reply,
     Tool,
@@ -49,7 +49,7 @@ _READ_BYTES = 1 << 16
 _BEAT_S = 0.2
 
 _rollout: contextvars.ContextVar[int] = contextvars.ContextVar("rollout", default=0)
-"""The number of the rollout that a task or thread works for."""
+"""The rollout number of a task or thread."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # The training process ends one that hangs with SIGABRT, so that this shows where.
+    # A hanging process is killed with SIGABRT, so that this prints its stack.
     faulthandler.enable(file=2, all_threads=True)
     start = requests.next()
     assert isinstance(start, Start)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 class Requests:
-    """What the training process asks for."""
+    """Requests of the training process."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,21 +80,21 @@ class Requests:
         self._waiting: list[Start | Request] = []
 
     def read(self) -> list[Start | Request]:
-        """What has come; the process ends when the training process has gone."""
+        """Requests that have arrived; exits when the training process has exited."""
         data = os.read(self.fd, _READ_BYTES)
         if not data:
             os._exit(0)
         return [pickle.loads(body) for body in self._frames.feed(data)]
 
     def next(self) -> Start | Request:
-        """Wait for one."""
+        """Wait for a request."""
         while not self._waiting:
             self._waiting += self.read()
         return self._waiting.pop(0)
 
 
 class Replies:
-    """The way back, for this process only and for any of its threads."""
+    """Sends replies, from any thread of this process but not from forked processes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -102,7 +102,7 @@ class Replies:
         self._lock = threading.Lock()
 
     def send(self, kind: str, number: int = 0, **fields: Any) -> None:
-        """Write a reply, or end a process that the environment forked and let run on to here."""
+        """Write a reply; exits if called in a process that the environment forked."""
         if os.getpid() != self._owner:
             os._exit(1)
         data = memoryview(pack_reply(kind, number, **fields))
@@ -110,18 +110,18 @@ class Replies:
             while data:
                 data = data[os.write(self._fd, data) :]
 
-    def say(self, line: str) -> None:
-        """Have a line printed."""
-        self.send("say", text=str(line))
+    def log(self, line: str) -> None:
+        """Print a line on the console of the training process."""
+        self.send("log", text=str(line))
 
 
 class EnvironmentWorker:
-    """The environment, its examples, and the rollouts that are being played."""
+    """The environment, its examples, and the running rollouts."""
 
     def __init__(self, start: Start, replies: Replies) -> None:
         self.section = start.section
         self.replies = replies
-        self.environment: Environment = build_environment(start.section, start.search_paths, replies.say)
+        self.environment: Environment = build_environment(start.section, start.search_paths, replies.log)
         self.splits: dict[str, Sequence[Example]] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
@@ -130,25 +130,25 @@ class EnvironmentWorker:
             self._load(split)
 
     async def serve(self, requests: Requests, liveness: Liveness) -> None:
-        """Answer requests until there is nobody to ask; `read` ends the process then."""
+        """Serve requests until the training process exits."""
         loop = asyncio.get_running_loop()
         mark_tasks(loop, liveness)
         mark_threads(liveness)
         liveness.beat()
         self.replies.send("ready")
-        loop.add_reader(requests.fd, self._take_all, requests)
+        loop.add_reader(requests.fd, self._handle_all, requests)
         while True:
             liveness.beat()
             await asyncio.sleep(_BEAT_S)
 
-    def _take_all(self, requests: Requests) -> None:
+    def _handle_all(self, requests: Requests) -> None:
         for request in requests.read():
-            self._take(request)
+            self._handle(request)
 
-    def _take(self, request: Start | Request) -> None:
+    def _handle(self, request: Start | Request) -> None:
         assert isinstance(request, Request)
         if request.kind == "answer":
-            self._hand_over(request.number, request.arguments)
+            self._deliver(request.number, request.arguments)
         elif request.kind == "cancel":
             if request.number in self.tasks:
                 self.tasks[request.number].cancel()
@@ -158,14 +158,14 @@ class EnvironmentWorker:
             context.run(_rollout.set, request.number if request.kind == "play" else 0)
             self.tasks[request.number] = asyncio.get_running_loop().create_task(work(request), context=context)
 
-    def _hand_over(self, turn: int, arguments: tuple[Any, ...]) -> None:
+    def _deliver(self, turn: int, arguments: tuple[Any, ...]) -> None:
         answer = self.answers.pop(turn, None)
         if answer is not None:
-            # An environment may ask from a loop of its own, in a thread of its own.
+            # An environment may call the model from another event loop in another thread.
             answer.get_loop().call_soon_threadsafe(_resolve, answer, arguments)
 
     async def _answer(self, request: Request) -> None:
-        """Everything but a rollout."""
+        """Handle a request other than a rollout."""
         try:
             self.replies.send("result", request.number, value=await self._do(request.kind, *request.arguments))
         except BaseException as error:
@@ -180,12 +180,12 @@ class EnvironmentWorker:
         if kind == "items":
             split, seed, places = arguments
             return [await self._item(split, seed, place) for place in places]
-        if isinstance(self.environment, HoldsResources):
+        if isinstance(self.environment, ManagedEnvironment):
             await (self.environment.open() if kind == "open" else self.environment.close())
         return None
 
     async def _item(self, split: str, seed: int | None, place: int) -> list[Any]:
-        await asyncio.sleep(0)  # some are made only now, slowly: the heart beats between two
+        await asyncio.sleep(0)  # some are generated slowly: allow heartbeats in between
         return example_fields(self._example(split, seed, place))
 
     def _load(self, split: str) -> Sequence[Example]:
@@ -199,11 +199,11 @@ class EnvironmentWorker:
             examples = examples.reseed(seed)
         example: object = examples[place]
         if not isinstance(example, Example):
-            raise PluginError(f"the environment gave {type(example).__name__} for example {place} of {split!r}.")
+            raise PluginError(f"the environment returned {type(example).__name__} for example {place} of {split!r}.")
         return example
 
     async def _play(self, request: Request) -> None:
-        """One rollout to its end, whatever the environment raises."""
+        """Run one rollout, whatever the environment raises."""
         number, (place, seed) = request.number, request.arguments
         try:
             chat = WorkerChat(self, number, seed)
@@ -212,14 +212,14 @@ class EnvironmentWorker:
         except ChatOver as over:
             self.replies.send("over", number, detail=str(over))
         except BaseException as error:
-            # SystemExit and its like end the rollout; they would end the event loop, and with it every other one.
+            # SystemExit and the like must not stop the event loop and all other rollouts.
             self.replies.send("error", number, **describe_error(error))
         finally:
             del self.tasks[number]
 
 
 class WorkerChat:
-    """The `Chat` that environments are given: each turn is a question to the training process."""
+    """The `Chat` of a rollout: each turn is a request to the training process."""
 
     def __init__(self, worker: EnvironmentWorker, rollout: int, seed: int) -> None:
         self.worker = worker
@@ -227,32 +227,32 @@ class WorkerChat:
         self.seed = seed
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        """Add messages and return the model's answer."""
+        """Add messages and return the model's reply."""
         if isinstance(new, str):
             new = {"role": "user", "content": new}
         return await self._turn("ask", (new,) if isinstance(new, Mapping) else new, tools)
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        """Answer a whole history."""
+        """Reply to a complete history."""
         return await self._turn("reply_to", history, tools)
 
     async def _turn(self, method: str, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
-        said = turn_fields([clean(message) for message in messages], tools)
+        fields = turn_fields([clean(message) for message in messages], tools)
         turn = next(self.worker.turns)
         answer = self.worker.answers[turn] = asyncio.get_running_loop().create_future()
         try:
-            self.worker.replies.send("turn", self.rollout, turn=turn, method=method, **said)
+            self.worker.replies.send("turn", self.rollout, turn=turn, method=method, **fields)
         except (TypeError, ValueError, RecursionError) as error:
             raise RolloutError(f"the environment sent a message that is not plain data: {error}") from error
         try:
-            kind, *fields = await answer
+            kind, *values = await answer
         finally:
             self.worker.answers.pop(turn, None)
         if kind == "over":
-            raise ChatOver(*fields)
+            raise ChatOver(*values)
         if kind == "error":
-            raise RolloutError(*fields)
-        return read_reply(*fields)
+            raise RolloutError(*values)
+        return read_reply(*values)
 
 
 def _resolve(answer: asyncio.Future[tuple[Any, ...]], arguments: tuple[Any, ...]) -> None:
@@ -261,7 +261,7 @@ def _resolve(answer: asyncio.Future[tuple[Any, ...]], arguments: tuple[Any, ...]
 
 
 def mark_tasks(loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
-    """Have every step of a rollout's tasks marked while it runs, so that one that never ends is known by its number."""
+    """Mark every step of a rollout's tasks while it runs, so that a hanging rollout can be identified."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         context = options.get("context") or contextvars.copy_context()
@@ -272,7 +272,7 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
 
 
 def mark_threads(liveness: Liveness) -> None:
-    """The same for what a rollout hands to threads, in whichever pool."""
+    """The same for work that a rollout submits to thread pools."""
     submit = ThreadPoolExecutor.submit
 
     def marked(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -106,7 +106,7 @@ class ScriptReward(BatchReward):
         for term in terms:
             if term.function is None:
                 kind = term.name.partition("#")[0]
-                self.pools[term.name] = build_reward(RewardSection(type=kind), say=say)
+                self.pools[term.name] = build_reward(RewardSection(type=kind), log=say)
 
     def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
         """Score every item, in order; a function that fails for a batch ends the run."""

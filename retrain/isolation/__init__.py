@@ -1,1 +1,1 @@
-"""Foreign code kept apart: guarded processes, framed messages, redacted secrets."""
+"""Isolation of third-party code: guarded processes, framed messages, redacted secrets."""

@@ -1,4 +1,4 @@
-"""Messages over a pipe: a length of four bytes, then the message."""
+"""Length-prefixed messages over a pipe: four bytes of length, then the message."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ LENGTH = struct.Struct(">I")
 
 
 def frame(body: bytes) -> bytes:
-    """The bytes that carry a message."""
+    """A message with its length prefix."""
     return LENGTH.pack(len(body)) + body
 
 
 class FrameBuffer:
-    """Bytes as they come, cut into messages; what a killed process left unfinished is never seen."""
+    """Splits a byte stream into messages; an incomplete last message is ignored."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and yield the messages that are now whole."""
+        """Add bytes and yield complete messages."""
         self._bytes += data
         start = 0
         while len(self._bytes) - start >= LENGTH.size:

@@ -1,10 +1,10 @@
-"""Processes for foreign code, each under a guard that ends it and whatever it started.
+"""Processes for third-party code, each under a guard that kills it with all descendants.
 
-Foreign code may start processes in sessions of their own, hold the GIL for ever or die: no thread of its own process
-can clean up after that, and no signal to a process group reaches everything. So the process that is started here splits
-in two. One half runs the foreign code. The other, the guard, runs none; it waits for the first half to end, or for this
-process to close its end of a pipe, which it also does by dying, and then ends all that is left. On Linux the guard
-adopts every orphan among its descendants, so nothing escapes it; elsewhere it ends the process group.
+Third-party code may start processes in new sessions, hold the GIL forever or crash: no thread of its process can clean
+up after that, and no signal to a process group reaches everything. So the process started here forks. The child runs
+the third-party code. The parent, the guard, runs none of it; it waits until the child exits or the training process
+closes its end of a pipe, which also happens when that dies, and then kills all descendants. On Linux the guard is a
+subreaper, so nothing escapes it; elsewhere it kills the process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-# The parent's import path is taken over whole; `-P` keeps the working directory from shadowing json before that.
+# The parent's import path is inherited; `-P` keeps the working directory from shadowing json before that.
 _BOOT = """import sys, json
 sys.path[:] = json.loads(sys.argv[1])
 from retrain.isolation.guard import stand_guard
@@ -34,7 +34,7 @@ main()"""
 
 _ABORT = b"a"
 _ABORT_GRACE_S = 0.5
-# A process that waits for a device ends when the device answers; nobody else waits for that.
+# A process in uninterruptible sleep is not waited for longer than this.
 _LIMIT_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class GuardedProcess:
-    """A Python process that runs `main` of a module, and can be ended with all its descendants."""
+    """A Python process that runs `main` of a module and can be killed with all its descendants."""
 
     def __init__(
         self, module: str, output: int, environment: Mapping[str, str], pass_fds: tuple[int, ...] = (), *arguments: str
@@ -82,19 +82,19 @@ class GuardedProcess:
         return self.process.stdout
 
     def abort(self) -> None:
-        """Ask the foreign code to write down where it is, and die."""
+        """Make the third-party code print its stack and exit."""
         with self._stopping, contextlib.suppress(OSError, subprocess.TimeoutExpired):
             os.write(self._lifeline, _ABORT)
             self.process.wait(_ABORT_GRACE_S)
 
     def end(self) -> int:
-        """End it and all it started, give back the pipes, and return how the foreign code ended, as Popen says it."""
+        """Kill it with all descendants, close the pipes, and return its exit code as Popen does."""
         code = self.stop()
         self.close()
         return code
 
     def stop(self) -> int:
-        """The same with the pipes left open, for threads that still read from them. May be called again."""
+        """Like `end`, but leaves the pipes open for threads that still read from them. Can be called again."""
         with self._stopping:
             if self._lifeline >= 0:
                 os.close(self._lifeline)
@@ -106,40 +106,40 @@ class GuardedProcess:
                 return self.process.wait()
 
     def close(self) -> None:
-        """Give back the pipes."""
+        """Close the pipes."""
         self.requests.close()
         self.replies.close()
 
 
 def stand_guard(lifeline: int) -> None:
-    """Split this process in two: the foreign code's half returns from here, the guard never does."""
+    """Fork: this returns in the process of the third-party code, never in the guard."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     guard = os.getpid()
     foreign = os.fork()
     if foreign:
         _keep_watch(lifeline, foreign)
     os.close(lifeline)
-    os.setsid()  # what it does to its own process group does not reach the guard
+    os.setsid()  # signals to its own process group must not reach the guard
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard:  # it was killed before it could be watched
+        if os.getppid() != guard:  # the guard was killed in between
             os._exit(1)
 
 
 def _keep_watch(lifeline: int, foreign: int) -> None:
-    """Wait for one of the two ends, then end the rest and exit as the foreign code did."""
+    """Wait for the child or the training process to exit, kill all descendants, and exit like the child."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # whoever reads from the foreign code must see when it has gone
+    for stream in (0, 1, 2):  # readers must see end-of-file when the child exits
         os.dup2(nothing, stream)
     noticed, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    # A child that ended before the handlers were set is noticed here, a later one wakes the wait.
+    # Catches a child that exited before the handlers were set.
     status, _ = _reap(foreign)
     while status is None:
         ready, _, _ = select.select([lifeline, noticed], [], [])
@@ -154,7 +154,7 @@ def _keep_watch(lifeline: int, foreign: int) -> None:
 
 
 def _reap(foreign: int) -> tuple[int | None, bool]:
-    """Collect children that have ended: the status of the foreign code if it is among them, and if any is left."""
+    """Reap exited children: the status of the third-party code if it is among them, and whether any are left."""
     status = None
     while True:
         try:
@@ -169,7 +169,7 @@ def _reap(foreign: int) -> tuple[int | None, bool]:
 
 def _end_descendants(foreign: int, status: int | None) -> int:
     until, are_left = time.monotonic() + _LIMIT_S, True
-    # The orphans of those that end here come here in turn.
+    # Orphans of killed processes become children of the guard.
     while are_left and time.monotonic() < until:
         for child in _children(foreign):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -184,7 +184,7 @@ def _end_descendants(foreign: int, status: int | None) -> int:
 
 
 def _children(foreign: int) -> list[int]:
-    """The children of this process; orphans of the foreign code are among them on Linux."""
+    """The children of this process; on Linux they include orphans."""
     if sys.platform != "linux":
         return [foreign]
     own = os.getpid()

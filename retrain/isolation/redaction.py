@@ -1,4 +1,4 @@
-"""Secrets: what is hidden in text that foreign code wrote, and which variables a process of foreign code is given."""
+"""Secrets: redaction of text from third-party code, and the environment variables that such code may see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUBLIC_VARIABLES = (
     *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     *("SLURM_JOB_ID", "SLURM_TMPDIR", "CI", "COVERAGE_*"),
 )
-"""What a program needs to find its files and its language; none of them holds a key. Patterns as in a shell."""
+"""Variables that programs commonly need; none of them contains a key. Shell patterns."""
 
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API_?KEYS?|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|PWD|CREDENTIALS?|AUTH|COOKIE|DSN|PAT)(?:_|$)"
@@ -31,10 +31,10 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _PASSWORD_NAME = re.compile(r"PASS(?:WORD|WD|PHRASE)", re.IGNORECASE)
-# A shorter value is a word or a number, and would be hidden wherever it occurs.
+# Shorter values are words or numbers and would be hidden everywhere.
 _SHORTEST_SECRET, _SHORTEST_PASSWORD = 8, 6
 
-# A name and a password, or a token in the place of the name.
+# A user name and password, or a token instead of the name.
 _IN_URL = re.compile(r"(?<=://)(?:[^\s/?#@'\"]*:[^\s/?#'\"]*|[^\s/?#@:'\"]{16,})@")
 _IN_QUERY = re.compile(
     r"(?P<name>[?&](?:[\w.-]*(?:key|token|secret|password|signature|sig|auth))=)[^\s&#'\"<>]+", re.IGNORECASE

@@ -1,7 +1,7 @@
-r"""Rewards: how a completion is scored, and the pool of killable processes that does it.
+r"""Rewards: scoring of completions, in a pool of worker processes.
 
-Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify), `custom` (a function of yours) and `judge` (a
-language model elsewhere, which needs no process); several can be weighed against each other.
+Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify), `custom` (your function) and `judge` (an LLM
+judge, which needs no worker); several can be combined in a weighted sum.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from retrain.errors import PluginError
 from retrain.plugins import REGISTRIES, import_path, make_importable
 from retrain.rewards.batch import BatchReward, outcome_of
+from retrain.rewards.cache import BOXED
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.repeats import BOXED
 from retrain.rewards.sandbox import RewardPool
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, RewardSpec, TermSpec
@@ -41,20 +41,20 @@ __all__ = [
 
 
 JUDGE = "judge"
-"""The one reward that waits for somebody else: it scores a batch itself, and no worker process loads it."""
+"""The LLM judge scores a batch over HTTP; no worker process loads it."""
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Says how good a response is. `score` may be `async def`."""
+    """Scores a response. `score` may be `async def`."""
 
     def score(self, response: str, reference: str) -> float | Awaitable[float]:
-        """Return a number, at most a million either way; from `[reward] correct_from` up it is a right answer's."""
+        """Return a number within ±1,000,000; from `[reward] correct_from` on it counts as correct."""
         ...
 
 
 def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> RewardSpec:
-    """Turn the `[reward]` table into what a worker builds its reward from."""
+    """Convert the `[reward]` table to the spec from which workers build the reward."""
     folders = tuple(str(Path(path).expanduser().resolve()) for path in search_paths)
     if section.terms:
         terms = (
@@ -67,32 +67,32 @@ def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> Rewar
 
 
 def build_reward(
-    section: schema.Reward, search_paths: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+    section: schema.Reward, search_paths: Sequence[str] = (), log: Callable[[str], None] = lambda line: None
 ) -> BatchReward:
-    """Start what scores as `[reward]` says; a reward that cannot be loaded is a PluginError here."""
+    """Start the reward of the `[reward]` table; raises PluginError if it cannot be loaded."""
     spec = read_spec(section, search_paths)
-    judged = tuple(term for term in spec.terms if term.type == JUDGE)
-    if not judged:
-        return _start_pool(spec, section, say)
-    from retrain.rewards.judge import JudgeReward  # noqa: PLC0415  (loads an HTTP client, which no worker needs)
-    from retrain.rewards.panel import Panel  # noqa: PLC0415
+    judge_terms = tuple(term for term in spec.terms if term.type == JUDGE)
+    if not judge_terms:
+        return _start_pool(spec, section, log)
+    from retrain.rewards.judge import JudgeReward  # noqa: PLC0415  (loads an HTTP client)
+    from retrain.rewards.mixed import MixedReward  # noqa: PLC0415
 
-    judge = JudgeReward(section, say)
+    judge = JudgeReward(section, log)
     if not spec.weighted:
         return judge
     try:
         others = replace(spec, terms=tuple(term for term in spec.terms if term.type != JUDGE))
-        pool = _start_pool(others, section, say) if others.terms else None
+        pool = _start_pool(others, section, log) if others.terms else None
     except BaseException:
         judge.close()
         raise
-    return Panel(judge, judged, pool, section.correct_from)
+    return MixedReward(judge, judge_terms, pool, section.correct_from)
 
 
-def _start_pool(spec: RewardSpec, section: schema.Reward, say: Callable[[str], None]) -> RewardPool:
+def _start_pool(spec: RewardSpec, section: schema.Reward, log: Callable[[str], None]) -> RewardPool:
     for name in section.pass_env:
         if "*" not in name and name not in os.environ:
-            say(f"Warning: [reward] pass_env names {name}, which is not set")
+            log(f"Warning: [reward] pass_env lists {name}, which is not set")
     return RewardPool(spec, section.timeout_s, section.workers, section.memory_mb, section.pass_env)
 
 
@@ -103,7 +103,7 @@ def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:
     """
     if term.type == "custom":
         if not term.custom_module:
-            raise PluginError('a custom reward needs its module.  Try: custom_module = "my_rewards"')
+            raise PluginError('a custom reward needs a module.  Try: custom_module = "my_rewards"')
         make_importable(search_paths)
         part = import_path(f"{term.custom_module}:{term.custom_function}", "reward")
     else:
@@ -112,7 +112,7 @@ def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:
     try:
         found = part(*arguments) if inspect.isclass(part) else part
     except Exception as error:
-        raise PluginError(f"reward {term.name!r} could not be made without arguments: {error!r}") from error
+        raise PluginError(f"reward {term.name!r} could not be instantiated without arguments: {error!r}") from error
     if isinstance(found, Reward):
         return found
     if callable(found):

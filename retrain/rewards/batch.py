@@ -1,4 +1,4 @@
-"""What scores the completions of a step: the pool of processes, a judge, or both added up."""
+"""The interface for scoring the completions of a step: worker pool, LLM judge, or both."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from retrain.rewards.wire import Item
 from retrain.types import Outcome, Score, StepMetrics
 
 CORRECT_FROM = 1.0
-"""A reward of this much or more counts as a right answer, unless `[reward] correct_from` says otherwise."""
-# Terms whose weights add up to 1 may fall short of it by a rounding error.
+"""Default of `[reward] correct_from`: rewards from this value on count as correct."""
+# Tolerance for weights that add up to 1 except for rounding.
 ROUNDING = 1e-9
 
 
 def outcome_of(value: float, correct_from: float = CORRECT_FROM) -> Outcome:
-    """Whether a reward is that of a right answer."""
+    """Whether a reward counts as correct."""
     return "right" if value >= correct_from - ROUNDING else "wrong"
 
 
 class BatchReward(ABC):
-    """Scores many completions at once; a context manager that ends with `close`."""
+    """Scores batches of completions; a context manager that calls `close`."""
 
     @abstractmethod
     def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
-        """Score every item, in order. Never raises for what happens with one item."""
+        """Score every item, in order. Failures of single items do not raise."""
 
     @abstractmethod
     def metrics(self) -> StepMetrics:
-        """What scoring cost since this was last asked, for the metrics of the step."""
+        """Metrics of scoring since the last call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held. A second call does nothing."""
+        """Release resources. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""The `custom` reward: a function of the user's, plain or async.
+"""The `custom` reward: a user-defined function, sync or async.
 
-The function takes `(response, reference)`. When it also names `prompt` or `meta` (or takes `**extras`), it gets what
-the example carries under those names.
+The function takes `(response, reference)`. If it has parameters `prompt` or `meta` (or `**extras`), it also gets those
+of the example.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 EXTRAS = ("prompt", "meta")
 
 LARGEST_REWARD = 1e6
-"""Beyond this, in either direction, a reward is taken for a mistake: centred and scaled, it would drown the others."""
+"""Larger absolute values are treated as errors: they would dominate the normalised rewards of a group."""
 
 
 def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
-    """Return which of `EXTRAS` the function wants; an error when it cannot take a response and a reference."""
+    """Which of `EXTRAS` the function takes; raises if it cannot take a response and a reference."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # written in C, without a signature: trusted to take two arguments
+    except ValueError:  # written in C, without a signature: assumed to take two arguments
         return ()
     parameters = signature.parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -40,24 +40,24 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     except TypeError as error:
         raise PluginError(
             f"the reward function {function!r} cannot be called as score(response, reference): {error}. "
-            f"Beyond those two it may name {' and '.join(EXTRAS)}."
+            f"It may also have the parameters {' and '.join(EXTRAS)}."
         ) from error
     return extras
 
 
 def to_value(result: object) -> float:
-    """Turn what a reward returned into a number within bounds, or say why it is none."""
+    """Convert the result of a reward to a number within bounds."""
     if not isinstance(result, SupportsFloat):
         raise TypeError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
     return check_bounds(float(result), "the reward returned")
 
 
 def check_bounds(value: float, returned: str) -> float:
-    """Return the value, or raise when it is no finite number of at most `LARGEST_REWARD`."""
+    """Return the value; raises unless it is finite and within `LARGEST_REWARD`."""
     if not math.isfinite(value):
         raise ValueError(f"{returned} {value}; it must be finite")
     if abs(value) > LARGEST_REWARD:
-        raise ValueError(f"{returned} {value}; it must lie between {-LARGEST_REWARD:,.0f} and {LARGEST_REWARD:,.0f}")
+        raise ValueError(f"{returned} {value}; it must be between {-LARGEST_REWARD:,.0f} and {LARGEST_REWARD:,.0f}")
     return value
 
 
@@ -71,7 +71,7 @@ def _shorten(result: object) -> str:
 
 
 def resolve(result: object) -> object:
-    """Return what a reward gave, waiting for it when the reward is async."""
+    """Return the result of a reward, awaiting it if necessary."""
     return _event_loop().run_until_complete(_wait_for(result)) if inspect.isawaitable(result) else result
 
 
@@ -81,33 +81,33 @@ async def _wait_for(result: Awaitable[object]) -> object:
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    # One loop for the life of the process, so that an HTTP client kept between calls stays usable.
-    import asyncio  # noqa: PLC0415  (most rewards are plain functions, and their processes start without it)
+    # One loop per process, so that an HTTP client can be kept between calls.
+    import asyncio  # noqa: PLC0415  (slow to import, and most rewards are sync)
 
     return asyncio.new_event_loop()
 
 
 class CustomReward:
-    """A function as a reward. An async function hands back its coroutine, which `resolve` waits for."""
+    """A function as a reward. An async function returns its coroutine, which `resolve` awaits."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
         self.extras = named_extras(function)
 
-    def score(self, response: str, reference: str, **extras: object) -> Any:
-        """Call the function; `extras` holds the ones it asked for."""
+    def score(self, response: str, reference: str, **extras: object) -> Any:  # a number, or an awaitable of one
+        """Call the function with the extras it takes."""
         return self._function(response, reference, **extras)
 
 
 def extras_of(reward: Reward) -> tuple[str, ...]:
-    """Return what a reward wants beyond the response and the reference."""
+    """The extras that a reward takes."""
     return reward.extras if isinstance(reward, CustomReward) else named_extras(reward.score)
 
 
 def call_reward(reward: Reward, response: str, reference: str, extras: Mapping[str, object]) -> float | None:
-    """Score one response with one reward: a number within bounds, or whatever the reward raised.
+    """Score one response with one reward: a number within bounds, or raises.
 
-    None is a reward that does not apply to this response.
+    None means that the reward does not apply to this response.
     """
     score: Callable[..., object] = reward.score
     result = resolve(score(response, reference, **extras))

@@ -1,6 +1,6 @@
-r"""The `match` reward: the last `\boxed{…}` of the response against the reference, as normalised text.
+r"""The `match` reward: compares the last `\boxed{…}` of the response with the reference as normalised text.
 
-It knows notation, not algebra: `\dfrac12` equals `\frac{1}{2}`, but `0.5` does not. The `math` reward does that.
+It normalises notation, not values: `\dfrac12` equals `\frac{1}{2}`, but not `0.5`. Use `math` for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BARE_FRACTION = re.compile(rf"\\frac{_ATOM}{_ATOM}")
 _SLASH_FRACTION = re.compile(r"(-?)(\d+)/(\d+)")
 _BARE_ROOT = re.compile(r"\\sqrt([0-9A-Za-z])")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mbox|hbox|mathrm|operatorname|emph)\s*\{([^{}]*)\}")
-# A unit is text that follows a value to the end of the answer, perhaps raised to a power: `5\text{ cm}^2`.
+# A unit is text after a value at the end of the answer, possibly with a power: `5\text{ cm}^2`.
 _TEXT_UNIT = re.compile(
     r"(?<=[0-9})a-z ])\\(?:text(?:rm|normal|it)?|mbox|mathrm)\s*\{\s*(?![apAP]\.?\s?[mM]\b)([A-Za-z][^{}]*)\}"
     r"\s*(?:\^\s*\{?(\d)\}?)?$"
@@ -35,18 +35,18 @@ _DECIMAL = re.compile(r"([+-]?)(\d*)\.(\d*)")
 _BRACED_SCRIPT = re.compile(r"([_^])\{([0-9A-Za-z])\}")
 _CLOCK = re.compile(r"0?(\d{1,2}(?::\d\d)+)(?:([ap])\.?m\.?)?", re.IGNORECASE)
 _IN_BRACKETS = re.compile(r"\((-?[\d.]+|[A-Za-z])\)")
-# `(D) 12` and `D. 12` name a choice and what it says.
+# `(D) 12` and `D. 12` are a choice and its text.
 _CHOICE = re.compile(r"(?=\(?[A-J][).:]\s*\S)\(?([A-J])[).:]\s*(?![,)])")
-# What takes a choice back, or names another one beside it.
+# Text that negates a choice or names another one.
 _OTHER_CHOICE = re.compile(r"\([A-J]\)|^[A-J]\b|\b[A-J][).:]|\b(?:or|and|not|wrong|false|incorrect)\b|[+&]")
 _BASE_WORDS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _BASE = re.compile(r"_\{?(" + "|".join(_BASE_WORDS) + r")\}?$")
 
 
 def last_boxed(text: str) -> str:
-    r"""Return what the last `\boxed{…}` that closes holds, braces balanced, or "" when there is none.
+    r"""The content of the last complete `\boxed{…}`, or "" if there is none.
 
-    One pass, so that a completion that repeats `\boxed{` thousands of times costs no more than any other.
+    Runs in linear time, even for completions that repeat `\boxed{` thousands of times.
     """
     start = text.find("\\boxed")
     fbox = text.find("\\fbox")
@@ -54,7 +54,7 @@ def last_boxed(text: str) -> str:
         start = fbox
     if start < 0:
         return ""
-    opened_at: list[int] = []  # where the content of each open group begins; -1 for a group that is no box
+    opened_at: list[int] = []  # start of the content of each open group; -1 for groups other than boxes
     last_start, last_content = -1, ""
     for token in _BOX_TOKEN.finditer(text, start):
         mark = token.group()
@@ -72,7 +72,7 @@ def last_boxed(text: str) -> str:
 
 
 def final_answer(response: str, think_boxes: bool = True) -> str:
-    r"""Return the last box of a response; without `think_boxes`, of what follows `</think>` only."""
+    r"""The last box of a response; without `think_boxes`, only after `</think>`."""
     if not think_boxes:
         _, ended, after = response.rpartition(_THOUGHT_END)
         response = after if ended or _THOUGHT_START not in response else ""
@@ -80,7 +80,7 @@ def final_answer(response: str, think_boxes: bool = True) -> str:
 
 
 def answer_of(reference: str) -> str:
-    r"""Return the answer a reference stands for: its last box, what follows GSM8K's `####`, or all of it."""
+    r"""The answer in a reference: its last box, the text after GSM8K's `####`, or all of it."""
     boxed = last_boxed(reference)
     if boxed or "####" not in reference:
         return boxed or reference.strip()
@@ -88,15 +88,15 @@ def answer_of(reference: str) -> str:
     return found[1].strip() if found else reference.strip()
 
 
-@lru_cache(maxsize=8192)  # a group shares its reference, and mostly its answers
+@lru_cache(maxsize=8192)  # a group shares its reference and most answers
 def normalise(answer: str) -> str:
-    """Rewrite an answer so that two spellings of one notation become the same text."""
+    """Normalise an answer so that equivalent notations become the same text."""
     return split_answer(answer)[0]
 
 
 @lru_cache(maxsize=8192)
 def split_answer(answer: str) -> tuple[str, Unit | None, str]:
-    """An answer's normal text, its unit, and the variable that it is said to be the value of."""
+    """The normalised text of an answer, its unit, and the variable it is assigned to."""
     text, unit = _cut_unit(tidy(answer))
     text = _TEXT.sub(r"\1", text)
     for pattern, meaning in ((_DEGREE, DEGREE), (_PERCENT, PERCENT), (_CURRENCY, read_unit("dollar"))):
@@ -113,7 +113,7 @@ def split_answer(answer: str) -> tuple[str, Unit | None, str]:
 
 
 def _close_up(text: str) -> str:
-    """Drop blanks, but for one between digits, which parts two numbers: `1 1/2` is not eleven halves."""
+    """Remove whitespace, except one space between digits: `1 1/2` is not eleven halves."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\s+", " ", text))
 
 
@@ -135,7 +135,7 @@ def _normalise_fractions(text: str) -> str:
     whole = _SLASH_FRACTION.fullmatch(text)
     if whole:
         return f"{whole[1]}\\frac{{{whole[2]}}}{{{whole[3]}}}"
-    # The minus may stand before the fraction or on top of it, where the fraction is all there is.
+    # A minus in the numerator moves before the fraction if that is the whole answer.
     return re.sub(r"^\\frac\{-([^{}+-]*)\}(\{[^{}]*\})$", r"-\\frac{\1}\2", text)
 
 
@@ -158,19 +158,19 @@ def _normalise_number(text: str) -> str:
 
 
 def _normalise_word(text: str) -> str:
-    # One letter is a variable or a choice, where the case may matter; a longer word is a word.
+    # A single letter is a variable or a choice, where case matters.
     return text.lower() if len(text) > 1 and text.isalpha() else text
 
 
 def equal_as_text(answer: str, gold: str) -> bool:
-    """Whether two bare answers are one and the same after normalisation; an empty answer equals nothing.
+    """Whether two answers are equal after normalisation; an empty answer equals nothing.
 
     A unit, or a variable with `=`, may be missing on one side; where both have one they must agree.
     """
     (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
     if len(gold_text) == 1 and gold_text.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(answer)))):
         return choice[1] == gold_text and not _OTHER_CHOICE.search(choice.string[choice.end() :])
-    if text and _close_up(tidy(answer)) == _close_up(tidy(gold)):  # `5 m` and `5m`, be it a unit or a variable
+    if text and _close_up(tidy(answer)) == _close_up(tidy(gold)):  # `5 m` and `5m`, unit or variable
         return True
     if text == "" or text != gold_text:
         return False
@@ -179,7 +179,7 @@ def equal_as_text(answer: str, gold: str) -> bool:
 
 
 class MatchReward:
-    r"""1.0 when the last box of the response reads like the reference, else 0.0."""
+    r"""1.0 if the last box of the response matches the reference, else 0.0."""
 
     def __init__(self, think_boxes: bool = True) -> None:
         self._think_boxes = think_boxes

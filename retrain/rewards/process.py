@@ -1,4 +1,4 @@
-"""One worker process as the pool sees it: its pipes, what it was given, and how it ended."""
+"""The pool's side of a worker process: its pipes, assigned items, and exit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from retrain.isolation.guard import GuardedProcess
 from retrain.isolation.redaction import public_environment
 from retrain.rewards.wire import Item, Reply, ReplyBuffer, Start, Work, pack_request, read_tail
 
-# A worker has one core; the same hash seed everywhere, so that set order cannot make a score depend on the worker.
+# One core per worker; a fixed hash seed, so that scores do not depend on the worker.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
-# Items go out in chunks, so that the trip costs little beside a cheap reward; a chunk that takes longer than this
-# is not worth enlarging, because its items could not move to an idle worker.
+# Items are sent in chunks to reduce overhead for cheap rewards. A chunk that takes longer than this is not enlarged,
+# because its items could not move to an idle worker.
 _QUICK_CHUNK_S = 0.02
 _LARGEST_CHUNK = 64
 
@@ -36,8 +36,8 @@ class WorkerProcess:
 
     def __init__(self, start: Start) -> None:
         self._output, path = tempfile.mkstemp(prefix="retrain-reward-")
-        os.unlink(path)  # the open descriptor keeps it, and nothing is left behind if the parent is killed
-        # Parent and worker empty this file while the other may write to it; appending keeps that free of holes.
+        os.unlink(path)  # the open descriptor keeps it; nothing is left if the parent is killed
+        # Both sides truncate this file while the other may write; appending avoids holes.
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND | os.O_RDWR)
         environment = {**public_environment(start.pass_env), **_ENVIRONMENT}
         self._process = GuardedProcess("retrain.rewards.worker", self._output, environment)
@@ -52,22 +52,22 @@ class WorkerProcess:
         self._answered = 0
         self.ready = False
         self.chunk = 1
-        """How many items to hand over next."""
+        """Number of items to send next."""
         self.assigned: deque[int] = deque()
-        """Indices of the items it has and has not answered; it works on the first."""
+        """Indices of unfinished items; it works on the first."""
         self.since = time.monotonic()
-        """When it began what it does now: starting, or the first assigned item."""
+        """Start time of the current activity: starting up, or the first assigned item."""
         self._printed, self._code = "", 0
         self._post(pack_request(start))
         self.flush()
 
     def assign(self, indices: Sequence[int], items: Sequence[Item]) -> None:
-        """Give the worker items; `flush` sends them."""
+        """Assign items; `flush` sends them."""
         rows = tuple((item.response, item.reference, self._extras_of(item)) for item in items)
         try:
             message = pack_request(Work(rows, first=self._answered + len(self.assigned)))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-            raise PluginError(f"the meta of an example cannot be handed to the reward: {error}") from error
+            raise PluginError(f"the meta of an example cannot be sent to the reward: {error}") from error
         self.assigned.extend(indices)
         self.since = self._chunk_began = time.monotonic()
         self._chunk_size = len(indices)
@@ -81,34 +81,34 @@ class WorkerProcess:
         self._outbox = memoryview(message)
 
     def flush(self) -> bool:
-        """Send what fits; True while some is left."""
-        # A dead worker is noticed where its replies are read.
+        """Send what fits; True while data is left."""
+        # A dead worker is noticed when its replies are read.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._outbox:
                 self._outbox = self._outbox[os.write(self.requests_fd, self._outbox) :]
         return len(self._outbox) > 0
 
     def has_replied(self) -> bool:
-        """Whether a reply, or its end, is there to be read."""
+        """Whether a reply or end-of-file can be read."""
         return bool(select.select([self.replies_fd], [], [], 0)[0])
 
     def receive(self) -> list[Reply] | None:
-        """Read what has come; None when the worker has closed its end."""
+        """Read available replies; None when the worker has closed the pipe."""
         data = os.read(self.replies_fd, _READ_BYTES)
         if not data:
             return None
         return list(self._replies.feed(data))
 
     def begin(self, extras: tuple[str, ...]) -> None:
-        """Note that the worker is ready, and which extras its reward wants."""
+        """Mark the worker as ready, with the extras its reward takes."""
         self.ready, self._extras = True, extras
 
     def expects(self, reply: Reply) -> bool:
-        """Whether a reply is about the item that is due. A process that the reward forked may send others."""
+        """Whether a reply belongs to the current item. A process that the reward forked may send others."""
         return len(self.assigned) > 0 and reply.kind in ("value", "none", "error") and reply.number == self._answered
 
     def finish_item(self) -> int:
-        """Note that the first assigned item is answered, and return its index."""
+        """Finish the current item and return its index."""
         self.since = time.monotonic()
         index = self.assigned.popleft()
         self._answered += 1
@@ -118,38 +118,38 @@ class WorkerProcess:
         return index
 
     def trim_output(self) -> None:
-        """Keep a reward that prints without end from filling the disk."""
+        """Truncate excessive output."""
         if os.fstat(self._output).st_size > _LARGEST_OUTPUT:
             os.ftruncate(self._output, 0)
 
     def abort(self) -> None:
-        """Ask the worker to write down where it is, and die."""
+        """Make the worker print its stack and exit."""
         self._process.abort()
 
     def kill(self) -> None:
-        """End the worker and whatever it started, and give back the pipes. What it printed stays readable."""
+        """Kill the worker with its descendants and close the pipes. Its output stays readable."""
         self._code = self._process.end()
         self._printed = read_tail(self._output)
         os.close(self._output)
 
     def describe_end(self) -> str:
-        """Say how a dead worker ended, with the last lines it printed."""
+        """How a worker exited, with its last output."""
         code = self._code
         if code < 0:
-            hint = ", perhaps for its memory" if -code == signal.SIGKILL else ""
+            hint = ", possibly out of memory" if -code == signal.SIGKILL else ""
             how = f"the reward process died: {signal.strsignal(-code)}{hint}"
         else:
             how = f"the reward process exited with status {code}"
         return f"{how}\n{self.last_output()}".rstrip()
 
     def last_output(self) -> str:
-        """Return the last lines a dead worker printed, among them where it was when it died."""
+        """The last output of an exited worker, including its stack."""
         lines = [line for line in self._printed.splitlines() if not _is_noise(line)]
         return "\n".join(lines[-_SHOWN_LINES:])
 
 
 def _is_noise(line: str) -> bool:
-    """Our own frames, and what the interpreter's crash report adds around the stack."""
+    """Whether a line is one of our frames or part of the interpreter's crash report."""
     if line.startswith("  File "):
         return os.path.dirname(__file__) in line or '"<string>"' in line
     return not line.strip() or line.startswith(("Fatal Python error: ", "Extension modules: "))

@@ -1,8 +1,8 @@
-"""The pool of killable processes that rewards run in.
+"""The pool of worker processes that rewards run in.
 
-Each item has a wall-clock limit. A worker that exceeds it, crashes or exits is replaced, and only the item it was on
-is lost: an `error` or a `timeout`, kept apart from a wrong answer. Results come in the order of the items and do not
-depend on the number of workers.
+Each item has a wall-clock limit. A worker that exceeds it, crashes or exits is replaced, and only its current item
+fails, with outcome `error` or `timeout` instead of `wrong`. Results are in the order of the items and do not depend on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from dataclasses import replace
 from retrain.errors import PluginError
 from retrain.isolation.redaction import public_environment, redact
 from retrain.rewards.batch import BatchReward, outcome_of
+from retrain.rewards.cache import ScoreCache
 from retrain.rewards.process import WorkerProcess
-from retrain.rewards.repeats import Repeats
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
 from retrain.types import Score, StepMetrics
 
-# Importing a user's module may load a model of its own; that is allowed, hanging there is not.
+# Importing the user's module may load a model.
 START_LIMIT_S = 300.0
 _LONGEST_WAIT_S = 1.0
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """The number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class RewardPool(BatchReward):
     """Scores completions in worker processes; usable from any thread, one call at a time.
 
-    `workers = 0` takes one for each core. `memory_mb` caps the address space of a worker; 0 leaves it alone. `pass_env`
-    names the variables of the environment that a worker sees beside the public ones.
+    `workers = 0` starts one per core. `memory_mb` limits the address space of a worker; 0 is unlimited. `pass_env`
+    lists environment variables that workers see in addition to the public ones.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RewardPool(BatchReward):
         pass_env: tuple[str, ...] = (),
     ) -> None:
         self.first_error = ""
-        """Message and traceback of the first item that ended in an error; "" while there is none."""
+        """Message and traceback of the first failed item, or ""."""
         self._timeout_s = timeout_s
         self._start = Start(spec, timeout_s, memory_mb, pass_env)
         self._size = workers or count_cores()
@@ -62,10 +62,10 @@ class RewardPool(BatchReward):
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._closed = False
-        self._repeats = Repeats.of(spec)
+        self._cache = ScoreCache.of(spec)
         try:
             self._top_up()
-            # One is enough to know that the reward loads; the others join when they are up.
+            # One worker shows that the reward loads; others join when they are ready.
             while not any(worker.ready for worker in self._workers):
                 self._exchange(_Batch([]))
         except BaseException:
@@ -73,15 +73,15 @@ class RewardPool(BatchReward):
             raise
 
     def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
-        """Score every item, in order. Never raises for what a reward does with one item."""
+        """Score every item, in order. Failures of single items do not raise."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
             rows = [Item(*item) for item in items]
-            return self._score_all(rows) if self._repeats is None else self._repeats.score(rows, self._score_all)
+            return self._score_all(rows) if self._cache is None else self._cache.score(rows, self._score_all)
 
     def close(self) -> None:
-        """End all workers. A second call does nothing."""
+        """Kill all workers. A second call does nothing."""
         with self._lock:
             self._closed = True
             for worker in list(self._workers):
@@ -89,7 +89,7 @@ class RewardPool(BatchReward):
             self._selector.close()
 
     def metrics(self) -> StepMetrics:
-        """Nothing but the time it takes, which the rollouts count. What was reused depends on what a resume forgot."""
+        """None: cache hits are not logged, because they differ after a resume."""
         return {}
 
     def _score_all(self, items: list[Item]) -> list[Score]:
@@ -100,7 +100,7 @@ class RewardPool(BatchReward):
                 self._hand_out(batch)
                 self._exchange(batch)
         except BaseException:
-            # Interrupted: what the busy workers would still send belongs to nobody.
+            # Interrupted: discard busy workers, whose replies would be out of place.
             for worker in [worker for worker in self._workers if worker.assigned]:
                 self._discard(worker)
             raise
@@ -121,7 +121,7 @@ class RewardPool(BatchReward):
 
     def _hand_out(self, batch: _Batch) -> None:
         for worker in self._workers:
-            # An idle worker with something to read has died; it must not be blamed on the next item.
+            # An idle worker with readable output has died, which is not the fault of the next item.
             idle = worker.ready and not worker.assigned and not worker.has_replied()
             if idle and batch.waiting:
                 fair_share = -(-len(batch.waiting) // len(self._workers))
@@ -138,7 +138,7 @@ class RewardPool(BatchReward):
             self._selector.unregister(worker.requests_fd)
 
     def _exchange(self, batch: _Batch) -> None:
-        """Wait for whatever comes next: replies, room to write, a death, or a deadline."""
+        """Wait for the next event: replies, room to write, an exit, or a deadline."""
         deadline = min(self._deadline(worker) for worker in self._workers)
         wait_s = min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S)
         for key, mask in self._selector.select(wait_s):
@@ -152,7 +152,7 @@ class RewardPool(BatchReward):
         now = time.monotonic()
         for worker in list(self._workers):
             worker.trim_output()
-            # A reply that came while the parent was held up elsewhere is no time-out.
+            # A reply that arrived while the parent was busy is not a time-out.
             if self._deadline(worker) <= now and not worker.has_replied():
                 self._end_overdue(worker, batch)
 
@@ -164,7 +164,7 @@ class RewardPool(BatchReward):
     def _receive(self, worker: WorkerProcess, batch: _Batch) -> None:
         replies = worker.receive()
         if replies is None:
-            self._bury(worker, batch)
+            self._on_exit(worker, batch)
             return
         for reply in replies:
             if not worker.ready:
@@ -172,9 +172,9 @@ class RewardPool(BatchReward):
             elif worker.expects(reply):
                 self._record(batch, worker.finish_item(), _to_score(reply, self._start.spec.correct_from))
             else:
-                # From here on nobody knows which item a reply of this worker is about.
+                # Replies of this worker can no longer be matched to items.
                 self._discard(worker)
-                self._blame(worker, batch, "the reward process sent a reply that was not due; it was replaced")
+                self._fail_current(worker, batch, "the reward process sent an unexpected reply and was replaced")
                 return
 
     def _begin(self, worker: WorkerProcess, reply: Reply) -> None:
@@ -185,15 +185,15 @@ class RewardPool(BatchReward):
         detail = redact(reply.detail)
         raise PluginError(f"the reward could not be loaded: {detail}{self._hint_at_variable(detail)}")
 
-    def _bury(self, worker: WorkerProcess, batch: _Batch) -> None:
-        """A worker's pipe has closed: blame the item it was on, hand the rest to others."""
+    def _on_exit(self, worker: WorkerProcess, batch: _Batch) -> None:
+        """A worker exited: its current item fails, the rest goes to other workers."""
         self._discard(worker)
         if not worker.ready:
-            raise PluginError(f"the reward process ended while it was starting ({worker.describe_end()})")
-        self._blame(worker, batch, worker.describe_end())
+            raise PluginError(f"the reward process exited during start-up ({worker.describe_end()})")
+        self._fail_current(worker, batch, worker.describe_end())
 
-    def _blame(self, worker: WorkerProcess, batch: _Batch, detail: str) -> None:
-        """The item a discarded worker was on is an error; what else it had goes to others."""
+    def _fail_current(self, worker: WorkerProcess, batch: _Batch, detail: str) -> None:
+        """Fail the current item of a discarded worker and requeue the others."""
         if worker.assigned:
             index, *rest = worker.assigned
             self._record(batch, index, Score(0.0, "error", detail))
@@ -218,7 +218,7 @@ class RewardPool(BatchReward):
             self.first_error = score.detail
 
     def _hint_at_variable(self, detail: str) -> str:
-        """A line for an error that names a variable which this process has and its workers are not given."""
+        """A hint for errors that name an environment variable which workers do not see."""
         named = [name for name in _VARIABLE.findall(detail) if name in os.environ]
         hidden = [name for name in named if name not in public_environment(self._start.pass_env)] if named else []
         if not hidden:
@@ -228,7 +228,7 @@ class RewardPool(BatchReward):
 
 
 class _Batch:
-    """The items of one call, those that no worker has yet, and the scores that are in."""
+    """The items of one call, unassigned items, and scores."""
 
     def __init__(self, items: list[Item]) -> None:
         self.items = items

@@ -1,4 +1,4 @@
-"""Verdicts kept on disk by a hash of the question: nothing is paid for twice, and several processes may share them."""
+"""An on-disk cache of judge verdicts by a hash of the request, shared between processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from retrain.errors import ConfigError
 
 _LOCK_WAIT_S = 30.0
-# SQLite takes at most 999 variables a statement in its oldest builds.
-_MOST_KEYS = 500
+# Old builds of SQLite allow at most 999 variables per statement.
+_MAX_KEYS = 500
 
 
 def hash_question(*parts: object) -> str:
-    """A key that two questions share only when they are the same."""
+    """The cache key of a request."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class VerdictCache:
-    """A table from hash to verdict in one SQLite file. An empty path keeps it in memory."""
+    """A SQLite table from hash to verdict; in memory if the path is empty."""
 
     def __init__(self, folder: str) -> None:
         self._lock = threading.Lock()
@@ -37,17 +37,17 @@ class VerdictCache:
             ) from error
 
     def find(self, keys: Iterable[str]) -> dict[str, float]:
-        """The verdicts that are known."""
+        """Cached verdicts."""
         wanted, found = list(dict.fromkeys(keys)), dict[str, float]()
         with self._lock:
-            for at in range(0, len(wanted), _MOST_KEYS):
-                some = wanted[at : at + _MOST_KEYS]
+            for at in range(0, len(wanted), _MAX_KEYS):
+                some = wanted[at : at + _MAX_KEYS]
                 marks = ",".join("?" * len(some))
                 found |= dict(self._table.execute(f"SELECT key, value FROM verdicts WHERE key IN ({marks})", some))
         return found
 
     def keep(self, verdicts: Mapping[str, float]) -> None:
-        """Add verdicts; the first one for a key stays."""
+        """Add verdicts; existing keys are kept."""
         with self._lock, self._table:
             self._table.executemany("INSERT OR IGNORE INTO verdicts VALUES (?, ?)", verdicts.items())
 
@@ -58,7 +58,7 @@ class VerdictCache:
 
 
 def _open_table(path: Path) -> sqlite3.Connection:
-    # Opened here and used by the thread that asks; the cache's lock keeps them apart.
+    # Used by several threads, serialised by the cache's lock.
     table = sqlite3.connect(path, timeout=_LOCK_WAIT_S, check_same_thread=False)
     try:
         with table:

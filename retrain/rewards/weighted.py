@@ -1,4 +1,4 @@
-"""A reward that is the weighted sum of several, keeping what each one said."""
+"""A weighted sum of rewards that keeps the value of each term."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightedScore(Score):
-    """A score that also knows what each term gave, before its weight."""
+    """A score with the unweighted value of each term."""
 
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand: what it is called in the logs, its weight, and the reward."""
+    """One term: its name in logs, weight and reward."""
 
     name: str
     weight: float
@@ -30,7 +30,7 @@ class Term:
 
 
 class WeightedReward:
-    """`Σ weight · term` over the terms that apply. One that raises makes the score an error: a part would mislead."""
+    """`Σ weight · term` over the terms that apply. If one raises, the score is an error."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
         self._terms = list(zip(distinct_names([term.name for term in terms]), terms, strict=True))
@@ -38,11 +38,11 @@ class WeightedReward:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What any of the terms wants beyond the response and the reference."""
+        """The extras that any term takes."""
         return tuple(sorted({extra for extras in self._extras.values() for extra in extras}))
 
     def score_terms(self, response: str, reference: str, extras: Mapping[str, object]) -> dict[str, float]:
-        """Return what each term that applies gives, unweighted, by name."""
+        """The unweighted value of each term that applies, by name."""
         values: dict[str, float] = {}
         for name, term in self._terms:
             wanted = {extra: extras[extra] for extra in self._extras[name]}
@@ -56,14 +56,14 @@ class WeightedReward:
         return values
 
     def total(self, values: Mapping[str, float]) -> float:
-        """Weigh and add what the terms gave; the sum has the same bounds as a reward."""
+        """The weighted sum, with the same bounds as a reward."""
         return check_bounds(
             sum(term.weight * values[name] for name, term in self._terms if name in values),
             "the weighted terms add up to",
         )
 
     def score(self, response: str, reference: str) -> float:
-        """Return the weighted sum, for terms that want nothing else."""
+        """The weighted sum, for terms without extras."""
         return self.total(self.score_terms(response, reference, {}))
 
 

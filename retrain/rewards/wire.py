@@ -1,7 +1,7 @@
-"""What the pool and its worker processes say to each other.
+"""Messages between the pool and its worker processes.
 
-Requests are pickled: the parent is trusted. Replies are JSON: a worker has run somebody else's code, and nothing it
-sends may execute here.
+Requests are pickled: the parent is trusted. Replies are JSON: a worker runs third-party code, and nothing it sends may
+execute here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from retrain.isolation.framing import LENGTH, FrameBuffer, frame
 
@@ -24,7 +24,7 @@ Prompt = str | tuple[Mapping[str, str], ...]
 
 @dataclass(frozen=True)
 class TermSpec:
-    """One reward by name, and what it counts in a weighted sum."""
+    """One reward by name, with its weight."""
 
     type: str = "match"
     weight: float = 1.0
@@ -35,30 +35,30 @@ class TermSpec:
 
     @property
     def name(self) -> str:
-        """What the term is called in logs."""
+        """Its name in logs."""
         return f"{self.custom_module}.{self.custom_function}" if self.type == "custom" else self.type
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Everything a worker needs to build the reward it scores with."""
+    """Everything a worker needs to build its reward."""
 
     terms: tuple[TermSpec, ...] = (TermSpec(),)
     weighted: bool = False
     search_paths: tuple[str, ...] = ()
     correct_from: float = 1.0
-    """Reward from which an answer is right."""
+    """Reward from which an answer counts as correct."""
 
 
 class Item(NamedTuple):
-    """One completion to score. A plain `(response, reference)` pair is enough where no reward asks for more."""
+    """One completion to score. A `(response, reference)` pair is enough for rewards without extras."""
 
     response: str
     reference: str
     prompt: Prompt = ""
     meta: Mapping[str, object] = {}
     token_ids: IntArray | None = None
-    """The response as it was sampled; for rewards of this process, workers are not sent it."""
+    """The sampled tokens; not sent to workers."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Start:
     timeout_s: float
     memory_mb: int = 0
     pass_env: tuple[str, ...] = ()
-    """Variables of the environment that the worker is given beside the public ones."""
+    """Environment variables that the worker sees in addition to the public ones."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Some items, in order: `(response, reference, extras)`. `first` is the number of the first one."""
+    """Items in order: `(response, reference, extras)`. `first` is the number of the first one."""
 
     items: tuple[tuple[str, str, dict[str, object]], ...]
     first: int
@@ -82,9 +82,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Reply:
-    """A worker's answer: `ready` or `failed` once, then `value`, `none` or `error` for each item in the order given.
+    """A worker's reply: `ready` or `failed` once, then `value`, `none` or `error` for each item in order.
 
-    `broken` stands for bytes that are no reply; `number` says which item a reply is about.
+    `broken` marks invalid bytes; `number` is the number of the item.
     """
 
     kind: str
@@ -101,12 +101,12 @@ def pack_request(request: Start | Work) -> bytes:
 
 
 def pack_reply(reply: Reply) -> bytes:
-    """Encode a message from a worker, leaving out what is empty: there is one for every item."""
+    """Encode a message from a worker, without empty fields."""
     return frame(json.dumps({key: value for key, value in vars(reply).items() if value}).encode())
 
 
-def unpack_request(stream: Any) -> Start | Work | None:
-    """Read one message from the parent; None when the parent has gone."""
+def unpack_request(stream: IO[bytes]) -> Start | Work | None:
+    """Read one message from the parent; None when the parent has exited."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -119,18 +119,18 @@ def unpack_request(stream: Any) -> Start | Work | None:
 
 
 class ReplyBuffer:
-    """Bytes from a worker, cut into replies."""
+    """Splits bytes from a worker into replies."""
 
     def __init__(self) -> None:
         self._frames = FrameBuffer()
 
     def feed(self, data: bytes) -> Iterator[Reply]:
-        """Add bytes and yield the replies that are now whole."""
+        """Add bytes and yield complete replies."""
         return map(_parse_reply, self._frames.feed(data))
 
 
 def _parse_reply(body: bytes) -> Reply:
-    """Read a reply. The user's code shares a process with the sender, so nothing about the bytes is certain."""
+    """Parse and validate a reply, which the user's code may have tampered with."""
     try:
         fields = json.loads(body)
         reply = Reply(**{**fields, "extras": tuple(fields.get("extras", ()))})
@@ -146,7 +146,7 @@ def _is_number(value: object) -> bool:
 
 
 def read_tail(fd: int, most: int = 4000) -> str:
-    """Return the end of what was printed into the file behind `fd`."""
+    """The end of the file of descriptor `fd`."""
     try:
         size = os.fstat(fd).st_size
         data = os.pread(fd, most, max(0, size - most))

@@ -1,7 +1,7 @@
-"""The process that scores: reads items, writes one reply for each, and dies when its parent does. It has a guard.
+"""The worker process: reads items, writes one reply for each, and exits with its parent. It has a guard process.
 
-The user's code owns file descriptors 0, 1 and 2 here, which lead nowhere, and to a file that the parent keeps; the
-conversation with the parent runs over private copies. Nothing heavy is imported unless the reward itself needs it.
+The user's code owns file descriptors 0, 1 and 2 here: no input, and output goes to a file of the parent. Messages use
+private copies of the pipes. Nothing heavy is imported unless the reward needs it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
-    """Hand on what the parent asks for; when the parent goes, so does this process. Its guard ends the rest."""
+    """Queue the parent's requests; exits when the parent exits, and the guard kills the rest."""
     with os.fdopen(fd, "rb") as stream:
         while (request := unpack_request(stream)) is not None:
             requests.put(request)
@@ -59,26 +59,26 @@ def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
 
 
 class _Replies:
-    """The way back to the parent, for this process only."""
+    """Sends replies to the parent, from this process only."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._owner = os.getpid()
 
     def send(self, reply: Reply) -> None:
-        """Write a reply, or end the process when it is one that the user's code forked and let run on to here."""
+        """Write a reply; exits if called in a process that the user's code forked."""
         if os.getpid() != self._owner:
             os._exit(1)
         data = memoryview(pack_reply(reply))
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except BrokenPipeError:  # the parent has gone; the next read says so too
+        except BrokenPipeError:  # the parent has exited
             pass
 
 
 class _Streams:
-    """The standard streams as the user's code sees them: no input, and all output into one file."""
+    """The standard streams of the user's code: no input, and all output to one file."""
 
     def __init__(self) -> None:
         self._output = os.dup(2)
@@ -86,34 +86,34 @@ class _Streams:
         os.dup2(self._nowhere, 0)
         os.dup2(self._output, 1)
         for stream in (sys.stdout, sys.stderr):
-            # A reward that prints half a surrogate pair is odd, but it is not wrong.
+            # Unpaired surrogates in printed text must not raise.
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
     def refresh(self) -> None:
-        """Undo what the last item did: what an error shows must have been printed by the item that failed."""
+        """Reset the streams, so that errors show only the output of their own item."""
         if os.fstat(self._output).st_size:
             os.ftruncate(self._output, 0)
         for fd, source in ((0, self._nowhere), (1, self._output), (2, self._output)):
             try:
                 os.fstat(fd)
-            except OSError:  # it was closed
+            except OSError:  # closed by the user's code
                 os.dup2(source, fd)
 
 
 def _limit_process(memory_mb: int) -> None:
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    # The parent ends a worker that takes too long with SIGABRT, so that this shows where it hung.
+    # The parent kills a slow worker with SIGABRT, so that this prints its stack.
     faulthandler.enable(file=2, all_threads=False)
 
 
 def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:
-    """Build the reward: the function that evaluates an item, and what to tell the parent."""
+    """Build the reward: the function that evaluates an item, and the reply to the parent."""
     try:
         evaluate, extras = _build_evaluate(spec)
     except RetrainError as error:
         cause = error.__cause__
-        # What is not there has no traceback worth reading; what broke inside the user's module has.
+        # A traceback helps for errors inside the user's module, not for a missing module.
         plain = cause is None or isinstance(cause, ModuleNotFoundError | AttributeError)
         return None, Reply(
             "failed", detail=str(error) if plain or cause is None else f"{error}\n{_format_error(cause)}"
@@ -147,14 +147,14 @@ def _guard(evaluate: Evaluate) -> Evaluate:
     def guarded(response: str, reference: str, extras: Mapping[str, object]) -> Reply:
         try:
             return evaluate(response, reference, extras)
-        except BaseException as error:  # SystemExit and its like end the item, not the process
+        except BaseException as error:  # SystemExit and the like fail the item, not the process
             return Reply("error", detail=_describe(error))
 
     return guarded
 
 
 def _describe(error: BaseException) -> str:
-    """One line that says what happened, the traceback without our own frames, and what was printed before it."""
+    """The error in one line, the traceback without our frames, and the printed output."""
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
     printed = read_tail(2).splitlines()[-_KEPT_LINES:]
     return "\n".join([summary, _format_error(error), *(["printed:", *printed] if printed else [])])

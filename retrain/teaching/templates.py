@@ -1,4 +1,4 @@
-"""What student and teacher are asked: a template becomes the last user message of an example's prompt."""
+"""Prompts of student and teacher: a template replaces the last user message of an example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEACHER = (
     "Write what the student should read first. Correct what it has wrong, add what it lacks, and be brief."
 )
 WITH_TEACHING = "A teacher left you this note:\n\n{teaching}\n\nNow answer:\n\n{question}"
-# As it is asked in a run without teaching, so that the two can be compared.
+# The same prompt as in a run without teaching, so that both can be compared.
 BASELINE = "{question}"
 
 _VARIABLE = re.compile(r"\{(question|approach|teaching)\}")
@@ -40,7 +40,7 @@ class Templates:
 
     @classmethod
     def of(cls, section: schema.Teaching) -> Templates:
-        """Those of `[teaching]`; an empty one is built in."""
+        """Templates of `[teaching]`, with built-in defaults."""
         return cls(
             section.student_diagnostic_template or DIAGNOSTIC,
             section.teacher_adaptive_template or TEACHER,
@@ -51,23 +51,23 @@ class Templates:
 
 @dataclass(frozen=True)
 class Reader:
-    """A model's side of its prompts: how it reads them and how much it can hold."""
+    """The tokenizer and context length of a model."""
 
     encoder: PromptEncoder
     context_length: int
 
     def read(self, example: Example, room: int) -> IntArray:
-        """Token ids of a prompt, cut from the left where it would leave less than `room` tokens for the answer."""
+        """Token ids of a prompt, truncated on the left to leave `room` tokens for the answer."""
         return self.encoder.encode_once(example)[-max(1, self.context_length - room) :]
 
     def longest(self, examples: Iterable[Example], template: str) -> int:
-        """Tokens of the longest question in a template, with nothing else put in."""
+        """Tokens of the longest question in a template, other variables empty."""
         bare = (ask(template, example, approach="", teaching="") for example in examples)
         return max((len(self.encoder.encode_once(example)) for example in bare), default=0)
 
 
 def ask(template: str, example: Example, **texts: str) -> Example:
-    """The example with its question put into a template; messages around the question stay."""
+    """The example with its question inserted into a template; other messages are kept."""
     if isinstance(example.prompt, str):
         return replace(example, prompt=_fill(template, example.prompt, texts))
     at = _question_at(example)
@@ -77,18 +77,18 @@ def ask(template: str, example: Example, **texts: str) -> Example:
 
 
 def question_of(example: Example) -> str:
-    """The text that `{question}` stands for."""
+    """The value of `{question}`."""
     return example.prompt if isinstance(example.prompt, str) else example.prompt[_question_at(example)]["content"]
 
 
 def _question_at(example: Example) -> int:
-    """The last message of the user, or the last one where the user says nothing."""
+    """The index of the last user message, or of the last message."""
     assert not isinstance(example.prompt, str)
     asked = [at for at, message in enumerate(example.prompt) if message["role"] == "user"]
     return asked[-1] if asked else len(example.prompt) - 1
 
 
 def _fill(template: str, question: str, texts: dict[str, str]) -> str:
-    """All variables at once: braces in what is put in are text, and so are those that name no variable."""
+    """Replace all variables in one pass; other braces are kept."""
     known = {"question": question, **texts}
     return _VARIABLE.sub(lambda match: known.get(match[1], match[0]), template)

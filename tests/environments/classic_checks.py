@@ -9,7 +9,7 @@ import pytest
 
 from retrain.config.schema import Environment
 from retrain.environments import build_environment, load_split
-from retrain.environments.rollouts import RolloutScore
+from retrain.environments.runner import RolloutScore
 from retrain.errors import ConfigError, PluginError, RolloutError
 from tests.environments.table import TextEngine, play
 
@@ -62,7 +62,7 @@ def test_a_rollout_that_fails_says_where(when: str, detail: str) -> None:
 
 
 def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r'written for verifiers 0.4 or later.*pip install "verifiers>=0.4"'):
+    with pytest.raises(ConfigError, match=r'needs verifiers 0.4 or later.*pip install "verifiers>=0.4"'):
         build("no_exports", "v1")
     with pytest.raises(ConfigError, match=r"has 'wen', which the environment does not take.  Did you mean 'when'"):
         build("troubled", args={"wen": "x"})

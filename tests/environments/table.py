@@ -10,7 +10,7 @@ import numpy as np
 
 from retrain.environments import Environment
 from retrain.environments.chat import Limits
-from retrain.environments.rollouts import Player, Rules
+from retrain.environments.runner import EnvironmentRunner, Rules
 from retrain.environments.template import ChatTemplate
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Completion, Group, IntArray, Sampling
@@ -54,12 +54,12 @@ class TextEngine:
         pass
 
 
-def player(environment: Environment, say: Callable[[str], None] = lambda _: None, **limits: Any) -> Player:
+def player(environment: Environment, say: Callable[[str], None] = lambda _: None, **limits: Any) -> EnvironmentRunner:
     """A player with limits that do not matter unless they are given; `timeout_s` is one of them."""
     timeout_s, in_rounds = limits.pop("timeout_s", 20.0), limits.pop("in_rounds", False)
     tokenizer = limits.pop("tokenizer", None) or tiny_tokenizer()
     rules = Rules(Limits(**{"max_tokens": 64, "context": 2048, **limits}), timeout_s, in_rounds=in_rounds)
-    return Player(environment, ChatTemplate(tokenizer), rules, say, lambda *_: None)
+    return EnvironmentRunner(environment, ChatTemplate(tokenizer), rules, say, lambda *_: None)
 
 
 def play(

@@ -15,7 +15,7 @@ from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
 from retrain.environments import Environment, Outcome, Reply, build_environment
 from retrain.environments.builtin.calculator import calculate
-from retrain.environments.builtin.guess_number import heed, read_guess
+from retrain.environments.builtin.guess_number import hint_metrics, read_guess
 from retrain.errors import ConfigError
 from retrain.testing import ScriptedChat
 from retrain.types import Example
@@ -61,9 +61,9 @@ def test_tries_run_out_and_an_answer_without_a_guess_is_one() -> None:
 
 
 def test_it_is_measured_whether_hints_are_heeded() -> None:
-    assert heed([5, 8, 6], 6) == {"heeded": 1.0}
-    assert heed([5, 2, 8, 8], 6) == {"heeded": pytest.approx(1 / 3)}  # down although up, up, and the same again
-    assert heed([5], 6) == heed([], 6) == {}
+    assert hint_metrics([5, 8, 6], 6) == {"heeded": 1.0}
+    assert hint_metrics([5, 2, 8, 8], 6) == {"heeded": pytest.approx(1 / 3)}  # down although up, up, and the same again
+    assert hint_metrics([5], 6) == hint_metrics([], 6) == {}
 
 
 def test_only_one_guess_in_an_answer_that_ends_counts() -> None:
@@ -178,12 +178,12 @@ def test_the_calculator_computes_like_python(expression: str) -> None:
     [
         ("guess_number", {}, 'Did you mean "guess-number"?'),
         ("wordle", {}, "Known: arithmetic, guess-number, calculator"),
-        ("guess-number", {"topp": 5}, "args.topp is not known.  Did you mean top?"),
+        ("guess-number", {"topp": 5}, "args.topp is unknown.  Did you mean top?"),
         ("guess-number", {"top": 1}, "args.top is not valid"),
         ("guess-number", {"top": "9"}, "args.top is not valid"),
         ("guess-number", {"tries": True}, "args.tries is not valid"),
         ("guess-number", {"style": "song"}, "args.style is not valid"),
-        ("arithmetic", {"x": 1}, "args.x is not known.  It takes: none."),
+        ("arithmetic", {"x": 1}, "args.x is unknown.  Known: none."),
         ("calculator", {"calls": 0}, "args.calls is not valid"),
     ],
 )

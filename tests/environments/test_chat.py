@@ -160,7 +160,7 @@ def test_the_transcript_has_each_message_once_even_when_it_repeats() -> None:
 
 def test_after_the_last_turn_the_chat_is_over() -> None:
     chat, _ = chat_with(["one", "two"], max_turns=2)
-    with pytest.raises(ChatOver, match="2 turns"):
+    with pytest.raises(ChatOver, match="max_turns = 2 is reached"):
         converse(chat, "a", "b", "c")
     assert chat.truncated and chat.turns == 2
     assert chat.completion().text == "one\n\ntwo"
@@ -183,7 +183,7 @@ def test_near_the_end_of_the_context_a_turn_gets_what_is_left() -> None:
 
 def test_a_first_prompt_that_does_not_fit_is_an_error() -> None:
     chat, _ = chat_with(["x"], context=5)
-    with pytest.raises(RolloutError, match=r"the first prompt has .* tokens; the context holds 5"):
+    with pytest.raises(RolloutError, match=r"the first prompt has .* tokens; the context length is 5"):
         converse(chat, "1+1=2. " * 8)
 
 
@@ -200,7 +200,7 @@ def test_images_are_refused_with_a_sentence() -> None:
 
 def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
     picky = tokenizer_with("{{ raise_exception('roles must alternate') if messages | length > 1 }}<|assistant|>")
-    with pytest.raises(RolloutError, match=r"chat template refused .*roles must alternate"):
+    with pytest.raises(RolloutError, match=r"chat template rejected .*roles must alternate"):
         converse(chat_with(["a", "b"], picky)[0], "a", "b")
 
 

@@ -18,7 +18,7 @@ import pytest
 from retrain.config.schema import Environment as Section
 from retrain.environments import build_environment
 from retrain.environments.remote import RemoteEnvironment
-from retrain.environments.rollouts import Player
+from retrain.environments.runner import EnvironmentRunner
 from retrain.errors import ConfigError, PluginError
 from retrain.types import Example, Group, Sampling
 from tests.environments.table import TextEngine, play, player
@@ -38,7 +38,7 @@ def remote(say: Callable[[str], None] = lambda _: None, **section: Any) -> Itera
 
 
 @contextmanager
-def cases(when: str, say: Callable[[str], None] = lambda _: None, **args: Any) -> Iterator[Player]:
+def cases(when: str, say: Callable[[str], None] = lambda _: None, **args: Any) -> Iterator[EnvironmentRunner]:
     args = {"when": when, **args}
     with remote(say, provider="remote_cases.Cases", args=args, timeout_s=LIMIT_S) as environment:
         own = player(environment, say, timeout_s=LIMIT_S)
@@ -48,7 +48,9 @@ def cases(when: str, say: Callable[[str], None] = lambda _: None, **args: Any) -
             own.close()
 
 
-def sample(own: Player, engine: TextEngine | None = None, examples: Sequence[Example] | None = None) -> list[Group]:
+def sample(
+    own: EnvironmentRunner, engine: TextEngine | None = None, examples: Sequence[Example] | None = None
+) -> list[Group]:
     chosen = examples if examples is not None else own.environment.examples("train")[:4]
     return own.sample_and_score(engine or TextEngine(lambda _: "2"), chosen, Sampling(max_tokens=64, n=1)).groups
 
@@ -96,7 +98,7 @@ def test_a_rollout_that_lets_nothing_else_run_is_a_timeout_and_the_others_go_on(
         assert outcomes(groups) == ["timeout", "right", "right", "right"]
         assert time.monotonic() - began < LIMIT_S + 20
         (score,) = groups[0].scores_G
-        assert score.detail.startswith("no result after 1.5 s: its process did not respond any more and was ended")
+        assert score.detail.startswith("no result after 1.5 s: its process did not respond and was killed")
         assert "remote_cases.py" in score.detail and "worker.py" not in score.detail
         assert "Restarting environment 'remote_cases.Cases': its process did not respond" in said
         assert sum(line.startswith("loading with") for line in said) == 1
@@ -151,7 +153,7 @@ def test_an_example_that_cannot_be_had_ends_the_wait_for_it() -> None:
         examples = own.environment.examples("train")
         assert outcomes(sample(own, examples=examples[:2])) == ["right", "right"]
         began = time.monotonic()
-        with pytest.raises(PluginError, match=r"gave no examples: its process did not respond for 1.5 s"):
+        with pytest.raises(PluginError, match=r"returned no examples: its process did not respond for 1.5 s"):
             examples[20]
         assert time.monotonic() - began < LIMIT_S + 10
 

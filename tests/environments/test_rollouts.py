@@ -15,7 +15,7 @@ import pytest
 from retrain.advantages import CreditAssigner
 from retrain.config.schema import Algorithm, Gtpo, Hicra
 from retrain.environments import Chat, ChatOver, Outcome, turns
-from retrain.environments.rollouts import RolloutScore
+from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
 from retrain.inference_engine import Turns
 from retrain.trainer import build_datums
@@ -178,14 +178,14 @@ def fails(when: str) -> Rollout:
         ("turn", "error", "KeyError: 'piece'"),
         ("never ends", "timeout", "no result after 1.5 s of the environment's own time"),
         ("inner timeout", "error", "TimeoutError: the tool was slow"),
-        ("will not stop", "timeout", "and it would not be stopped"),
+        ("will not stop", "timeout", "and it could not be cancelled"),
         ("exit", "error", "SystemExit: 3"),
         ("interrupt", "error", "KeyboardInterrupt"),
         ("leak", "error", "CancelledError"),
-        ("absurd", "error", "a reward of 1e+30; at most ±1,000,000 counts"),
+        ("absurd", "error", "a reward of 1e+30; the limit is ±1,000,000"),
         ("nan", "error", "a reward of nan"),
         ("infinite", "error", "a reward of inf"),
-        ("wrong type", "error", "returned float where an Outcome is needed"),
+        ("wrong type", "error", "returned float instead of an Outcome"),
     ],
 )
 def test_a_failed_rollout_is_left_out_and_not_scored_as_wrong(when: str, outcome: str, detail: str) -> None:
@@ -299,7 +299,7 @@ def test_an_environment_that_asks_nothing_is_an_error() -> None:
     async def silent(example: Example, chat: Chat) -> Outcome:
         return Outcome(1.0)
 
-    with pytest.raises(RolloutError, match="asked the model nothing"):
+    with pytest.raises(RolloutError, match="never called the model"):
         play(Plays(silent), lambda _: "2")
 
 

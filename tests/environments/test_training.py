@@ -83,7 +83,7 @@ def test_ten_steps_on_gsm8k_with_rows_from_a_hub(tmp_path: Path) -> None:
     files = dataset_files({"main": {"train": ROWS[0::2], "test": ROWS[1::2]}})
     with LoopbackHub({"openai/gsm8k": files}) as hub:
         told = run(tmp_path, GSM8K, 10, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), no_proxy="127.0.0.1")
-    assert "Warning: the environment's own default is its 'test' split; 'train' is used" in told
+    assert "Warning: the environment's default split is 'test'; using 'train'" in told
     steps = read(tmp_path / "logs" / "metrics.jsonl")
     assert len(steps) == 10
     for step in steps:

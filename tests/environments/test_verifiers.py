@@ -16,8 +16,8 @@ import pytest
 from retrain.config import build_config
 from retrain.config.schema import Environment
 from retrain.environments import build_environment, load_split
-from retrain.environments.problems import EnvironmentProblems
-from retrain.environments.rollouts import RolloutScore
+from retrain.environments.runner import RolloutScore
+from retrain.environments.tasks import EnvironmentTasks
 from retrain.environments.verifiers.modules import module_name
 from retrain.errors import ConfigError, PluginError, RetrainError, RolloutError
 from retrain.tracking.console import Console
@@ -172,7 +172,7 @@ def test_an_environment_without_splits_has_nothing_to_evaluate_on() -> None:
         "run.toml",
     )
     with pytest.raises(ConfigError, match="has no rows to evaluate on"):
-        EnvironmentProblems(config, Console())
+        EnvironmentTasks(config, Console())
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def the_example_loads() -> None:
 
 def what_cannot_be_had_is_refused() -> None:
     refused("chain_sums", r"'chain_sums'.*Did you mean chain_sum")
-    refused("chain_sum", r"args.sice is not known.*Did you mean size", sice=5)
+    refused("chain_sum", r"args.sice is unknown.*Did you mean size", sice=5)
     refused("chain_sum", r"refused the settings of 'chain_sum'.*no_such", config={"no_such": 1})
     refused("chain_sum", r"refused the settings", config={"min_terms": 9, "max_terms": 2})
     refused("chain_sum", r"args.size is not valid", size="10")
@@ -151,7 +151,7 @@ def what_cannot_be_had_is_refused() -> None:
     refused("composite", r"needs args.tasks")
     refused("composite", r"'legs'", tasks={"legs": {}})
     refused("composite", r"weight is not valid", tasks={"leg_counting": {"weight": -1.0}})
-    refused("chain_sum", r"args.prompt = 'polite' is not known", prompt="polite")
+    refused("chain_sum", r"args.prompt = 'polite' is unknown", prompt="polite")
 
 
 def refused(id: str, pattern: str, **args: Any) -> None:

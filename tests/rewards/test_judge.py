@@ -102,7 +102,7 @@ def test_a_reply_that_is_no_verdict_is_an_error_of_that_item_and_is_not_kept(ser
     with build_reward(section(server)) as judge:
         good, bad = judge.score([RIGHT, WRONG])
         assert (good.value, bad.outcome) == (1.0, "error")
-        assert "it answered 'perhaps', neither yes nor no" in bad.detail
+        assert "it replied 'perhaps', neither yes nor no" in bad.detail
         judge.metrics()
         judge.score([RIGHT, WRONG])
         metrics = judge.metrics()
@@ -236,11 +236,11 @@ def test_a_judge_that_goes_down_is_an_error_of_each_item(monkeypatch: pytest.Mon
 ODD_ANSWERS = [
     (Reply("<!DOCTYPE html><html>Sign in</html>", headers={"Content-Type": "text/html"}), "not a chat completion"),
     (Reply("[]"), "not a chat completion"),
-    (Reply({"choices": []}), "without any text"),
-    (Reply({"choices": None}), "without any text"),
-    (Reply({"choices": [{"message": {}}]}), "without any text"),
-    (completion(None), "without any text"),
-    (completion([{"type": "text", "text": "yes"}]), "without any text"),
+    (Reply({"choices": []}), "returned no text"),
+    (Reply({"choices": None}), "returned no text"),
+    (Reply({"choices": [{"message": {}}]}), "returned no text"),
+    (completion(None), "returned no text"),
+    (completion([{"type": "text", "text": "yes"}]), "returned no text"),
     (Reply("[" * 100_000), "not a chat completion"),
 ]
 
@@ -300,7 +300,7 @@ def test_a_password_in_the_address_is_not_shown(server: JudgeServer, monkeypatch
 
 def test_a_key_in_the_query_of_the_address_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "https://host.example/v1?api_key=hunter2")
-    with pytest.raises(ConfigError, match="OPENAI_BASE_URL holds a query") as caught:
+    with pytest.raises(ConfigError, match="OPENAI_BASE_URL has a query") as caught:
         build_reward(Reward(type="judge", judge_cache=""))
     assert "hunter2" not in str(caught.value)
 
@@ -392,7 +392,7 @@ def test_a_cache_that_is_no_cache_is_refused(tmp_path: Path) -> None:
 
 def test_a_cache_that_fails_later_costs_requests_and_is_said_once(server: JudgeServer, tmp_path: Path) -> None:
     said: list[str] = []
-    with build_reward(section(server, judge_cache=str(tmp_path)), say=said.append) as judge:
+    with build_reward(section(server, judge_cache=str(tmp_path)), log=said.append) as judge:
         with sqlite3.connect(tmp_path / "verdicts.sqlite") as other:
             other.execute("DROP TABLE verdicts")
         other.close()

@@ -87,7 +87,7 @@ def test_a_reply_that_was_not_due_costs_one_item_and_never_lands_on_another(repl
         pool.score([("fine", "")] * 20)  # from here on several items go out at once
         scores = pool.score([("fine", ""), ("stray", reply), ("fine", ""), ("fine", "")])
         assert [score.outcome for score in scores] == ["wrong", "error", "wrong", "wrong"]
-        assert scores[1].detail == "the reward process sent a reply that was not due; it was replaced"
+        assert scores[1].detail == "the reward process sent an unexpected reply and was replaced"
         assert [score.outcome for score in pool.score([("true", ""), ("fine", "")])] == ["right", "wrong"]
 
 
@@ -114,7 +114,7 @@ def test_rewards_beyond_a_million_are_errors():
     with custom("number") as pool:
         scores = pool.score([("1e6", ""), ("-1e6", ""), ("1000001", ""), ("-1e308", "")])
     assert [score.outcome for score in scores] == ["right", "wrong", "error", "error"]
-    message = "ValueError: the reward returned {}; it must lie between -1,000,000 and 1,000,000"
+    message = "ValueError: the reward returned {}; it must be between -1,000,000 and 1,000,000"
     assert [score.detail.splitlines()[0] for score in scores[2:]] == [
         message.format("1000001.0"),
         message.format("-1e+308"),
@@ -221,12 +221,12 @@ def test_a_function_that_names_prompt_and_meta_gets_them():
 
 def test_meta_that_cannot_be_sent_is_an_error_that_says_so_and_the_pool_lives_on():
     with custom("score_with_any") as pool:
-        with pytest.raises(PluginError, match="meta of an example cannot be handed to the reward"):
+        with pytest.raises(PluginError, match="meta of an example cannot be sent to the reward"):
             pool.score([Item("2", "2", meta={"function": lambda: 1})])
         deep: list[object] = []
         for _ in range(100_000):
             deep = [deep]
-        with pytest.raises(PluginError, match="meta of an example cannot be handed to the reward"):
+        with pytest.raises(PluginError, match="meta of an example cannot be sent to the reward"):
             pool.score([Item("2", "2", meta={"deep": deep})])
         assert pool.score([("2", "2")])[0].value == 2.0
 
@@ -261,7 +261,7 @@ def test_a_module_that_is_missing_or_broken_is_refused_at_the_start(tmp_path):
         start("absent_reward")
     with pytest.raises(PluginError, match=r"OSError\('no such grader'\)(.|\n)*broken_reward.py"):
         start("broken_reward")
-    with pytest.raises(PluginError, match=r"ended while it was starting .*status 7\nbye"):
+    with pytest.raises(PluginError, match=r"exited during start-up .*status 7\nbye"):
         start("exiting_reward")
 
 
@@ -434,7 +434,7 @@ def test_the_options_of_the_file_reach_the_processes(monkeypatch):
     section = Reward(type="hostile.leak", workers=1, memory_mb=3000, pass_env=("ACME_API_KEY", "ABSENT"))
     with build_reward(section, [HERE], said.append) as pool:
         assert pool.score([("ACME_API_KEY", "")])[0].value == 12.0
-    assert said == ["Warning: [reward] pass_env names ABSENT, which is not set"]
+    assert said == ["Warning: [reward] pass_env lists ABSENT, which is not set"]
     limited = Reward(type="hostile.score", workers=1, memory_mb=2048)
     with build_reward(limited, [HERE]) as pool:
         assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")

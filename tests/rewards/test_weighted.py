@@ -75,8 +75,8 @@ def test_a_sum_out_of_bounds_is_an_error_of_that_item_alone():
     with build_reward(Reward(workers=1, terms=(number,)), [HERE]) as pool:
         scores = pool.score([("1", ""), ("900000", ""), ("1e308", ""), ("0", "")])
     assert [score.outcome for score in scores] == ["right", "error", "error", "wrong"]
-    assert scores[1].detail.startswith("ValueError: the weighted terms add up to 9000000.0; it must lie between")
-    assert scores[2].detail.startswith("ValueError: the reward returned 1e+308; it must lie between")
+    assert scores[1].detail.startswith("ValueError: the weighted terms add up to 9000000.0; it must be between")
+    assert scores[2].detail.startswith("ValueError: the reward returned 1e+308; it must be between")
 
 
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (-1e308, -1e308), (float("inf"), float("-inf"))])

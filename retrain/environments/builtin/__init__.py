@@ -1,11 +1,11 @@
-"""Environments that need no download: one answer, several turns, and a tool."""
+"""Environments that need no download: single-turn, multi-turn, and with a tool."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from retrain.environments import Environment, Provider, Say
+from retrain.environments import Environment, Log, Provider
 from retrain.environments.builtin.arithmetic import Arithmetic
 from retrain.environments.builtin.calculator import Calculator
 from retrain.environments.builtin.guess_number import GuessNumber
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 BUILTIN: dict[str, Provider] = {"arithmetic": Arithmetic, "guess-number": GuessNumber, "calculator": Calculator}
 
 
-def load(section: schema.Environment, say: Say) -> Environment:
-    """What `[environment] provider = "builtin"` makes of its id."""
+def load(section: schema.Environment, log: Log) -> Environment:
+    """The provider `builtin`: build the environment named by its id."""
     if section.id not in BUILTIN:
         close = get_close_matches(section.id, list(BUILTIN), n=1)
         hint = f'Did you mean "{close[0]}"?' if close else f"Known: {', '.join(BUILTIN)}."
         raise ConfigError(f'[environment] id = "{section.id}" is not a built-in environment.  {hint}')
-    return BUILTIN[section.id](section, say)
+    return BUILTIN[section.id](section, log)

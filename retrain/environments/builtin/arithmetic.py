@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from retrain.data import Endless
 from retrain.data.arithmetic import draw_split
-from retrain.environments import Chat, Outcome, Say
+from retrain.environments import Chat, Log, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.rewards.match import MatchReward, last_boxed
 from retrain.types import Example
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Arithmetic:
-    """`13-7-1-5=?`, answered in `\\boxed{}`. Every split but `train` draws held-out problems only."""
+    """`13-7-1-5=?`, answered in `\\boxed{}`. Splits other than `train` contain only held-out problems."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None:
+    def __init__(self, section: schema.Environment, log: Log) -> None:
         read_args(Args, section)
         self._reward = MatchReward()
 
     def examples(self, split: str) -> Endless:
-        """Problems without end."""
+        """An unlimited number of problems."""
 
         def draw(rng: random.Random) -> Example:
             problem = draw_split(rng, held_out=split != "train")
@@ -33,7 +33,7 @@ class Arithmetic:
         return Endless(draw)
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """Ask once; 1 for the right number in a box."""
+        """Ask once; the reward is 1 for the correct number in a box."""
         assert isinstance(example.prompt, str)
         reply = await chat.ask(example.prompt)
         right = float(self._reward.score(reply.text, example.reference))

@@ -1,4 +1,4 @@
-"""Sums too large to do in the head, and a calculator to do them with: tool use in its smallest form."""
+"""Large arithmetic problems with a calculator tool: a minimal tool-use environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from retrain.data import Endless
-from retrain.environments import Chat, Outcome, Say, Tool, ToolCall
+from retrain.environments import Chat, Log, Outcome, Tool, ToolCall
 from retrain.environments.args import Args, read_args
 from retrain.rewards.match import MatchReward
 from retrain.types import Example
@@ -40,23 +40,23 @@ _LONGEST_EXPRESSION = 200
 
 
 class CalculatorArgs(Args):
-    """What `[environment] args` may hold."""
+    """The `[environment] args`."""
 
     largest: int = Field(999, ge=9, le=10**9)
     """The largest number in a question."""
     calls: int = Field(4, ge=1, le=100)
-    """Turns in which the calculator may be used."""
+    """Maximum number of turns with tool calls."""
 
 
 class Calculator:
-    r"""`What is 348*27-190?`, with a `calculate` tool; 1 for the right number in `\boxed{}`."""
+    r"""`What is 348*27-190?`, with a `calculate` tool; the reward is 1 for the correct number in `\boxed{}`."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None:
+    def __init__(self, section: schema.Environment, log: Log) -> None:
         self.args = read_args(CalculatorArgs, section)
         self._reward = MatchReward()
 
     def examples(self, split: str) -> Endless:
-        """Questions without end; even first numbers are for training, odd ones for evaluation."""
+        """An unlimited number of questions: even first numbers for training, odd ones for evaluation."""
 
         def draw(rng: random.Random) -> Example:
             half = self.args.largest // 2
@@ -69,7 +69,7 @@ class Calculator:
         return Endless(draw)
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """Run the tool for as long as it is called, then read the answer."""
+        """Run tool calls until there are none, then score the answer."""
         assert isinstance(example.prompt, str)
         reply = await chat.ask(example.prompt, tools=[CALCULATE])
         calls = failed = 0
@@ -79,17 +79,17 @@ class Calculator:
             results = [_run(call) for call in reply.tool_calls]
             calls += len(results)
             failed += sum(text.startswith("error") for text in results)
-            answers = [
+            messages = [
                 {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
                 for call, text in zip(reply.tool_calls, results, strict=True)
             ]
-            reply = await chat.ask(answers, tools=[CALCULATE])
+            reply = await chat.ask(messages, tools=[CALCULATE])
         right = float(self._reward.score(reply.text, example.reference))
         return Outcome(right, {"calls": calls, "failed_calls": failed})
 
 
 def calculate(expression: str) -> int:
-    """Evaluate whole numbers with + - * and parentheses; anything else is a ValueError."""
+    """Evaluate integers with + - * and parentheses; anything else is a ValueError."""
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"longer than {_LONGEST_EXPRESSION} characters")
     try:
@@ -110,7 +110,7 @@ def _value(node: ast.expr) -> int:
 
 
 def _run(call: ToolCall) -> str:
-    """What the model is told; a call that is wrong is answered, so that it can learn to call better."""
+    """The tool's reply; invalid calls get an error message for the model."""
     expression = call.arguments.get("expression")
     if call.broken or call.name != "calculate" or not isinstance(expression, str):
         return 'error: call calculate with {"expression": "..."}'

@@ -1,7 +1,7 @@
-r"""A number is to be guessed within a few tries; after each the model is told whether to go up or down.
+r"""Guess a number within a few tries; after each guess a hint says higher or lower.
 
-The messages are signs that the embedded model knows (`1..9?`, then `5+?` for higher and `5-?` for lower), or sentences
-for models that read them.
+The messages are symbols that the built-in model can read (`1..9?`, then `5+?` for higher and `5-?` for lower), or
+sentences for larger models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from retrain.environments import Chat, Outcome, Reply, Say
+from retrain.environments import Chat, Log, Outcome, Reply
 from retrain.environments.args import Args, read_args
 from retrain.types import Example
 
@@ -24,31 +24,31 @@ _GUESS = re.compile(r"\\boxed\{\s*(\d{1,6})\s*\}")
 
 
 class GuessArgs(Args):
-    """What `[environment] args` may hold."""
+    """The `[environment] args`."""
 
     top: int = Field(9, ge=2, le=999)
-    """The number lies in 1 … top."""
+    """The number is between 1 and `top`."""
     tries: int = Field(4, ge=1, le=100)
-    """Guesses allowed; an answer without a guess counts as one."""
+    """Number of tries; a reply without a guess counts as one."""
     style: Literal["signs", "words"] = "signs"
-    """How the model is spoken to."""
+    """Symbols or sentences."""
 
 
 class GuessNumber:
-    r"""Guesses stand in `\boxed{}`, one an answer; 1 for finding the number, 0 for not."""
+    r"""One guess in `\boxed{}` per reply; the reward is 1 for finding the number, else 0."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None:
+    def __init__(self, section: schema.Environment, log: Log) -> None:
         self.args = read_args(GuessArgs, section)
 
     def examples(self, split: str) -> list[Example]:
-        """Every number once; they are the same in all splits, for it is the play that is learnt."""
+        """Every number once, the same in all splits: what is learnt is the strategy."""
         start = self._start()
         return [
             Example(start, str(number), id=f"1..{self.args.top}:{number}") for number in range(1, self.args.top + 1)
         ]
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """Play until the number is found or the tries are used up."""
+        """Continue until the number is found or no tries are left."""
         secret, message = int(example.reference), self._start()
         guesses: list[int] = []
         tries = 0
@@ -59,7 +59,7 @@ class GuessNumber:
             guesses += [] if guess is None else [guess]
             message = self._hint(guess, secret)
         return Outcome(
-            float(secret in guesses), {"tries": tries, "guesses": len(guesses) / tries, **heed(guesses, secret)}
+            float(secret in guesses), {"tries": tries, "guesses": len(guesses) / tries, **hint_metrics(guesses, secret)}
         )
 
     def _start(self) -> str:
@@ -78,16 +78,16 @@ class GuessNumber:
         return f"My number is {'higher' if secret > guess else 'lower'} than {guess}."
 
 
-def heed(guesses: Sequence[int], secret: int) -> dict[str, float]:
-    """Which share of the guesses after a hint went the way it said; nothing where there was no hint."""
+def hint_metrics(guesses: Sequence[int], secret: int) -> dict[str, float]:
+    """The share of guesses that follow the previous hint; empty when there was no hint."""
     followed = [(after > before) == (secret > before) and after != before for before, after in pairwise(guesses)]
     return {"heeded": sum(followed) / len(followed)} if followed else {}
 
 
 def read_guess(reply: Reply) -> int | None:
-    """The number in the only box of an answer that came to its end.
+    """The number in the only box of a complete reply.
 
-    Without both conditions it pays to write boxes until the tokens run out.
+    Without both conditions, writing boxes until the token limit would be rewarded.
     """
     found = _GUESS.findall(reply.text)
     return int(found[0]) if len(found) == 1 and not reply.cut else None

@@ -1,7 +1,7 @@
 """`provider = "verifiers"`: an installed verifiers environment, of either generation.
 
-Since 0.4 an environment is a module that exports a `Taskset`; before, it had a `load_environment` function. Which of
-the two can run depends on the verifiers package that is installed, and on nothing else.
+Since 0.4 an environment is a module that exports a `Taskset`; before, it had a `load_environment` function. The
+installed version of verifiers decides which of the two is supported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from importlib.metadata import version
 
 from retrain.config import schema
-from retrain.environments import Environment, Say
+from retrain.environments import Environment, Log
 from retrain.environments.verifiers.modules import NEEDS_V1, installed_version, is_shipped, module_name
 from retrain.environments.verifiers.prime import install_environment
 from retrain.errors import ConfigError
@@ -21,28 +21,28 @@ OLDEST_CLASSIC = (0, 1, 14)
 FIRST_WITHOUT_CLASSIC = (0, 4)
 
 
-def load(section: schema.Environment, say: Say) -> Environment:
-    """The environment that `[environment] id` names, by way of whichever API is installed."""
+def load(section: schema.Environment, log: Log) -> Environment:
+    """Load the environment named by `[environment] id` with the installed API."""
     module = module_name(section.id)
     installed = installed_version()
     if importlib.util.find_spec(module) is None and not is_shipped(section.id):
         if not section.auto_install:
             raise ConfigError(_not_installed(section.id, module))
-        install_environment(section.id, say)
+        install_environment(section.id, log)
         importlib.invalidate_caches()
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"the Prime CLI installed {section.id!r}, but there is still no module {module!r}.")
-    # What goes wrong in a rollout is recorded with the rollout; thousands of log lines would say it again.
+    # Errors are recorded with the rollout; verifiers would log thousands of lines.
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)
-    say(f"verifiers {'.'.join(map(str, installed))}, module {module}")
+    log(f"verifiers {'.'.join(map(str, installed))}, module {module}")
     if installed >= FIRST_WITHOUT_CLASSIC:
         from retrain.environments.verifiers.taskset import TasksetEnvironment  # noqa: PLC0415  (imports verifiers: 4 s)
 
-        return TasksetEnvironment(section, say)
+        return TasksetEnvironment(section, log)
     if installed >= OLDEST_CLASSIC:
         from retrain.environments.verifiers.classic import ClassicEnvironment  # noqa: PLC0415  (imports verifiers)
 
-        return ClassicEnvironment(section, say)
+        return ClassicEnvironment(section, log)
     raise ConfigError(f"verifiers {version('verifiers')} is too old.  Try: {NEEDS_V1}")
 
 
@@ -55,5 +55,5 @@ def _not_installed(id: str, module: str) -> str:
     )
     return (
         f"[environment] id = {id!r} is not installed: there is no module {module!r}.  Try: {how}; "
-        f"or name the folder of {module}.py in [plugins] search_paths."
+        f"or add the folder of {module}.py to [plugins] search_paths."
     )

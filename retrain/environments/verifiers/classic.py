@@ -1,11 +1,11 @@
-"""The verifiers API of 0.1.14 to 0.3: `load_environment` makes an Environment with datasets, a loop and a rubric."""
+"""The verifiers API of 0.1.14 to 0.3: `load_environment` returns an Environment with datasets, a loop and a rubric."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,51 +14,54 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from retrain.config import schema
-from retrain.environments import Chat, ChatOver, Outcome, Say, evaluation_only
+from retrain.environments import Chat, ChatOver, Log, Outcome, evaluation_only
 from retrain.environments.args import check_names
 from retrain.environments.chat import text_of
 from retrain.environments.tools import calls_to_wire
+from retrain.environments.verifiers.internals import has_evaluation_rows, has_group_rewards, list_rubrics
 from retrain.environments.verifiers.modules import NEEDS_V1, import_environment
 from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.types import Example
 
 _failures: ContextVar[list[str]] = ContextVar("failures")
-"""What went wrong in the reward functions of the rollout at hand: a rubric would score it 0."""
+"""Errors of the reward functions in the current rollout, which a rubric would score as 0."""
 
 
 class ClassicEnvironment:
     """A classic environment, its loop and its rubric, with the policy as its model."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None:
+    def __init__(self, section: schema.Environment, log: Log) -> None:
         self.section = section
-        self.say = say
+        self.log = log
         self.who = f"environment {section.id!r}"
         self.rows: dict[str, Mapping[str, Any]] = {}
         self.env = self._load()
         if section.max_turns > 0 and isinstance(self.env, vf.MultiTurnEnv):
-            own = self.env.max_turns
-            self.env.max_turns = min(own, section.max_turns) if own > 0 else section.max_turns
-        for rubric in _rubrics(self.env.rubric):
-            if any(rubric._is_group_func(reward) for reward in rubric.funcs):
-                raise ConfigError(f"{self.who} scores the rollouts of a group together; retrain scores each one alone.")
-            rubric.funcs = [_watched(reward) for reward in rubric.funcs]
+            limit = self.env.max_turns
+            self.env.max_turns = min(limit, section.max_turns) if limit > 0 else section.max_turns
+        for rubric in list_rubrics(self.env.rubric):
+            if has_group_rewards(rubric):
+                raise ConfigError(
+                    f"{self.who} scores the rollouts of a group together, which retrain does not support."
+                )
+            rubric.funcs = [_recording_errors(reward) for reward in rubric.funcs]
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The environment's training rows, or for any other split its evaluation rows."""
+        """The training rows, or for any other split the evaluation rows."""
         if split == "train":
             try:
                 rows = self.env.get_dataset()
             except ValueError as error:
                 raise evaluation_only(self.who, str(error)) from error
-            self.say("Training on the environment's training rows")
+            self.log("Training on the environment's training rows")
             return self._examples(rows, "")
-        if self.env.eval_dataset is None and not vars(self.env).get("eval_dataset_source"):
+        if not has_evaluation_rows(self.env):
             # verifiers would fall back to the training rows.
             return []
         return self._examples(self.env.get_eval_dataset(), f"{split}/")
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
-        """One rollout by the environment's own loop, scored by its rubric."""
+        """One rollout with the environment's own loop, scored by its rubric."""
         failures: list[str] = []
         _failures.set(failures)
         state = await self.env.rollout(dict(self.rows[example.id]), PolicyClient(chat), "policy", {})
@@ -75,7 +78,7 @@ class ClassicEnvironment:
         load = vars(import_environment(self.section.id)).get("load_environment")
         if not callable(load):
             raise ConfigError(
-                f"{self.who} has no load_environment: it is written for verifiers 0.4 or later, "
+                f"{self.who} has no load_environment: it needs verifiers 0.4 or later, "
                 f"and an earlier one is installed.  Try: {NEEDS_V1}"
             )
         args = _checked_args(self.section.args, inspect.signature(load))
@@ -109,7 +112,7 @@ class ClassicEnvironment:
 
 
 class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
-    """The model of one rollout: its chat."""
+    """The model client of one rollout, backed by its chat."""
 
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat)
@@ -140,26 +143,26 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         return Response(id="policy", created=int(time.time()), model=model, message=message)
 
     def setup_client(self, config: Any) -> Any:
-        """Never needed: the client is the chat."""
+        """Not used."""
         return self.chat
 
     async def to_native_tool(self, tool: Any) -> Any:
-        """The same."""
+        """Unchanged."""
         return tool
 
     async def to_native_prompt(self, messages: Any) -> Any:
-        """The same."""
+        """Unchanged."""
         return messages, {}
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as a response."""
+        """The same as `get_response`."""
         return await self.get_response(*args, **kwargs)
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """A response of ours is always whole."""
+        """Responses are always valid."""
 
     async def from_native_response(self, response: Any) -> Any:
-        """The same."""
+        """Unchanged."""
         return response
 
     async def close(self) -> None:
@@ -187,30 +190,21 @@ def _call_to_wire(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _checked_args(args: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The arguments, if the environment takes each of them."""
+    """The arguments, validated against the signature."""
     parameters = signature.parameters
     if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(args)
-    # What a classic environment trains on is its training split by definition.
+    # A classic environment has no split argument: it trains on its training rows.
     wanted = {name: value for name, value in args.items() if (name, value) != ("split", "train") or name in parameters}
     check_names(wanted, list(parameters))
     return wanted
 
 
-def _rubrics(rubric: Any) -> Iterator[Any]:
-    """A rubric, or those of a group of them."""
-    members = vars(rubric).get("rubrics")
-    if members is None:
-        yield rubric
-    for member in members or ():
-        yield from _rubrics(member)
-
-
-def _watched(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same reward function, whose error is noted before the rubric makes a 0 of it."""
+def _recording_errors(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same reward function, which records its error before the rubric turns it into 0."""
 
     @functools.wraps(reward)
-    async def watched(*args: Any, **kwargs: Any) -> Any:
+    async def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             result = reward(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
@@ -218,11 +212,11 @@ def _watched(reward: Callable[..., Any]) -> Callable[..., Any]:
             _failures.get().append(f"its reward {reward.__name__} raised {type(error).__name__}: {error}")
             raise
 
-    return watched
+    return wrapped
 
 
 def _reason(error: object) -> str:
-    """An error of verifiers says little; its cause says more."""
+    """An error with its cause."""
     cause = error.__cause__ if isinstance(error, BaseException) else None
     return f"{type(error).__name__}: {error}" + (
         f" ({cause})" if cause is not None and str(cause) != str(error) else ""

@@ -1,7 +1,7 @@
-"""The program that plays a verifiers task, inside this process: ask the model, call the tools it asks for, repeat.
+"""A verifiers harness that runs inside this process: call the model, run its tool calls, repeat.
 
-verifiers would start a script for each turn, or a remote sandbox. Its contract is that every model call goes through
-its own loopback server; that is kept.
+verifiers would start a script or a remote sandbox for each turn. As it requires, every model call goes through its
+loopback server.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, ProgramResult
-from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+
+from retrain.environments.verifiers.internals import v1
 
 __all__ = ["HARNESS_ID", "ChatHarness", "ChatHarnessConfig"]
 
 HARNESS_ID = "retrain_chat_harness"
-# verifiers finds harnesses by the name of a top-level module.
+# verifiers looks harnesses up by the name of a top-level module.
 sys.modules[HARNESS_ID] = sys.modules[__name__]
 
 
 class ChatHarnessConfig(HarnessConfig):  # type: ignore[misc]  # verifiers is not analysed
-    """Nothing to set."""
+    """No settings."""
 
 
 class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
@@ -43,16 +43,16 @@ class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> Any:
-        """Go on from the task's prompt, or from the conversation it was replaced by, until no tool is called."""
+        """Continue the task's prompt or conversation until a reply has no tool calls."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [message_to_wire(message) for message in prompt or []]
+            messages += [v1().message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
             servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-            tools, dispatch, connections = await connect_mcp(servers, stack)
+            tools, dispatch, connections = await v1().connect_mcp(servers, stack)
             while True:
                 reply = await self._ask(endpoint, secret, {"model": ctx.model, "messages": messages, "tools": tools})
                 if isinstance(reply, str):
@@ -65,11 +65,11 @@ class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
     async def _ask(self, endpoint: str, secret: str, body: dict[str, Any]) -> dict[str, Any] | str:
-        """The assistant's message, or why there is none: a limit was reached, or the model could not be asked."""
+        """The assistant's message, or an error text: a limit was reached, or the model call failed."""
         if not body["tools"]:
             del body["tools"]
         if ChatHarness.http is None or ChatHarness.http.closed:
-            # One for all rollouts; each would cost tens of milliseconds.
+            # One session for all rollouts; creating one takes tens of milliseconds.
             ChatHarness.http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
@@ -82,7 +82,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
 
 
 async def _call(connections: Any, dispatch: Mapping[str, Any], function: Mapping[str, str]) -> Any:
-    """What a tool said. A call that cannot be made is the model's mistake, and it is told so."""
+    """The result of a tool call; invalid calls return an error message for the model."""
     name = function["name"]
     if name not in dispatch:
         return f"There is no tool {name!r}. Tools: {', '.join(dispatch)}."
@@ -92,7 +92,7 @@ async def _call(connections: Any, dispatch: Mapping[str, Any], function: Mapping
         return f"The arguments are not valid JSON: {error}"
     if not isinstance(arguments, dict):
         return "The arguments must be a JSON object."
-    return await call_mcp(connections, dispatch, name, arguments)
+    return await v1().call_mcp(connections, dispatch, name, arguments)
 
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)

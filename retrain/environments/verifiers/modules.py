@@ -1,4 +1,4 @@
-"""An environment's id, its module, and the verifiers package that is installed."""
+"""Environment ids, their modules, and the installed version of verifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?(?P<name>[A-Za-z0-9][\w.-]*)(?:@[\w.+
 
 
 def module_name(id: str) -> str:
-    """The module that `owner/name@version` is installed as."""
+    """The module name of `owner/name@version`."""
     match = _ID.fullmatch(id)
     if match is None:
         raise ConfigError(
@@ -25,7 +25,7 @@ def module_name(id: str) -> str:
 
 
 def import_environment(id: str) -> object:
-    """The environment's own module; what goes wrong in it is said with its name."""
+    """Import the module of an environment; errors name it."""
     module = module_name(id)
     try:
         return importlib.import_module(module)
@@ -38,7 +38,7 @@ def import_environment(id: str) -> object:
 
 
 def installed_version() -> tuple[int, ...]:
-    """Of the verifiers package, as numbers."""
+    """The version of the verifiers package as numbers."""
     try:
         text = version("verifiers")
     except PackageNotFoundError:
@@ -47,7 +47,7 @@ def installed_version() -> tuple[int, ...]:
 
 
 def is_shipped(id: str) -> bool:
-    """Whether verifiers itself brings it."""
+    """Whether the environment is part of verifiers."""
     try:
         return importlib.util.find_spec(f"verifiers.v1.tasksets.{module_name(id)}") is not None
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""Installing an environment from the Environments Hub, by the Prime CLI and by nothing else.
+"""Installation of environments from the Environments Hub, only through the Prime CLI.
 
-Environment names on the public package index belong to unrelated packages, so an id never goes to pip.
+Packages of the same name on PyPI are unrelated, so an id is never passed to pip.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import shutil
 import subprocess
 import sys
 
-from retrain.environments import Say
+from retrain.environments import Log
 from retrain.errors import ConfigError
 
 _LIMIT_S = 900
 
 
-def install_environment(id: str, say: Say) -> None:
-    """Run `prime env install`, showing what is run; an id without an owner is not one of the Hub's."""
+def install_environment(id: str, log: Log) -> None:
+    """Run `prime env install`; the id needs an owner."""
     if "/" not in id:
         raise ConfigError(
             f'[environment] id = {id!r} has no owner, so it cannot be installed.  Try: id = "owner/{id}", '
-            "or install it yourself and leave auto_install out."
+            "or install it yourself and set auto_install = false."
         )
     command = [*_prime(), "env", "install", id]
-    say(f"Running: {' '.join(command)}")
+    log(f"Running: {' '.join(command)}")
     try:
-        # The CLI hands the package to uv, which installs into the environment that this variable names.
-        own = {**os.environ, "VIRTUAL_ENV": sys.prefix}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=own)
+        # The CLI uses uv, which installs into the environment of this variable.
+        variables = {**os.environ, "VIRTUAL_ENV": sys.prefix}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=variables)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{' '.join(command)} did not finish: {error}") from error
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise ConfigError(f"{' '.join(command)} failed with exit code {done.returncode}: {said}")
+        message = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise ConfigError(f"{' '.join(command)} failed with exit code {done.returncode}: {message}")
 
 
 def _prime() -> list[str]:
-    """The Prime CLI, installed or by way of uv."""
+    """The Prime CLI, installed or through uv."""
     if shutil.which("prime"):
         return ["prime"]
     if shutil.which("uv"):

@@ -1,4 +1,4 @@
-"""The classroom over scripted engines: what is asked of whom, how often, and what comes of it."""
+"""The teaching scorer over scripted engines: what is asked of whom, how often, and what comes of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from retrain.evaluate import Evaluator
 from retrain.modeling.tokens import PromptEncoder, load_tokenizer
 from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
-from retrain.teaching import Classroom, Student, TeachingScore, check_room, teaching_reward
+from retrain.teaching import Student, TeachingScore, TeachingScorer, check_context, teaching_reward
 from retrain.teaching import student as student_module
-from retrain.teaching.classroom import describe_students
+from retrain.teaching.scorer import student_metrics
 from retrain.teaching.templates import Reader, Templates
 from retrain.testing import ScriptedEngine
 from retrain.tracking.console import Console
@@ -106,7 +106,7 @@ def coin(prompt: str, rng: np.random.Generator) -> str:
     return "right" if prompt.startswith("taught:") or rng.random() < 0.5 else "wrong"
 
 
-def classroom_for(encoder: PromptEncoder, reply: Reply = coin, **options: Any) -> Classroom:
+def scorer_for(encoder: PromptEncoder, reply: Reply = coin, **options: Any) -> TeachingScorer:
     """`options` are of `[teaching]`; `grade`, `context`, `templates` and `say` are the test's own."""
     grade, context = options.pop("grade", None), options.pop("context", 4096)
     templates, stream = options.pop("templates", PLAIN), options.pop("stream", StringIO())
@@ -114,7 +114,7 @@ def classroom_for(encoder: PromptEncoder, reply: Reply = coin, **options: Any) -
     reader = Reader(encoder, context)
     student = Student(Frozen(reply), reader, templates, section.max_probe_tokens, seed=7)
     reward = Graded(grade) if grade else Graded()
-    return Classroom(section, Reader(encoder, context), student, reward, Console(stream))
+    return TeachingScorer(section, Reader(encoder, context), student, reward, Console(stream))
 
 
 def teacher(text: str = "lesson") -> Frozen:
@@ -173,21 +173,21 @@ def test_reward_properties(
 
 
 def test_each_model_is_asked_what_its_template_says(encoder: PromptEncoder) -> None:
-    room, policy = classroom_for(encoder, max_probe_tokens=9), teacher()
+    room, policy = scorer_for(encoder, max_probe_tokens=9), teacher()
     rollouts = room.sample_and_score(policy, EXAMPLES[:2], SAMPLING)
     student = room.student.engine
     assert isinstance(student, Frozen)
     alone, probe, taught = student.asked
     assert alone == ["alone:q0", "alone:q1"] and probe == ["probe:q0", "probe:q1"]
     assert student.limits == [40, 9, 40]
-    probes = [room.student.meet([example], SAMPLING)[0].probe for example in EXAMPLES[:2]]
+    probes = [room.student.baseline([example], SAMPLING)[0].probe for example in EXAMPLES[:2]]
     assert policy.asked == [[f"teach:q{at}|{said}" for at, said in enumerate(probes)]]
     lessons = [one.text for group in rollouts.groups for one in group.completions_G]
     assert taught == [f"taught:q{at // 3}|{text}" for at, text in enumerate(lessons)]
 
 
 def test_what_is_trained_is_the_teaching(encoder: PromptEncoder) -> None:
-    room, policy = classroom_for(encoder), teacher()
+    room, policy = scorer_for(encoder), teacher()
     (group,) = room.sample_and_score(policy, EXAMPLES[:1], SAMPLING).groups
     assert group.example == EXAMPLES[0] and text_of(group.prompt_ids).startswith("teach:q0|unsure")
     ((*drawn,),) = teacher().generate([group.prompt_ids], SAMPLING)
@@ -200,7 +200,7 @@ def test_what_is_trained_is_the_teaching(encoder: PromptEncoder) -> None:
 def test_the_score_is_that_of_the_students_answer(encoder: PromptEncoder) -> None:
     grades = {"alone": 0.25, "better": 0.75, "worse": 0.0}
     reply: Reply = lambda prompt, rng: prompt.rsplit("|")[-1] if "taught:" in prompt else "alone"  # noqa: E731
-    room = classroom_for(encoder, reply, grade=lambda answer: grades[answer])
+    room = scorer_for(encoder, reply, grade=lambda answer: grades[answer])
     for word, value in (("better", 0.5 + math.exp(-6 / 100)), ("worse", -0.5)):
         policy = Frozen(lambda prompt, rng, word=word: word)  # type: ignore[misc]
         (group,) = room.sample_and_score(policy, EXAMPLES[:1], replace(SAMPLING, n=2)).groups
@@ -211,7 +211,7 @@ def test_the_score_is_that_of_the_students_answer(encoder: PromptEncoder) -> Non
 
 
 def test_a_question_is_put_to_the_student_alone_once(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder)
+    room = scorer_for(encoder)
     student = room.student.engine
     assert isinstance(student, Frozen)
     for examples in (EXAMPLES[:2], EXAMPLES[1:3], [EXAMPLES[2], EXAMPLES[0], EXAMPLES[2]]):
@@ -224,23 +224,23 @@ def test_a_question_is_put_to_the_student_alone_once(encoder: PromptEncoder) -> 
 
 
 def test_another_way_of_sampling_is_another_baseline(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder)
-    room.student.meet(EXAMPLES[:1], SAMPLING)
-    room.student.meet(EXAMPLES[:1], replace(SAMPLING, seed=99, n=8))
-    assert len(room.student.known) == 1
-    room.student.meet(EXAMPLES[:1], replace(SAMPLING, temperature=0.1))
-    assert len(room.student.known) == 2
+    room = scorer_for(encoder)
+    room.student.baseline(EXAMPLES[:1], SAMPLING)
+    room.student.baseline(EXAMPLES[:1], replace(SAMPLING, seed=99, n=8))
+    assert len(room.student.cache) == 1
+    room.student.baseline(EXAMPLES[:1], replace(SAMPLING, temperature=0.1))
+    assert len(room.student.cache) == 2
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 5))
 def test_the_cache_changes_nothing(numbers: list[int], before: int) -> None:
     """Whatever was asked before, in whatever company, a question has the same answer alone and the same probe."""
     encoder = CHARACTERS
-    fresh, used = classroom_for(encoder), classroom_for(encoder)
-    used.student.meet([Example(f"q{number}", "") for number in range(before)], replace(SAMPLING, seed=123))
+    fresh, used = scorer_for(encoder), scorer_for(encoder)
+    used.student.baseline([Example(f"q{number}", "") for number in range(before)], replace(SAMPLING, seed=123))
     asked = [Example(f"q{number}", "") for number in numbers]
-    one_by_one = [classroom_for(encoder).student.meet([example], SAMPLING)[0] for example in asked]
-    assert fresh.student.meet(asked, SAMPLING) == used.student.meet(asked, SAMPLING) == one_by_one
+    one_by_one = [scorer_for(encoder).student.baseline([example], SAMPLING)[0] for example in asked]
+    assert fresh.student.baseline(asked, SAMPLING) == used.student.baseline(asked, SAMPLING) == one_by_one
 
 
 class _Characters(PromptEncoder):
@@ -258,24 +258,24 @@ CHARACTERS = _Characters()
 
 
 def test_what_was_asked_long_ago_is_forgotten(encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(student_module, "REMEMBERED", 2)
-    room = classroom_for(encoder)
-    first = room.student.meet(EXAMPLES[:2], SAMPLING)
-    room.student.meet(EXAMPLES[2:], SAMPLING)
-    assert len(room.student.known) == 2
-    assert room.student.meet(EXAMPLES[:2], SAMPLING) == first
+    monkeypatch.setattr(student_module, "MAX_CACHED", 2)
+    room = scorer_for(encoder)
+    first = room.student.baseline(EXAMPLES[:2], SAMPLING)
+    room.student.baseline(EXAMPLES[2:], SAMPLING)
+    assert len(room.student.cache) == 2
+    assert room.student.baseline(EXAMPLES[:2], SAMPLING) == first
 
 
 def test_a_batch_larger_than_the_memory_is_answered_whole(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(student_module, "REMEMBERED", 1)
-    assert len(classroom_for(encoder).student.meet(EXAMPLES, SAMPLING)) == 4
+    monkeypatch.setattr(student_module, "MAX_CACHED", 1)
+    assert len(scorer_for(encoder).student.baseline(EXAMPLES, SAMPLING)) == 4
 
 
 def test_taught_answers_follow_the_seed_of_the_step(encoder: PromptEncoder) -> None:
     reply: Reply = lambda prompt, rng: f"right {rng.integers(10**6)}"  # noqa: E731
-    room, seen = classroom_for(encoder, reply), []
+    room, seen = scorer_for(encoder, reply), []
     for seed in (5, 6, 5):
         (group,) = room.sample_and_score(Frozen(lambda *_: "t"), EXAMPLES[:1], replace(SAMPLING, seed=seed, n=1)).groups
         seen.append(group.completions_G[0].transcript[-1]["content"])
@@ -290,7 +290,7 @@ def test_metrics_count_students_not_lessons(encoder: PromptEncoder) -> None:
             return "right" if prompt.endswith(("q0", "q1")) else "wrong"
         return "right" if "q0" in prompt or "q2" in prompt else "wrong"
 
-    room = classroom_for(encoder, reply)
+    room = scorer_for(encoder, reply)
     rollouts = room.sample_and_score(Frozen(lambda *_: "four"), EXAMPLES, replace(SAMPLING, n=1))
     expected = {
         "student_accuracy": 0.5,
@@ -302,12 +302,12 @@ def test_metrics_count_students_not_lessons(encoder: PromptEncoder) -> None:
     assert rollouts.metrics == expected
     assert room.describe(rollouts.groups) == {"judge_requests": 8, **expected}
     assert rollouts.correct_rate == 0.5
-    assert set(describe_students([]).values()) == {0.0}
+    assert set(student_metrics([]).values()) == {0.0}
 
 
 def test_evaluation_is_of_the_taught_student_and_tells_the_baseline(encoder: PromptEncoder) -> None:
     reply: Reply = lambda prompt, rng: "right" if "taught" in prompt or "q0" in prompt else "wrong"  # noqa: E731
-    room = classroom_for(encoder, reply)
+    room = scorer_for(encoder, reply)
     evaluation = Evaluator(room, EXAMPLES, replace(SAMPLING, n=2), every=1, k=2).run(teacher())
     assert evaluation.pass_at_1 == 1.0
     told = evaluation.record(3)
@@ -323,7 +323,7 @@ def test_evaluation_is_of_the_taught_student_and_tells_the_baseline(encoder: Pro
 
 
 def test_the_log_shows_who_said_what(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder, lambda prompt, rng: prompt.split(":")[0])
+    room = scorer_for(encoder, lambda prompt, rng: prompt.split(":")[0])
     (group,) = room.sample_and_score(Frozen(lambda *_: "lesson"), EXAMPLES[:1], replace(SAMPLING, n=1)).groups
     (row,) = generation_rows(0, group)
     assert (row["prompt"], row["completion"]) == ("q0", "lesson")
@@ -338,7 +338,7 @@ def test_the_log_shows_who_said_what(encoder: PromptEncoder) -> None:
 
 def test_an_answer_that_cannot_be_scored_keeps_its_teaching_out_of_the_loss(encoder: PromptEncoder) -> None:
     reply: Reply = lambda prompt, rng: "raise" if "taught:" in prompt and "bad" in prompt else "right"  # noqa: E731
-    room = classroom_for(encoder, reply)
+    room = scorer_for(encoder, reply)
     policy = Frozen(lambda prompt, rng: "bad" if rng.random() < 0.3 else "good")
     (group,) = room.sample_and_score(policy, EXAMPLES[:1], replace(SAMPLING, n=8)).groups
     failed = [score for score in group.scores_G if not score.counts]
@@ -349,12 +349,12 @@ def test_an_answer_that_cannot_be_scored_keeps_its_teaching_out_of_the_loss(enco
 
 def test_a_baseline_that_cannot_be_scored_is_scored_again_later(encoder: PromptEncoder) -> None:
     stream = StringIO()
-    room = classroom_for(encoder, lambda prompt, rng: "flaky" if "alone" in prompt else "right", stream=stream)
+    room = scorer_for(encoder, lambda prompt, rng: "flaky" if "alone" in prompt else "right", stream=stream)
     reward = room.reward
     assert isinstance(reward, Graded)
     reward._one = lambda answer: Score(0.0, "error", "down") if answer == "flaky" else right()  # type: ignore[method-assign]
     (group,) = room.sample_and_score(teacher(), EXAMPLES[:1], SAMPLING).groups
-    assert {score.detail for score in group.scores_G} == {"the student's answer alone: down"}
+    assert {score.detail for score in group.scores_G} == {"the student's answer without teaching: down"}
     assert "failed for 1 of 4 answers of the student" in stream.getvalue()
     reward._one = lambda answer: wrong() if answer == "flaky" else right()  # type: ignore[method-assign]
     (group,) = room.sample_and_score(teacher(), EXAMPLES[:1], SAMPLING).groups
@@ -362,20 +362,20 @@ def test_a_baseline_that_cannot_be_scored_is_scored_again_later(encoder: PromptE
 
 
 def test_a_run_stops_when_most_answers_cannot_be_scored(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder, lambda prompt, rng: "raise")
+    room = scorer_for(encoder, lambda prompt, rng: "raise")
     with pytest.raises(RolloutError, match=r"failed for 4 of 4 answers of the student \(error: cursed\)"):
         room.sample_and_score(teacher(), EXAMPLES[:1], SAMPLING)
 
 
 def test_empty_teaching_is_scored_like_any_other(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder, lambda prompt, rng: "right")
+    room = scorer_for(encoder, lambda prompt, rng: "right")
     (group,) = room.sample_and_score(Frozen(lambda *_: ""), EXAMPLES[:1], SAMPLING).groups
     assert [score.value for score in group.scores_G] == [1.0, 1.0, 1.0]
-    assert describe_students([group])["teaching_length"] == 0.0
+    assert student_metrics([group])["teaching_length"] == 0.0
 
 
 def test_prompts_that_outgrow_a_context_are_cut_from_the_left(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder, lambda prompt, rng: "w" * 60, context=70)
+    room = scorer_for(encoder, lambda prompt, rng: "w" * 60, context=70)
     policy = teacher("x" * 30)
     room.sample_and_score(policy, EXAMPLES[:1], SAMPLING)
     student = room.student.engine
@@ -385,30 +385,30 @@ def test_prompts_that_outgrow_a_context_are_cut_from_the_left(encoder: PromptEnc
 
 @pytest.mark.parametrize(
     ("context", "who", "seen", "writes"),
-    [(45, "the student alone", 9, 40), (57, "the teacher", 19, 40), (90, "the taught student", 51, 40)],
+    [(45, "the baseline student", 9, 40), (57, "the teacher", 19, 40), (90, "the taught student", 51, 40)],
 )
 def test_questions_that_leave_no_room_are_refused(
     encoder: PromptEncoder, context: int, who: str, seen: int, writes: int
 ) -> None:
-    room = classroom_for(encoder, context=context, max_probe_tokens=9)
-    with pytest.raises(ConfigError, match=f"{who} is shown up to {seen} tokens and writes up to {writes}"):
-        check_room(room, EXAMPLES, 40)
+    room = scorer_for(encoder, context=context, max_probe_tokens=9)
+    with pytest.raises(ConfigError, match=f"{who} reads up to {seen} tokens and writes up to {writes}"):
+        check_context(room, EXAMPLES, 40)
 
 
 def test_questions_that_fit_or_are_cut_to_fit_are_not_refused(encoder: PromptEncoder, tmp_path: Path) -> None:
-    check_room(classroom_for(encoder, context=91, max_probe_tokens=9), EXAMPLES, 40)
-    check_room(classroom_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9), EXAMPLES, 40)
+    check_context(scorer_for(encoder, context=91, max_probe_tokens=9), EXAMPLES, 40)
+    check_context(scorer_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9), EXAMPLES, 40)
 
 
 def test_the_students_engine_is_shut_down(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder)
+    room = scorer_for(encoder)
     room.close()
     student = room.student.engine
     assert isinstance(student, Frozen) and student.closed == 1
 
 
 def test_an_engine_that_returns_too_little_is_refused(encoder: PromptEncoder) -> None:
-    room = classroom_for(encoder)
+    room = scorer_for(encoder)
     room.student.engine.generate = lambda prompts, sampling: []  # type: ignore[method-assign]
     with pytest.raises(RolloutError, match="returned a list of 0 for 1 prompts"):
         room.sample_and_score(teacher(), EXAMPLES[:1], SAMPLING)

@@ -1,4 +1,4 @@
-"""Plays examples of an environment with the policy and turns what came of it into scored groups."""
+"""Runs examples of an environment with the policy and returns scored groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from retrain.environments import ChatOver, Environment, HoldsResources, Outcome, Say
+from retrain.environments import ChatOver, Environment, Log, ManagedEnvironment, Outcome
 from retrain.environments.chat import Limits, PolicyChat
 from retrain.environments.remote import RemoteEnvironment, RolloutTimeout
 from retrain.environments.template import ChatTemplate
@@ -24,17 +24,17 @@ from retrain.rollout import Failures, Rollouts
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
 
-# Tool servers import what they need, which takes a while; hanging there is not allowed.
+# Tool servers may import a lot.
 OPENING_S = 300.0
 CLOSING_S = 20.0
-# Seconds between looks at a rollout's clock, and how long one may take to stop when it is told to.
-LOOK_S = 1.0
+# Polling interval of a rollout's clock, and time for a cancelled rollout to stop.
+POLL_S = 1.0
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class RolloutScore(Score):
-    """A score with what the environment measured on the way."""
+    """A score with the metrics of the environment."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     turns: int = 0
@@ -44,32 +44,32 @@ class RolloutScore(Score):
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every rollout of a run."""
+    """Settings of all rollouts of a run."""
 
     limits: Limits
     timeout_s: float
-    """For the environment's own work; time spent sampling is not counted."""
+    """Limit for the environment's own work, without time spent sampling."""
     correct_from: float = CORRECT_FROM
-    """Reward from which a rollout is right."""
+    """Reward from which a rollout counts as correct."""
     in_rounds: bool = False
-    """Whether turns wait for each other: a batch that they enter as they come rounds differently every time."""
+    """Whether turns are sampled in synchronized batches, so that rounding errors are reproducible."""
 
 
-class Player:
-    """Samples and scores like a `Scorer`, but by an environment's own loop."""
+class EnvironmentRunner:
+    """Samples and scores with the environment's own loop."""
 
     def __init__(
-        self, environment: Environment, template: ChatTemplate, rules: Rules, say: Say, progress: Progress
+        self, environment: Environment, template: ChatTemplate, rules: Rules, log: Log, progress: Progress
     ) -> None:
         self.environment = environment
         self.template = template
         self.rules = rules
         self.progress = progress
-        self.failures = Failures("The environment", "rollouts", say)
+        self.failures = Failures("The environment", "rollouts", log)
         self.loop: EventLoop | None = None
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group an example, in order, all rollouts at once."""
+        """One group per example, in order, all rollouts concurrently."""
         started = time.perf_counter()
         loop = self.loop or self._open()
         jobs = [example for example in examples for _ in range(sampling.n)]
@@ -83,7 +83,7 @@ class Player:
         return Rollouts(groups, time.perf_counter() - started, 0.0)
 
     def describe(self, groups: Sequence[Group]) -> StepMetrics:
-        """What the environment measured: means of its values, and counts of what went wrong."""
+        """Means of the environment's metrics, and counts of truncated and failed rollouts."""
         scores = [score for group in groups for score in group.scores_G]
         counted = [score for score in scores if isinstance(score, RolloutScore) and score.counts]
         names = sorted({name for score in counted for name in score.metrics})
@@ -97,22 +97,22 @@ class Player:
         }
 
     def close(self) -> None:
-        """Give back what the environment holds, and end the event loop."""
+        """Close the environment and stop the event loop."""
         if self.loop is None:
             return
-        if isinstance(self.environment, HoldsResources):
+        if isinstance(self.environment, ManagedEnvironment):
             try:
                 self.loop.submit(self.environment.close()).result(timeout=CLOSING_S)
             except Exception as error:
-                # The run is over; what it came to does not depend on how well the environment cleans up.
+                # The run is over; a failure to clean up does not affect its result.
                 self.failures.say(f"The environment could not be closed: {error!r}")
         self.loop.close()
         self.loop = None
 
     def _open(self) -> EventLoop:
-        """The event loop, with the environment ready in it."""
+        """Start the event loop and open the environment in it."""
         loop = EventLoop()
-        if isinstance(self.environment, HoldsResources):
+        if isinstance(self.environment, ManagedEnvironment):
             try:
                 loop.submit(self.environment.open()).result(timeout=OPENING_S)
             except BaseException as error:
@@ -129,8 +129,8 @@ class Player:
 
         async def sample(ids: IntArray, max_tokens: int) -> Completion:
             if clock.is_over:
-                raise ChatOver("the rollout was given up.")
-            # The engine's time is not the environment's: other rollouts may be what it is busy with.
+                raise ChatOver("the rollout was cancelled.")
+            # Sampling time does not count: the engine may be busy with other rollouts.
             with clock.paused():
                 return await queue.sample(number, ids, max_tokens)
 
@@ -139,7 +139,7 @@ class Player:
         task = asyncio.ensure_future(self._play(example, chat))
         try:
             while not task.done() and clock.left_s > 0:
-                await asyncio.wait({task}, timeout=min(clock.left_s, LOOK_S))
+                await asyncio.wait({task}, timeout=min(clock.left_s, POLL_S))
             if not task.done():
                 clock.is_over = True
                 task.cancel()
@@ -148,11 +148,11 @@ class Player:
             task.cancel()
         if clock.is_over:
             late = f"no result after {self.rules.timeout_s:g} s of the environment's own time"
-            return chat, Score(0.0, "timeout", late if task.done() else f"{late}, and it would not be stopped")
+            return chat, Score(0.0, "timeout", late if task.done() else f"{late}, and it could not be cancelled")
         return chat, task.result()
 
     async def _play(self, example: Example, chat: PolicyChat) -> Score:
-        """One rollout to its score, whatever the environment raises."""
+        """Run one rollout and score it, whatever the environment raises."""
         try:
             return _score(await self.environment.rollout(example, chat), chat, self.rules.correct_from)
         except ChatOver:
@@ -160,22 +160,22 @@ class Player:
         except RolloutTimeout as late:
             return Score(0.0, "timeout", f"no result after {self.rules.timeout_s:g} s: {late}")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            # The last two would end the event loop, and with it every other rollout.
+            # The last two would stop the event loop and all other rollouts.
             return _failed(error)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Nobody cancelled this rollout: it leaked out of something inside the environment.
+            # This rollout was not cancelled: the error comes from inside the environment.
             return _failed(error)
 
     def _blocked_s(self) -> float:
-        """Seconds in which some rollout kept all others from running; that one is ended when it takes too long."""
+        """Seconds in which one rollout blocked all others."""
         return self.environment.blocked_s() if isinstance(self.environment, RemoteEnvironment) else 0.0
 
 
 class _Clock:
-    """The environment's own time in one rollout; it stands still while the engine samples or all are blocked."""
+    """The environment's own time in one rollout; paused while the engine samples or all rollouts are blocked."""
 
     def __init__(self, limit_s: float, blocked_s: Callable[[], float]) -> None:
         self.limit_s = limit_s
@@ -196,7 +196,7 @@ class _Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this holds, time does not count; it may be entered by several at once."""
+        """Pause the clock; reentrant."""
         if not self.waiting:
             self.used_s += self._now() - self.since
         self.waiting += 1
@@ -210,12 +210,12 @@ class _Clock:
 
 def _score(outcome: object, chat: PolicyChat, correct_from: float) -> Score:
     if not isinstance(outcome, Outcome):
-        return Score(0.0, "error", f"the environment returned {type(outcome).__name__} where an Outcome is needed.")
+        return Score(0.0, "error", f"the environment returned {type(outcome).__name__} instead of an Outcome.")
     if not abs(outcome.reward) <= LARGEST_REWARD:
         largest = f"{LARGEST_REWARD:,.0f}"
-        return Score(0.0, "error", f"the environment gave a reward of {outcome.reward}; at most ±{largest} counts.")
+        return Score(0.0, "error", f"the environment returned a reward of {outcome.reward}; the limit is ±{largest}.")
     if not chat.turns:
-        return Score(0.0, "error", "the environment asked the model nothing.")
+        return Score(0.0, "error", "the environment never called the model.")
     return RolloutScore(
         float(outcome.reward),
         outcome_of(outcome.reward, correct_from),
@@ -231,7 +231,7 @@ def _failed(error: BaseException) -> Score:
 
 
 def _group(example: Example, results: Sequence[tuple[PolicyChat, Score]]) -> Group:
-    """Rollouts of one example. Most begin with the same prompt; one that does not is a row with a prompt of its own."""
+    """The rollouts of one example. A rollout with another first prompt gets its own segment."""
     prompts = [chat.branches[0].prompt_ids for chat, _ in results if chat.branches]
     prompt = prompts[0] if prompts else np.zeros(0, np.int64)
     completions = []

@@ -1,5 +1,5 @@
 from retrain.rewards import RewardPool, RewardSpec, TermSpec
-from retrain.rewards.repeats import Repeats
+from retrain.rewards.cache import ScoreCache
 from retrain.rewards.wire import Item
 from retrain.types import Score
 
@@ -22,7 +22,7 @@ def _verdict(item):
 
 
 def test_equal_answers_to_one_reference_are_judged_once_within_a_batch_and_across_batches():
-    repeats, judge = Repeats(think_boxes=True), Judge()
+    repeats, judge = ScoreCache(think_boxes=True), Judge()
     items = [Item(rf"{words} \boxed{{{n}}}", "1") for words in ("so", "thus", "hence") for n in (1, 2)]
     assert [score.outcome for score in repeats.score(items, judge)] == ["right", "wrong"] * 3
     assert len(judge.asked) == 2
@@ -35,7 +35,7 @@ def test_equal_answers_to_one_reference_are_judged_once_within_a_batch_and_acros
 
 def test_a_response_without_a_box_is_wrong_and_costs_nothing():
     judge = Judge()
-    assert [score.outcome for score in Repeats(True).score([Item("no box", "1"), Item("", "1")], judge)] == 2 * [
+    assert [score.outcome for score in ScoreCache(True).score([Item("no box", "1"), Item("", "1")], judge)] == 2 * [
         "wrong"
     ]
     assert judge.asked == []
@@ -43,12 +43,12 @@ def test_a_response_without_a_box_is_wrong_and_costs_nothing():
 
 def test_a_box_in_the_thoughts_is_another_answer_when_they_do_not_count():
     thought = Item(r"<think>\boxed{1}</think> one", "1")
-    assert Repeats(think_boxes=True).score([thought], Judge())[0].outcome == "right"
-    assert Repeats(think_boxes=False).score([thought], Judge())[0].outcome == "wrong"
+    assert ScoreCache(think_boxes=True).score([thought], Judge())[0].outcome == "right"
+    assert ScoreCache(think_boxes=False).score([thought], Judge())[0].outcome == "wrong"
 
 
 def test_what_ended_in_a_timeout_is_tried_again_in_the_next_batch_but_not_in_this_one():
-    repeats, judge = Repeats(True), Judge()
+    repeats, judge = ScoreCache(True), Judge()
     items = [Item(r"hang \boxed{3}", "1")] * 4
     for asked in (1, 2):
         assert {score.outcome for score in repeats.score(items, judge)} == {"timeout"}
@@ -56,7 +56,7 @@ def test_what_ended_in_a_timeout_is_tried_again_in_the_next_batch_but_not_in_thi
 
 
 def test_no_more_than_so_many_are_kept_and_the_latest_stay():
-    repeats, judge = Repeats(True, most=2), Judge()
+    repeats, judge = ScoreCache(True, most=2), Judge()
     for n in (1, 2, 1, 3):
         repeats.score([Item(rf"\boxed{{{n}}}", "1")], judge)
     repeats.score([Item(r"\boxed{1}", "1")], judge)
@@ -66,9 +66,9 @@ def test_no_more_than_so_many_are_kept_and_the_latest_stay():
 
 
 def test_only_rewards_that_look_at_the_box_alone_are_remembered():
-    assert Repeats.of(RewardSpec((TermSpec("math"),))) is not None
-    assert Repeats.of(RewardSpec((TermSpec("custom", custom_module="mine"),))) is None
-    assert Repeats.of(RewardSpec((TermSpec("math"),), weighted=True)) is None
+    assert ScoreCache.of(RewardSpec((TermSpec("math"),))) is not None
+    assert ScoreCache.of(RewardSpec((TermSpec("custom", custom_module="mine"),))) is None
+    assert ScoreCache.of(RewardSpec((TermSpec("math"),), weighted=True)) is None
 
 
 def test_a_pool_gives_equal_answers_one_verdict():

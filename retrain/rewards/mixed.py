@@ -1,4 +1,4 @@
-"""Weighted terms of which a judge is one: the pool computes the others while the judge is asked."""
+"""Weighted terms that include an LLM judge: the pool computes the others in the meantime."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from retrain.rewards.wire import Item, TermSpec
 from retrain.types import Score, StepMetrics
 
 
-class Panel(BatchReward):
-    """`Σ weight · term`, the judge's terms and those that `pool` has already added up; it owns both.
-
-    What fails for one of them fails for the item: a part of a sum would mislead.
-    """
+class MixedReward(BatchReward):
+    """`Σ weight · term` of the judge and of the terms in `pool`; owns both. If one fails, the item fails."""
 
     def __init__(
         self,
@@ -34,16 +31,16 @@ class Panel(BatchReward):
 
     def score(self, items: Sequence[Item | tuple[str, str]]) -> list[Score]:
         """Score every item, in order."""
-        asked = self._judge.begin(items)
+        pending = self._judge.begin(items)
         try:
             computed = self._pool.score(items) if self._pool else [WeightedScore(0.0, "wrong")] * len(items)
-            return [self._add(one, other) for one, other in zip(computed, asked.result(), strict=True)]
+            return [self._add(one, other) for one, other in zip(computed, pending.result(), strict=True)]
         except BaseException:
-            asked.cancel()
+            pending.cancel()
             raise
 
     def metrics(self) -> StepMetrics:
-        """Those of the judge and of the pool."""
+        """Metrics of the judge and of the pool."""
         return self._judge.metrics() | (self._pool.metrics() if self._pool else {})
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Where every replaceable part is found: a built-in name, an entry point `retrain.<kind>`, or a dotted path.
+"""Registries of replaceable parts: a built-in name, an entry point `retrain.<kind>`, or a dotted path.
 
-Built-ins are `"module:attribute"` strings, so that nothing heavy is imported before it is chosen. A new built-in is one
-new file and one line in the table at the foot of this page.
+Built-ins are `"module:attribute"` strings, so that nothing heavy is imported before it is selected. A new built-in is
+one file and one line in `REGISTRIES`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Part:
     """Those of them that must be set."""
     from_hub: bool = False
     """Whether it downloads from the Hugging Face Hub."""
+    packages: tuple[str, ...] = ()
+    """Packages that it needs."""
     two_splits: bool = False
     """Whether all data splits but `train` are the same held-out set."""
 
@@ -43,7 +45,7 @@ class Registry:
     kind: str
     what: str
     parts: Mapping[str, str | Part] = field(default_factory=dict)
-    """Built-in parts by name, each a "module:attribute", with facts about it where there are any."""
+    """Built-in parts by name, each a "module:attribute" or a `Part`."""
 
     @cached_property
     def builtins(self) -> dict[str, str]:
@@ -61,7 +63,7 @@ class Registry:
 
     @property
     def group(self) -> str:
-        """The entry-point group that installed packages use to add parts of this kind."""
+        """The entry-point group through which packages add parts of this kind."""
         return f"retrain.{self.kind}"
 
     def discovered(self) -> dict[str, EntryPoint]:
@@ -71,11 +73,11 @@ class Registry:
         return {point.name: point for point in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
-        """Every name that can be written in a TOML without a dotted path."""
+        """All names that need no dotted path."""
         return [*self.builtins, *(name for name in self.discovered() if name not in self.builtins)]
 
     def problem_with(self, name: str) -> str:
-        """Why `name` cannot be a part of this kind, or "" when it can. Imports nothing."""
+        """Why `name` is not a part of this kind, or "". Imports nothing."""
         if name in self.builtins or is_dotted_path(name) or name in self.discovered():
             return ""
         close = get_close_matches(name[:60], self.names(), n=1)
@@ -83,7 +85,7 @@ class Registry:
         return f"{name[:60]!r} is not a known {self.what}. {hint}"
 
     def load(self, name: str, search_paths: Sequence[str] = ()) -> object:
-        """Import the part called `name`. The caller checks that it has the shape it needs."""
+        """Import the part called `name`. The caller checks its interface."""
         if name in self.builtins:
             return import_path(self.builtins[name], self.kind)
         point = self.discovered().get(name)
@@ -99,18 +101,18 @@ class Registry:
 
 
 def is_plugin(kind: str, name: str) -> bool:
-    """Whether a name stands for code of the user's own, which may read any option."""
+    """Whether a name stands for user code, which may read any option."""
     return name not in REGISTRIES[kind].builtins
 
 
 def is_dotted_path(name: str) -> bool:
-    """Whether `name` reads as `package.module.attribute`, `package.module:attribute` or `module:Class.attribute`."""
+    """Whether `name` is like `package.module.attribute`, `package.module:attribute` or `module:Class.attribute`."""
     parts = name.replace(":", ".", 1).split(".")
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
 def import_path(path: str, kind: str) -> object:
-    """Import `module:attribute` or `module.attribute`, saying what was missing when it fails."""
+    """Import `module:attribute` or `module.attribute`; the error names what is missing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
@@ -127,7 +129,7 @@ def import_path(path: str, kind: str) -> object:
             f"{kind} plug-in {path!r}: its module needs {error.name!r}, which is not installed."
         ) from error
     except (Exception, SystemExit) as error:
-        # SystemExit: a script that was not meant to be imported must not end the run without a word.
+        # SystemExit: a script that was not meant to be imported must not end the run silently.
         raise PluginError(f"{kind} plug-in {path!r}: importing {module_name!r} failed: {error!r}") from error
     try:
         found: object = module
@@ -142,13 +144,13 @@ def import_path(path: str, kind: str) -> object:
 
 
 def make_importable(search_paths: Sequence[str]) -> None:
-    """Put the user's folders, in order, at the front of the import path, for good: a plug-in may import lazily."""
+    """Put folders at the front of the import path, permanently: a plug-in may import lazily."""
     folders = dict.fromkeys(str(Path(path).expanduser().resolve()) for path in search_paths)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()
 
 
-# Options of [data] that say what a row of a file or dataset holds.
+# Options of [data] about rows of a file or dataset.
 _ROW_OPTIONS = ("prompt_field", "answer_field", "remove_unused_columns")
 
 # Options of [loss] that a clipped and capped loss reads.
@@ -189,14 +191,17 @@ REGISTRIES: dict[str, Registry] = {
         Registry(
             "planning",
             "planning detector",
-            {"regex": "retrain.planning.regex:RegexDetector", "semantic": "retrain.planning.semantic:SemanticDetector"},
+            {
+                "regex": "retrain.planning.regex:RegexDetector",
+                "semantic": Part("retrain.planning.semantic:SemanticDetector", packages=("sentence-transformers",)),
+            },
         ),
         Registry(
             "reward",
             "reward",
             {
                 "match": "retrain.rewards.match:MatchReward",
-                "math": "retrain.rewards.math:MathReward",
+                "math": Part("retrain.rewards.math:MathReward", packages=("math-verify",)),
                 "judge": "retrain.rewards.judge:JudgeReward",
                 "custom": "retrain.rewards.custom:CustomReward",
             },
@@ -206,9 +211,14 @@ REGISTRIES: dict[str, Registry] = {
             "data source",
             {
                 "math": Part(
-                    "retrain.data.math:MathSource", ("subset", "split", "remove_unused_columns"), from_hub=True
+                    "retrain.data.math:MathSource",
+                    ("subset", "split", "remove_unused_columns"),
+                    from_hub=True,
+                    packages=("datasets",),
                 ),
-                "gsm8k": Part("retrain.data.gsm8k:Gsm8kSource", ("subset", "split"), from_hub=True),
+                "gsm8k": Part(
+                    "retrain.data.gsm8k:Gsm8kSource", ("subset", "split"), from_hub=True, packages=("datasets",)
+                ),
                 "arithmetic": Part("retrain.data.arithmetic:ArithmeticSource", ("split",), two_splits=True),
                 "jsonl": Part("retrain.data.jsonl:JsonlSource", ("path", *_ROW_OPTIONS), requires=("path",)),
                 "hub": Part(
@@ -216,6 +226,7 @@ REGISTRIES: dict[str, Registry] = {
                     ("id", "subset", "split", *_ROW_OPTIONS),
                     requires=("id",),
                     from_hub=True,
+                    packages=("datasets",),
                 ),
             },
         ),
@@ -235,7 +246,7 @@ REGISTRIES: dict[str, Registry] = {
             "engine",
             "inference engine",
             {
-                "pytorch": "retrain.inference_engine.pytorch:build",
+                "pytorch": Part("retrain.inference_engine.pytorch:build", packages=("torch", "peft")),
                 "max": "retrain.inference_engine.max:build",
                 "vllm": "retrain.inference_engine.http:vllm",
                 "sglang": "retrain.inference_engine.http:sglang",
@@ -248,14 +259,17 @@ REGISTRIES: dict[str, Registry] = {
             "environment provider",
             {
                 "builtin": "retrain.environments.builtin:load",
-                "verifiers": "retrain.environments.verifiers:load",
-                "reasoning_gym": "retrain.environments.reasoning_gym:load",
+                "verifiers": Part("retrain.environments.verifiers:load", packages=("verifiers",)),
+                "reasoning_gym": Part("retrain.environments.reasoning_gym:load", packages=("reasoning-gym",)),
             },
         ),
         Registry(
             "backend",
             "backend",
-            {"local": "retrain.backends.local:build", "tinker": "retrain.backends.tinker:build"},
+            {
+                "local": Part("retrain.backends.local:build", packages=("torch", "peft")),
+                "tinker": Part("retrain.backends.tinker:build", packages=("tinker",)),
+            },
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Which runs a campaign is made of: their names, folders and configurations. Starts nothing and writes nothing."""
+"""The runs of a campaign: their names, folders and configurations. Starts nothing and writes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from retrain.config.options import all_options
 from retrain.config.schema import Training
 
 RUNS = "runs"
-# Names become folders, wandb groups and tags: none of those takes every character, or any length.
+# Names become folders, wandb groups and tags, which restrict characters and length.
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+=_-]+")
 _LONGEST_LABEL = 60
 
@@ -33,12 +33,12 @@ class Run:
 
     @property
     def max_steps(self) -> int:
-        """Steps it is to take."""
+        """Training steps of the run."""
         return self.config.training.max_steps
 
 
 def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
-    """Every run, all conditions of one seed before the next seed, so that pairs are complete early."""
+    """All runs, ordered by seed, so that pairs of conditions are complete early."""
     campaign = config.campaign
     assert campaign is not None
     tables = campaign.conditions
@@ -56,7 +56,7 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
 
 
 def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each condition: its algorithm, and where several share that, what else they override."""
+    """A name for each condition: its algorithm, and if several share it, what else they override."""
     algorithms = [condition.condition for condition in conditions]
     shared = Counter(algorithms)
     labels: list[str] = []
@@ -83,7 +83,7 @@ def _training(condition: TrainConfig, seed: int, steps: int) -> Training:
 
 
 def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
-    """Give a condition with its seed a name and places of its own."""
+    """Give a condition with its seed its name and folders."""
     seed, logging = config.training.seed, config.logging
     name = f"{label}_s{seed}"
     place = folder / RUNS / name

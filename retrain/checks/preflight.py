@@ -1,4 +1,4 @@
-"""What is sure to end a run, found before anything is loaded: within seconds, and without PyTorch."""
+"""Checks before loading: problems that would end the run later, found within seconds and without PyTorch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from retrain.modeling.files import find_model, hub_cache, read_context_length
 from retrain.plugins import REGISTRIES
 
 HUB_S = 4.0
-"""How long the Hub may take to answer at all."""
+"""Timeout in seconds of the check that the Hub can be reached."""
 
 
 def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> None:
-    """Raise one error that names all that a run would end with later on; without the Hub, make do with the cache."""
-    problems = tuple(find_obstacles(config))
-    if not problems and needs_hub(config) and not is_offline() and not hub_answers():
+    """Raise one error with all obstacles; if the Hub cannot be reached, use only the cache."""
+    issues = tuple(find_obstacles(config))
+    if not issues and needs_hub(config) and not is_offline() and not hub_answers():
         go_offline()
         say(f"The Hugging Face Hub ({hub_url()}) cannot be reached: only what is in the cache is used.")
-        problems = tuple(find_obstacles(config))
-    if problems:
-        raise ConfigError("this configuration cannot be run here:", problems)
+        issues = tuple(find_obstacles(config))
+    if issues:
+        raise ConfigError("this configuration cannot be run here:", issues)
 
 
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Packages, keys, files and models that are not there, and answers that the model has no room for."""
+    """Missing packages, keys, files and models, and completions that do not fit the context."""
     yield from _missing_packages(config)
     yield from _missing_keys(config)
     yield from _missing_files(config)
@@ -45,7 +45,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def models_of(config: TrainConfig) -> dict[str, str]:
-    """The models that a run loads, by the option that names them."""
+    """The models that a run loads, by option."""
     student = config.teaching.student_model if config.teaching.enabled else ""
     return {"[model] model": config.model.model} | ({"[teaching] student_model": student} if student else {})
 
@@ -65,7 +65,7 @@ def _missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
 
 
 def _is_partly_cached(name: str) -> bool:
-    """Whether the libraries may get along with what is there, such as a tokenizer alone; then they are asked."""
+    """Whether some files are in the cache, such as the tokenizer; then the libraries decide if they suffice."""
     return any((hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/*.json"))
 
 
@@ -84,11 +84,11 @@ def _exists(path: str) -> bool:
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError):
-        return True  # reading it will say what is wrong with such a name
+        return True  # not a valid path, which is reported when it is read
 
 
 def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """A conversation of an environment is cut to what fits."""
+    """Completions that leave no room for a prompt; environments truncate theirs."""
     if config.backend.backend == "tinker" or config.environment.provider:
         return
     context = known_context(config)
@@ -101,7 +101,7 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def known_context(config: TrainConfig) -> int | None:
-    """Tokens that the model's files say it holds; None where they do not, or are not all there is to say."""
+    """Context length in the files of the model; None if it is not there, or may be overridden."""
     return None if config.model.init_kwargs else read_context_length(find_model(config.model.model))
 
 
@@ -134,20 +134,20 @@ def _missing_keys(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def problem_with_tinker_key() -> str:
-    """Why the service will not let us in, or ""; the SDK, which takes seconds to import, is not asked."""
+    """Why the Tinker key is invalid, or "". Does not import the SDK, which takes seconds."""
     key = os.environ.get("TINKER_API_KEY", "")
     if os.environ.get("TINKER_CREDENTIAL_CMD"):
         return ""
     if key:
         sound = key.startswith(("tml-", "eyJ"))
         return "" if sound else 'needs a key: TINKER_API_KEY does not look like one, it must start with "tml-".'
-    # `tinker auth login` keeps keys there; whether one of them is the default is the SDK's to say.
+    # `tinker auth login` stores keys there; the SDK decides whether one of them is the default.
     stored = Path("~/.tinker/credentials.json").expanduser().is_file()
     return "" if stored else "needs a key, and TINKER_API_KEY is not set."
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb has a key, or needs none. Where it looks is asked, what is there is not read out."""
+    """Whether wandb has a key, or needs none. The key itself is not read."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     if os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
@@ -166,7 +166,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def needs_hub(config: TrainConfig) -> bool:
-    """Whether a model or problems come from the Hub, be it by way of the cache."""
+    """Whether a model or dataset comes from the Hub or its cache."""
     models = any(find_model(name).found in ("cache", "download") for name in models_of(config).values())
     sources = [config.data.source, *([config.held_out_source] if config.eval.every else [])]
     from_hub = any(REGISTRIES["data"].facts(source).from_hub for source in sources)
@@ -174,31 +174,30 @@ def needs_hub(config: TrainConfig) -> bool:
 
 
 def is_offline() -> bool:
-    """Whether the libraries are told to ask nobody."""
+    """Whether the Hugging Face libraries are in offline mode."""
     return os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false", "no", "off")
 
 
 def go_offline() -> None:
-    """Tell the libraries, and the processes that are started from here, to ask nobody: each of them would try again
-    and again for a minute."""
+    """Put the Hugging Face libraries of this process and its children into offline mode, so that they do not retry."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name, module in (("huggingface_hub", "huggingface_hub.constants"), ("datasets", "datasets.config")):
-        # Whoever was imported before has read the variable already.
+        # Modules that are already imported have read the variable.
         if name in sys.modules and module in sys.modules:
             vars(sys.modules[module])["HF_HUB_OFFLINE"] = True
 
 
 def hub_url() -> str:
-    """Where the Hub is."""
+    """URL of the Hub."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 @functools.lru_cache(maxsize=8)
 def hub_answers(timeout_s: float = HUB_S) -> bool:
-    """Whether the Hub answers at all, through whatever proxy is set."""
+    """Whether the Hub can be reached, also through a proxy."""
     answered: list[bool] = []
 
-    def ask() -> None:
+    def request() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(hub_url(), method="HEAD"), timeout=timeout_s).close()
         except urllib.error.HTTPError:
@@ -207,8 +206,8 @@ def hub_answers(timeout_s: float = HUB_S) -> bool:
             return
         answered.append(True)
 
-    # A thread: looking up a name knows no time limit.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(timeout_s)
+    # In a thread, because name resolution has no timeout.
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
     return bool(answered)

@@ -1,4 +1,4 @@
-"""`retrain plugins`: every part that a configuration can name, and where it comes from."""
+"""`retrain plugins`: the parts that a configuration can name, and where they come from."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import click
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.config.options import all_options
-from retrain.plugins import REGISTRIES, Registry
+from retrain.plugins import REGISTRIES, Part, Registry
 
 
 @dataclass(frozen=True)
-class Part:
-    """One name that can stand in a TOML."""
+class ListedPart:
+    """A name that a configuration can use."""
 
     name: str
     status: Literal["ok", "missing", "broken", "shadowed"]
@@ -28,27 +28,12 @@ class Part:
     """Why it is broken or shadowed, or what is missing."""
 
 
-# Packages that built-in parts cannot do without.
-PACKAGES = {
-    ("backend", "local"): ("torch", "peft"),
-    ("backend", "tinker"): ("tinker",),
-    ("data", "gsm8k"): ("datasets",),
-    ("data", "hub"): ("datasets",),
-    ("data", "math"): ("datasets",),
-    ("engine", "pytorch"): ("torch", "peft"),
-    ("environment", "reasoning_gym"): ("reasoning-gym",),
-    ("environment", "verifiers"): ("verifiers",),
-    ("planning", "semantic"): ("sentence-transformers",),
-    ("reward", "math"): ("math-verify",),
-}
-
-
 @click.command("plugins", short_help="List built-in and installed parts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: {kind: {options, parts: [...]}}.")
 def command(as_json: bool) -> None:
-    """List the parts that a configuration can name: built in, and found through installed packages' entry points.
+    """List the parts that a configuration can name: built in, or from the entry points of installed packages.
 
-    Any of them can also be a dotted path to code of your own: see `retrain init-plugin`.
+    A dotted path to your own code works too: see `retrain init-plugin`.
     """
     found = {kind: list_parts(registry) for kind, registry in REGISTRIES.items()}
     if as_json:
@@ -65,31 +50,31 @@ def command(as_json: bool) -> None:
         )
 
 
-def list_parts(registry: Registry) -> list[Part]:
-    """Built-ins, then what installed packages declare; the latter are imported, to know whether they work."""
-    built_in = [_check_builtin(registry.kind, name, target) for name, target in registry.builtins.items()]
+def list_parts(registry: Registry) -> list[ListedPart]:
+    """Built-in parts, then those of installed packages, which are imported to check that they work."""
+    built_in = [_check_builtin(name, registry.facts(name)) for name in registry.parts]
     return built_in + [_check_entry_point(registry, point) for point in registry.discovered().values()]
 
 
-def _check_builtin(kind: str, name: str, target: str) -> Part:
-    for package in PACKAGES.get((kind, name), ()):
+def _check_builtin(name: str, part: Part) -> ListedPart:
+    for package in part.packages:
         declared = requirements().get(package)
         text = declared.text if declared is not None else package
         _, problem = check_package(package, text)
         if problem:
-            return Part(name, "missing", "built in", target, f"{package} {problem}: {pip_install(text)}")
-    return Part(name, "ok", "built in", target)
+            return ListedPart(name, "missing", "built in", part.target, f"{package} {problem}: {pip_install(text)}")
+    return ListedPart(name, "ok", "built in", part.target)
 
 
-def _check_entry_point(registry: Registry, point: EntryPoint) -> Part:
+def _check_entry_point(registry: Registry, point: EntryPoint) -> ListedPart:
     source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an installed package"
     if point.name in registry.builtins:
-        return Part(point.name, "shadowed", source, point.value, "the built-in of the same name is used")
+        return ListedPart(point.name, "shadowed", source, point.value, "the built-in of the same name is used")
     try:
         point.load()
     except Exception as error:
-        return Part(point.name, "broken", source, point.value, f"{type(error).__name__}: {error}")
-    return Part(point.name, "ok", source, point.value)
+        return ListedPart(point.name, "broken", source, point.value, f"{type(error).__name__}: {error}")
+    return ListedPart(point.name, "ok", source, point.value)
 
 
 def _options(kind: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configuration: one TOML, checked as a whole, before anything heavy is imported."""
+"""Configuration: one TOML file, validated before anything heavy is imported."""
 
 from retrain.config.load import build_config, dump_config, find_notes, load_config
 from retrain.config.schema import TrainConfig

@@ -41,6 +41,8 @@ class Facets:
 
     flag: str | None = None
     """Command-line flag, where it is not derived from the key."""
+    synonyms: tuple[str, ...] | None = None
+    """Its names in other tools, to suggest this option for."""
     kind: str | None = None
     """Plug-in registry that its value is looked up in."""
     unused: Reason | None = None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def click_options() -> list[click.Option]:
-    """One click option for each option of the schema; None means that the user did not give it."""
+    """One click option for each option of the schema; None means that it was not given."""
     return [_click_option(option) for option in all_options()]
 
 
@@ -46,7 +46,7 @@ def _click_option(option: Option) -> click.Option:
 
 
 class _Value(click.ParamType[str]):
-    """Accepts any text, so that the schema alone judges it; knows the choices for shell completion."""
+    """Accepts any text, which the schema validates; provides choices for shell completion."""
 
     name = "value"
 
@@ -54,7 +54,7 @@ class _Value(click.ParamType[str]):
         self.option = option
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Offer the values that the option takes, or file names where it takes a path."""
+        """Complete the values of the option, or file names if it is a path."""
         from click.shell_completion import CompletionItem  # noqa: PLC0415  (only a shell that completes needs it)
 
         if self.option.facets.path:
@@ -64,7 +64,7 @@ class _Value(click.ParamType[str]):
 
 
 def _parse(option: Option, value: Any) -> Any:
-    """Text for a string option is itself; any other is read as a TOML value, and left as text when it is not one."""
+    """The value of a flag: text for string options; otherwise parsed as TOML, and left as text if that fails."""
     if not isinstance(value, str) or option.type_name == "str":
         return value
     try:

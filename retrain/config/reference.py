@@ -1,4 +1,4 @@
-"""Everything that is printed from the schema: the default file, starters, docs tables, help text, the JSON schema."""
+"""Text generated from the schema: the default file, starter files, docs tables, help, the JSON schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from retrain.errors import ConfigError
 from retrain.plugins import REGISTRIES
 
 SCHEMA_FILE = "retrain.schema.json"
-"""Name of the JSON schema; it lies beside a TOML, because the `#:schema` line of an editor is relative to the file."""
+"""Name of the JSON schema, which is next to a TOML file: editors resolve its `#:schema` line relative to the file."""
 
 _SCHEMA_LINE = f"#:schema ./{SCHEMA_FILE}"
 _LONGEST_LINE = 120
@@ -28,7 +28,7 @@ _LONGEST_DEFAULT = 60
 
 @dataclass(frozen=True)
 class Template:
-    """A starter file: what it is for, and the options it shows, by `section.key`."""
+    """A starter file: its purpose, and the options it contains, by `section.key`."""
 
     summary: str
     values: Mapping[str, Any]
@@ -134,7 +134,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 def default_toml() -> str:
-    """The whole default configuration, a comment an option; tables that change the kind of run are commented out."""
+    """The default configuration with a comment per option; tables that change the kind of run are commented out."""
     blocks = [
         f"{_SCHEMA_LINE}\n# Every option with its default. A file needs only the lines that differ; "
         "`retrain init` writes a short one."
@@ -161,14 +161,14 @@ def starter(template: str, changes: Mapping[str, Any] | None = None) -> str:
 
 
 def write_with_schema(path: Path, text: str) -> None:
-    """Write a configuration, and beside it the schema that its first line names."""
+    """Write a configuration, and next to it the schema that its first line names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     (path.parent / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
 
 
 def describe(option: Option) -> str:
-    """The option's sentence, with its choices where the sentence leaves them out."""
+    """The description of an option, with its choices if it does not mention them."""
     names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in option.choices]
     if all(name in option.description for name in names):
         return option.description
@@ -177,7 +177,7 @@ def describe(option: Option) -> str:
 
 
 def _section_lines(section: str, values: Mapping[str, Any]) -> list[str]:
-    """One table; lists of tables come last, as TOML wants them."""
+    """One table; lists of tables come last, as TOML requires."""
     tables = {key: value for key, value in values.items() if value and _is_list_of_tables(section, key)}
     texts = {key: f"{format_key(key)} = {format_value(value)}" for key, value in values.items() if key not in tables}
     width = max((len(text) for text in texts.values() if len(text) <= _WIDEST_ASSIGNMENT), default=0)
@@ -201,7 +201,7 @@ def _is_list_of_tables(section: str, key: str) -> bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, with every reference written out, as the simplest editors need it."""
+    """The JSON schema of a configuration file, without references, which some editors do not support."""
     generated = TrainConfig.model_json_schema(by_alias=True)
     definitions = generated["$defs"]
     sections = {}
@@ -221,7 +221,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The JSON schema as the file holds it."""
+    """The JSON schema as text."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -243,7 +243,7 @@ def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _widen(node: dict[str, Any], option: Option) -> None:
-    """Say what the type alone does not: names that are offered but not exclusive, and tables given as JSON text."""
+    """Add what the type does not express: suggested names, and tables given as JSON strings."""
     if option.kind:
         del node["type"]
         node["anyOf"] = [{"enum": list(REGISTRIES[option.kind].builtins)}, {"type": "string"}]
@@ -271,12 +271,12 @@ def _shown_default(option: Option) -> str:
 
 
 def _escape(text: str) -> str:
-    """Keep Markdown from reading braces, pipes and [tables] as its own."""
+    """Escape pipes and brackets for Markdown."""
     return text.replace("|", "\\|").replace("[", "\\[")
 
 
 def help_text(commands: Mapping[str, str], only: Sequence[Option] = ()) -> str:
-    """The full reference: usage, commands (name and summary), options by table. `only` prints just those options."""
+    """The full reference: usage, commands (name and summary), options by table. `only` limits it to these options."""
     blocks = [] if only else [_usage(commands)]
     for section, options in groupby(only or all_options(), key=lambda option: option.section):
         lines = [f"[{section}]  {section_type(section).__doc__}"]

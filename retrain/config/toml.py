@@ -1,4 +1,4 @@
-"""TOML in and out: reading with errors that point at the line, and writing values back."""
+"""Reading TOML, with errors that point at the line, and writing it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 from retrain.errors import ConfigError
 
-# A configuration is a page or two; anything this large was named by mistake.
+# A configuration has a few kB; a larger file was named by mistake.
 MAX_BYTES = 1_000_000
-# Far above any real file, far below where parsers, copies and dumps run out of stack.
+# Far above any real file, far below where parsing, copying and dumping overflow the stack.
 MAX_DEPTH = 32
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
-# tomllib takes time and memory in the square of the parts of a dotted key, so a long one is refused unparsed.
+# tomllib needs quadratic time and memory for dotted keys, so a long one is rejected before parsing.
 _LONG_DOTTED_KEY = re.compile(r"(?<![^\s=#\[\]{},])(?:[^\s.=#\[\]{},]+\.){200}")
 _LONG_NUMBER = re.compile(r"[0-9](?:_?[0-9]){4299}")
 _SHOWN_LINE = 100
 _SHOWN_VALUE = 60
-# Python refuses to print integers of more than 4,300 digits in decimal; TOML can only hold such a one as 0x....
+# Python does not print integers of more than 4,300 decimal digits; in TOML they can only be written as 0x....
 _DECIMAL_BITS = 14_000
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a file, or say in one sentence why it cannot be a configuration."""
+    """Parse a file; raises ConfigError with one sentence."""
     name = show_path(path)
     try:
         if path.is_dir():
             raise ConfigError(f"{name} is a folder, not a TOML file.  Try: name the file inside it.")
-        # Bounded, and without trusting the size the system reports: pipes and /dev files have none.
+        # Bounded, because pipes and /dev files report no size.
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
             size = max(len(raw), path.stat().st_size)
@@ -57,13 +57,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def show_path(path: Path) -> str:
-    """A path as messages print it: as it is, or quoted where it would garble the terminal."""
+    """A path for messages, quoted if it contains characters that are not printable."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Parse TOML text; `name` is how messages call it."""
+    """Parse TOML text; `name` is its name in messages."""
     long_key = _LONG_DOTTED_KEY.search(text)
     if long_key:
         line = text.count("\n", 0, long_key.start()) + 1
@@ -84,8 +84,8 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
 
 
 def _point_at(text: str, message: str) -> str:
-    """The message, then the line it is about with a caret under the column."""
-    # Only \n ends a line in TOML; str.splitlines knows more separators and would count differently.
+    """The message and the line, with a caret under the column."""
+    # Only \n ends a line in TOML; str.splitlines has more separators and would count differently.
     lines = text.replace("\r\n", "\n").split("\n")
     while len(lines) > 1 and not lines[-1].strip():
         lines.pop()
@@ -94,19 +94,19 @@ def _point_at(text: str, message: str) -> str:
     reason = _POSITION.sub("", message).replace("(at end of document)", "at the end of the file").strip()
     if line > len(lines):
         line, column = len(lines), len(lines[-1]) + 1
-    # A control character would move the cursor, so that the caret pointed nowhere.
+    # A control character would move the cursor and misplace the caret.
     shown = "".join(
         char if char.isprintable() or char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in lines[line - 1]
     )
     start = max(0, column - _SHOWN_LINE) if len(shown) > _SHOWN_LINE else 0
-    # Tabs keep their place under tabs, so that the caret lines up.
+    # Tabs are kept, so that the caret lines up.
     indent = re.sub(r"[^\t]", " ", shown[start : column - 1])
     margin = f"  {line} | "
     return f"{reason} (line {line})\n{margin}{shown[start : start + _SHOWN_LINE]}\n{' ' * len(margin)}{indent}^"
 
 
 def is_too_deep(value: object, limit: int = MAX_DEPTH) -> bool:
-    """Whether tables and lists are nested more than `limit` levels, found without recursion."""
+    """Whether tables and lists are nested more than `limit` levels; does not recurse."""
     level = [value]
     for _ in range(limit + 1):
         level = [inner for item in level for inner in _items(item)]
@@ -122,7 +122,7 @@ def _items(value: object) -> Iterable[object]:
 
 
 def format_value(value: object) -> str:
-    """One value as TOML text."""
+    """A value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -138,19 +138,19 @@ def format_value(value: object) -> str:
 
 
 def show_value(value: object) -> str:
-    """One value as messages show it: cut when it is long, and printable on any terminal that speaks UTF-8."""
-    # A flag may carry bytes that are no text, which such a terminal refuses.
+    """A value for messages: truncated if long, and printable on any UTF-8 terminal."""
+    # A flag may contain bytes that are not valid UTF-8.
     text = format_value(value).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _SHOWN_VALUE else f"{text[: _SHOWN_VALUE - 3]}..."
 
 
 def format_key(key: str) -> str:
-    """A key, quoted when TOML asks for it."""
+    """A key, quoted if TOML requires it."""
     return key if _BARE_KEY.fullmatch(key) else format_value(key)
 
 
 def format_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """A document of one level of tables."""
+    """A document with one level of tables."""
     blocks = [
         "\n".join(
             [f"[{format_key(name)}]", *(f"{format_key(key)} = {format_value(value)}" for key, value in table.items())]

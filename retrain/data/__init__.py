@@ -1,7 +1,8 @@
-"""Data: where problems come from, and in which order they are taken.
+"""Data sources, and the order in which examples are drawn.
 
-Built in are `math`, `gsm8k`, `arithmetic`, `jsonl` and `hub`; a dotted path names a class of yours. Every source is
-made with the `[data]` table and has one method, `load`.
+Built-in sources are `math`, `gsm8k`, `arithmetic`, `jsonl` and `hub`; a dotted path names your own class. A source is
+instantiated with the `[data]` table and has one method, `load`. Its entry in `retrain.plugins` lists the options of
+`[data]` that it reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["DataSource", "Endless", "ExampleOrder", "build_source", "load_exampl
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A set of problems. Another split of the same problems is another source."""
+    """A set of problems. Each split is a separate source."""
 
     def load(self) -> Sequence[Example]:
         """Return the examples, always in the same order."""
@@ -31,7 +32,7 @@ class DataSource(Protocol):
 
 
 def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> DataSource:
-    """Make the source that `[data] source` names; nothing is read yet."""
+    """Instantiate the source that `[data] source` names, without reading data."""
     part = REGISTRIES["data"].load(section.source, search_paths)
     if not callable(part):
         raise PluginError(
@@ -49,7 +50,7 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
 
 
 def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Sequence[Example]:
-    """Build the source and load it; a source without examples, or with something else in it, is an error."""
+    """Build the source and load it; raises if it has no examples or something else in it."""
     who = f"data source {section.source!r}"
     source = build_source(section, search_paths)
     try:
@@ -61,7 +62,7 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
                 f"{who} returned {type(examples).__name__} from load, where a list of retrain.types.Example is needed. "
                 "Try: return list(...)"
             )
-        # A sequence of the user's own may read its rows only now.
+        # A custom sequence may read its rows lazily.
         _check_each(who, examples)
     except RetrainError:
         raise

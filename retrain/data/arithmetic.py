@@ -1,7 +1,7 @@
-"""The arithmetic task: chains of additions and subtractions such as `13-7-1-5=?`.
+"""The `arithmetic` source: chains of additions and subtractions such as `13-7-1-5=?`.
 
-Endless, seeded by the caller's generator, with a held-out tenth fixed by a hash of the question alone, so
-that no seed and no process can ever draw a held-out problem for training.
+Endless, and seeded by the generator of the caller. A hash of the question decides which tenth is held out, so that no
+seed and no process draws a held-out problem for training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LARGEST_RESULT = 20
 LARGEST_OPERAND = 9
-# Share of problems with 3, 4 and 5 operands: prompts of unequal length, the longest the rarest.
+# Weights of problems with 3, 4 and 5 operands: prompts differ in length, and the longest are the rarest.
 OPERAND_COUNTS = (3, 4, 5)
 OPERAND_WEIGHTS = (45, 35, 20)
 HELD_OUT_ONE_IN = 10
@@ -30,7 +30,7 @@ _TERM = re.compile(r"[+-]?\d+")
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as the user message shows it, and the integer that answers it."""
+    """A question as in the user message, and the integer that answers it."""
 
     question: str
     answer: str
@@ -42,7 +42,7 @@ def read_terms(question: str) -> list[int]:
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """Draw a problem whose every partial result lies in 0..LARGEST_RESULT."""
+    """Draw a problem whose partial results all lie in 0..LARGEST_RESULT."""
     (operand_count,) = rng.choices(OPERAND_COUNTS, OPERAND_WEIGHTS)
     total = rng.randint(1, LARGEST_RESULT)
     text = str(total)
@@ -55,13 +55,13 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def is_held_out(question: str) -> bool:
-    """Say whether a question belongs to the held-out tenth, from its text alone."""
+    """Whether a question belongs to the held-out tenth, from its text alone."""
     digest = hashlib.sha256(question.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def draw_split(rng: random.Random, held_out: bool) -> Problem:
-    """Draw problems until one belongs to the wanted side of the split."""
+    """Draw problems until one belongs to the requested side of the split."""
     while True:
         problem = draw_problem(rng)
         if is_held_out(problem.question) == held_out:
@@ -69,13 +69,13 @@ def draw_split(rng: random.Random, held_out: bool) -> Problem:
 
 
 class ArithmeticSource:
-    """Problems without end. Split `train` never draws a held-out problem; every other split draws only those."""
+    """Endless problems. Split `train` never draws a held-out problem; every other split draws only those."""
 
     def __init__(self, section: schema.Data) -> None:
         self._section = section
 
     def load(self) -> Endless:
-        """Return the problems; the seed of whoever takes them decides which ones come."""
+        """Return the problems; the consumer's seed decides which ones are drawn."""
         return Endless(self._draw)
 
     def _draw(self, rng: random.Random) -> Example:

@@ -1,4 +1,4 @@
-"""The `hub` source: any dataset of the Hugging Face hub, or of its local cache."""
+"""The `hub` source: a dataset from the Hugging Face Hub or its local cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OFFLINE_HINT = (
 
 
 class HubSource:
-    """The rows of `[data] id`, `subset` and `split`, with the fields that `[data]` names."""
+    """The rows of `[data] id`, `subset` and `split`, with the fields named in `[data]`."""
 
     def __init__(self, section: schema.Data) -> None:
         self._section = section
 
     def load(self) -> list[Example]:
-        """Download the dataset, or take it from the cache, and read every row."""
+        """Download the dataset, or read it from the cache."""
         section = self._section
         if not section.id:
             raise ConfigError(
@@ -36,13 +36,13 @@ class HubSource:
 
 
 def load_rows(id: str, subset: str, split: str) -> list[Mapping[str, Any]]:
-    """Return the rows of one split, or say what is missing and how to do without the hub."""
+    """Return the rows of one split; the error explains how to work without the Hub."""
     import datasets  # noqa: PLC0415  (takes about a second, and only these sources need it)
 
     name = f"{id} ({subset})" if subset else id
     try:
         dataset = datasets.load_dataset(id, subset or None, split=split)
-    # Absent, private, offline, a wrong subset or split, a full disk: each has its own exception, in three libraries.
+    # Missing, private, offline, invalid subset or split, full disk: each raises another exception, in three libraries.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The `jsonl` source: a file of yours, one JSON object a line."""
+"""The `jsonl` source: a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class JsonlSource:
-    """Rows with `prompt`, `problem` or `question` and `answer` or `solution`, or the fields that `[data]` names."""
+    """Rows with `prompt`, `problem` or `question` and `answer` or `solution`, or the fields named in `[data]`."""
 
     def __init__(self, section: schema.Data) -> None:
         self._section = section
 
     def load(self) -> list[Example]:
-        """Read the whole file; every bad line is reported, by number, in one error."""
+        """Read the file; one error reports all invalid lines by number."""
         if not self._section.path:
             problem = ConfigIssue("[data] path", "is empty.", 'Try: path = "problems.jsonl"')
             raise ConfigError('source = "jsonl" needs a file.', (problem,))
@@ -42,7 +42,7 @@ class JsonlSource:
 
 
 def _read_lines(content: bytes) -> Iterator[tuple[str, object]]:
-    # Only a newline ends a row: text may hold other characters that Unicode calls line breaks.
+    # Only a newline ends a row: text may contain other characters that Unicode counts as line breaks.
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield f"line {number}", _parse_line(line)

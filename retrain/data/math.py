@@ -25,7 +25,7 @@ class MathSource:
         self._section = section
 
     def load(self) -> list[Example]:
-        """Load subject by subject; the answer is the last box of each solution."""
+        """Load all subjects; the answer is the last box of each solution."""
         section = self._section
         if section.subset and section.subset not in SUBJECTS + EASY_SUBJECTS:
             problem = ConfigIssue(
@@ -44,5 +44,5 @@ class MathSource:
 
 
 def _read_answer(solution: str) -> str:
-    # Two number-theory solutions print an empty box where both texts conclude that there are no such primes.
+    # Two number-theory solutions have an empty box, where the text concludes that there are 0 such primes.
     return last_boxed(solution) or ("0" if r"\boxed{}" in solution else "")

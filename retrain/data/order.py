@@ -1,4 +1,4 @@
-"""The order in which examples are taken, fixed by a seed and one integer: how many were taken before."""
+"""The order in which examples are drawn: a function of the seed and the number drawn before."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from retrain.errors import CheckpointError, PluginError, RetrainError
 from retrain.types import Example
 
 LARGEST_SHUFFLED = 1_000_000
-"""A bounded endless source with more examples than this is not shuffled: its draws are in no order to begin with."""
+"""A bounded endless source with more examples than this is not shuffled: it has no order to begin with."""
 
 
 class Endless(Sequence[Example]):
-    """Examples without end: number i is drawn by a generator that knows the seed and i, and nothing else."""
+    """Endless examples: number i is drawn by a generator seeded with the seed and i."""
 
     def __init__(self, draw: Callable[[random.Random], Example], seed: int = 0, origin: str = "") -> None:
         self._draw = draw
@@ -23,11 +23,11 @@ class Endless(Sequence[Example]):
         self._origin = origin
 
     def reseed(self, seed: int) -> Endless:
-        """Return the same kind of examples under another seed."""
+        """Return the same source with another seed."""
         return Endless(self._draw, seed, self._origin)
 
     def named(self, origin: str) -> Endless:
-        """Return the same examples, with the data source to name when one cannot be drawn."""
+        """Return the same source with its name for error messages."""
         return Endless(self._draw, self._seed, origin)
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Endless(Sequence[Example]):
             return [self[number] for number in range(*index.indices(len(self)))]
         if index < 0:
             raise IndexError("there is no last example in an endless source")
-        # Text seeds go through SHA-512: neighbouring numbers give unrelated draws, the same ones on every machine.
+        # Text seeds are hashed with SHA-512: consecutive numbers give independent draws, the same on every machine.
         rng = random.Random(f"{self._seed}:{index}")
         try:
             example: object = self._draw(rng)
@@ -59,14 +59,14 @@ class Endless(Sequence[Example]):
 
 
 class First(Sequence[Example]):
-    """The first `count` examples of an endless source, each drawn when it is asked for: any count costs nothing."""
+    """The first `count` examples of an endless source, drawn lazily."""
 
     def __init__(self, source: Endless, count: int) -> None:
         self._source = source
-        self._places = range(count)
+        self._indices = range(count)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -74,15 +74,15 @@ class First(Sequence[Example]):
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
-            return [self._source[place] for place in self._places[index]]
-        return self._source[self._places[index]]
+            return [self._source[number] for number in self._indices[index]]
+        return self._source[self._indices[index]]
 
 
 class ExampleOrder:
-    """Hands out examples: a fresh permutation each epoch, or, from an endless source, one after the other.
+    """Draws examples: a new permutation each epoch, or, from an endless source, one after the other.
 
-    `max_examples` keeps only the first n before any shuffling; 0 keeps all. An endless source so bounded has epochs
-    like any other, but beyond `LARGEST_SHUFFLED` examples each epoch takes them in the same order.
+    `max_examples` keeps only the first n before any shuffling; 0 keeps all. A bounded endless source has
+    epochs too, but beyond `LARGEST_SHUFFLED` examples every epoch has the same order.
     """
 
     def __init__(self, examples: Sequence[Example], seed: int, max_examples: int = 0) -> None:
@@ -97,10 +97,10 @@ class ExampleOrder:
         self._epoch = -1
         self._permutation: list[int] = []
         self.position = 0
-        """How many examples were taken since the beginning; with the seed it determines all that follow."""
+        """Number of examples drawn so far; with the seed it determines all that follow."""
 
     def take(self, count: int) -> list[Example]:
-        """Return the next `count` examples, running on into the next epoch where this one ends."""
+        """Return the next `count` examples, continuing with the next epoch at the end of one."""
         taken = [self._at(position) for position in range(self.position, self.position + count)]
         self.position += count
         return taken
@@ -108,21 +108,21 @@ class ExampleOrder:
     def _at(self, position: int) -> Example:
         if isinstance(self._examples, Endless):
             return self._examples[position]
-        epoch, place = divmod(position, len(self._examples))
+        epoch, index = divmod(position, len(self._examples))
         if isinstance(self._examples, First) and len(self._examples) > LARGEST_SHUFFLED:
-            return self._examples[place]
+            return self._examples[index]
         if epoch != self._epoch:
             self._epoch = epoch
             self._permutation = list(range(len(self._examples)))
             random.Random(f"{self._seed}:epoch {epoch}").shuffle(self._permutation)
-        return self._examples[self._permutation[place]]
+        return self._examples[self._permutation[index]]
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"position": self.position, "examples": len(self._examples)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where `state` was taken; refused when the data has another size, because nothing would line up."""
+        """Continue at `state`; raises if the data has another size."""
         if state["examples"] != len(self._examples):
             raise CheckpointError(
                 f"the checkpoint was made with {state['examples']} examples, the data now has {len(self._examples)}. "

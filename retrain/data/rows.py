@@ -1,4 +1,4 @@
-"""From raw rows to examples: which field is the prompt, which the answer, and what is wrong with the rest."""
+"""Conversion of raw rows to examples: which field is the prompt, which the answer, and which rows are invalid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROMPT_FIELDS = ("prompt", "problem", "question")
 ANSWER_FIELDS = ("answer", "solution")
 BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
 
-_SHOWN_PROBLEMS = 5
-# The last line of a GSM8K answer, and nothing looser: `####` also stands in code and in Markdown.
+_SHOWN_ISSUES = 5
+# Exactly the last line of a GSM8K answer: `####` also occurs in code and in Markdown.
 _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 Row = Mapping[str, Any]
@@ -26,11 +26,11 @@ Prompt = str | tuple[Mapping[str, str], ...]
 
 
 class BadRow(Exception):
-    """A row that cannot become an example, and why."""
+    """Why a row is not a valid example."""
 
 
 def final_answer(text: str) -> str:
-    r"""Return the answer that a solution ends in: its last `\boxed{}`, or a GSM8K number; "" when it has neither."""
+    r"""Return the final answer of a solution: its last `\boxed{}`, or a GSM8K number; "" if it has neither."""
     return last_boxed(text) or gsm8k_answer(text)
 
 
@@ -41,7 +41,7 @@ def gsm8k_answer(text: str) -> str:
 
 
 def to_example(row: object, section: schema.Data, id: str) -> Example:
-    """Read one row, or raise a BadRow."""
+    """Convert one row; raises BadRow."""
     if not isinstance(row, Mapping):
         raise BadRow(f"is a {_kind(row)}, not an object with fields")
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
@@ -52,30 +52,30 @@ def to_example(row: object, section: schema.Data, id: str) -> Example:
 
 
 def collect_examples(rows: Iterable[tuple[str, object]], section: schema.Data, origin: str) -> list[Example]:
-    """Read all rows, each with the words that say where it is; the bad ones come in one error."""
+    """Convert rows, each given with its location; one error reports all invalid ones."""
     examples: list[Example] = []
-    problems: list[ConfigIssue] = []
+    issues: list[ConfigIssue] = []
     for where, row in rows:
         try:
             if isinstance(row, BadRow):
                 raise row
             examples.append(to_example(row, section, where))
         except BadRow as bad:
-            problems.append(ConfigIssue(where, str(bad)))
-    if problems:
-        raise_for_rows(problems, origin)
+            issues.append(ConfigIssue(where, str(bad)))
+    if issues:
+        raise_for_rows(issues, origin)
     if not examples:
         raise ConfigError(f"{origin} has no rows.")
     return examples
 
 
-def raise_for_rows(problems: Sequence[ConfigIssue], origin: str) -> None:
-    """Raise one error for all bad rows, naming the first few."""
-    shown = tuple(problems[:_SHOWN_PROBLEMS])
-    rest = len(problems) - len(shown)
+def raise_for_rows(issues: Sequence[ConfigIssue], origin: str) -> None:
+    """Raise one error for all invalid rows, with the first few of them."""
+    shown = tuple(issues[:_SHOWN_ISSUES])
+    rest = len(issues) - len(shown)
     more = (ConfigIssue("", f"and {rest} more."),) if rest else ()
-    noun = "row" if len(problems) == 1 else "rows"
-    raise ConfigError(f"{origin} has {len(problems)} unusable {noun}:", (*shown, *more))
+    noun = "row" if len(issues) == 1 else "rows"
+    raise ConfigError(f"{origin} has {len(issues)} unusable {noun}:", (*shown, *more))
 
 
 def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
@@ -87,11 +87,11 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
 
 
 def read_prompt(value: object, field: str) -> Prompt:
-    """Read text, or messages with role and content, or raise a BadRow."""
+    """Text, or messages with role and content; raises BadRow."""
     if value == "" or (isinstance(value, str) and value.isspace()):
         raise BadRow(f"has an empty {field!r}")
     if isinstance(value, str):
-        return _whole_text(value, field)
+        return _check_unicode(value, field)
     if not isinstance(value, Sequence) or not value:
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a list of messages belongs")
     return tuple(_read_message(message, field) for message in value)
@@ -101,29 +101,29 @@ def _read_message(message: object, field: str) -> dict[str, str]:
     if isinstance(message, Mapping):
         role, content = message.get("role"), message.get("content")
         if isinstance(role, str) and isinstance(content, str):
-            return {"role": _whole_text(role, field), "content": _whole_text(content, field)}
+            return {"role": _check_unicode(role, field), "content": _check_unicode(content, field)}
     raise BadRow(f"has a message without role and content in {field!r}")
 
 
 def read_answer(value: object, field: str, named: bool) -> str:
-    """Read the reference of a row, the final answer of a solution, or raise a BadRow."""
+    """The reference answer of a row; of a solution, its final answer. Raises BadRow."""
     if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # 27.0 in a table of numbers is the answer 27
+        return str(int(value))  # 27.0 in a numeric column is the answer 27
     if isinstance(value, int | float):
         return str(value)
     if not isinstance(value, str):
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a number belongs")
     if not value.strip():
         raise BadRow(f"has no answer in {field!r}")
-    # Only a solution is known to be more than its answer; unit tests, say, must reach a custom reward as they are.
+    # Only a solution contains more than its answer; unit tests, for example, must reach a custom reward unchanged.
     extracted = final_answer(value) if field == "solution" else gsm8k_answer(value)
     if field == "solution" and not named and not extracted:
         raise BadRow(r"has a 'solution' without \boxed{}")
-    return _whole_text(extracted or value, field)
+    return _check_unicode(extracted or value, field)
 
 
-def _whole_text(text: str, field: str) -> str:
-    """Refuse half a surrogate pair: JSON can spell one, and no tokenizer or file takes it."""
+def _check_unicode(text: str, field: str) -> str:
+    """Reject half a surrogate pair: JSON can encode one, but tokenizers and files cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrain.cli import run
-from retrain.cli.plugins import PACKAGES
+from retrain.cli.packages import requirements
 from retrain.plugins import REGISTRIES
 
 
@@ -54,8 +54,10 @@ def test_a_part_whose_package_is_not_installed_is_missing_and_says_what_to_insta
     assert states["backend", "local"]["status"] == states["reward", "match"]["status"] == "ok"
 
 
-def test_every_part_that_needs_a_package_is_built_in() -> None:
-    assert all(name in REGISTRIES[kind].builtins for kind, name in PACKAGES)
+def test_packages_that_built_in_parts_need_are_declared_requirements() -> None:
+    parts = [registry.facts(name) for registry in REGISTRIES.values() for name in registry.parts]
+    needed = {package for part in parts for package in part.packages}
+    assert len(needed) > 5 and needed <= set(requirements())
 
 
 def test_the_options_that_name_a_part_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,11 @@ class Inference(Section):
     facets: ClassVar[Facets] = Facets(on_tinker=IGNORED, shared_model=True, step_time=True)
 
     engine: str = option(
-        "pytorch", "Engine: pytorch, max, vllm, sglang, mlx or openai.", kind="engine", flag="--inference-engine"
+        "pytorch",
+        "Engine: pytorch, max, vllm, sglang, mlx or openai.",
+        kind="engine",
+        flag="--inference-engine",
+        synonyms=("engine",),
     )
     url: str = option(
         "",
@@ -129,6 +133,7 @@ class Inference(Section):
         flag="--inference-max-model-len",
         on_resume="free",
         unused=reasons.launches_server,
+        synonyms=("context_length",),
     )
 
     @property

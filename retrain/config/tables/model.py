@@ -65,6 +65,7 @@ class Model(Section):
         min_length=1,
         flag="--model",
         path=True,
+        synonyms=("model_name", "model_name_or_path"),
     )
     base_url: str = option(
         "",
@@ -73,7 +74,7 @@ class Model(Section):
         step_time=False,
         unused=reasons.needs_tinker_service,
     )
-    lora_rank: BoundedInt = option(32, "LoRA rank; 0 trains the full model.", ge=0)
+    lora_rank: BoundedInt = option(32, "LoRA rank; 0 trains the full model.", ge=0, synonyms=("lora_r", "r", "rank"))
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "Training precision; auto is bf16 on a GPU and fp32 on the CPU.", on_tinker=IGNORED
     )
@@ -92,7 +93,9 @@ class Lora(Section):
     alpha: BoundedInt = option(
         0, "LoRA alpha; 0 means twice the rank.", ge=0, on_tinker="The service chooses LoRA's alpha."
     )
-    dropout: float = option(0.0, "LoRA dropout.", ge=0, lt=1, on_tinker="The service trains without dropout.")
+    dropout: float = option(
+        0.0, "LoRA dropout.", ge=0, lt=1, on_tinker="The service trains without dropout.", synonyms=("lora_dropout",)
+    )
     target_modules: str = option(
         "all-linear",
         "Layers that get an adapter: all-linear, or comma-separated module names.",

@@ -92,6 +92,7 @@ class Resume(Section):
         alias="from",
         path=True,
         identity=True,
+        synonyms=("resume_from_checkpoint",),
     )
 
 
@@ -107,14 +108,18 @@ class Logging(Section):
         path=True,
         identity=True,
         per_condition=False,
+        synonyms=("output_dir",),
     )
-    wandb_project: str = option("", "Weights & Biases project; set it to turn wandb on.")
+    wandb_project: str = option(
+        "", "Weights & Biases project; set it to turn wandb on.", synonyms=("project", "report_to")
+    )
     wandb_run_name: str = option(
         "",
         "Run name; empty uses {advantage_mode}+{transform_mode}.",
         identity=True,
         per_condition=False,
         in_campaign=reasons.always("a campaign names its runs"),
+        synonyms=("run_name",),
     )
     wandb_entity: str = option("", "Weights & Biases entity.")
     wandb_group: str = option(
@@ -133,6 +138,7 @@ class Logging(Section):
         "Steps between lines on the screen and rows in trackers; 0 is never. metrics.jsonl has every step.",
         ge=0,
         flag="--log-every",
+        synonyms=("log_steps", "logging_steps"),
     )
     log_completions: bool = option(False, "Send a table of the completions of every step to wandb and trackio.")
     save_completions_probability: float = option(

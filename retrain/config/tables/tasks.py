@@ -17,6 +17,7 @@ class Data(Section):
         kind="data",
         held_out=True,
         step_time=True,
+        synonyms=("dataset",),
     )
     path: str = option(
         "",
@@ -33,6 +34,7 @@ class Data(Section):
         held_out=True,
         step_time=True,
         unused=reasons.read_by_training_source("id"),
+        synonyms=("dataset_name",),
     )
     subset: str = option(
         "",
@@ -70,7 +72,11 @@ class Eval(Section):
     facets: ClassVar[Facets] = Facets(on_resume="free")
 
     every: BoundedInt = option(
-        0, "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.", ge=0, flag="--eval-every"
+        0,
+        "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.",
+        ge=0,
+        flag="--eval-every",
+        synonyms=("eval_steps", "eval_strategy"),
     )
     source: str = option(
         "",
@@ -123,6 +129,7 @@ class Environment(Section):
         "Environment provider: builtin, verifiers, reasoning_gym or a dotted path; empty trains on [data].",
         kind="environment",
         unused=reasons.never,
+        synonyms=("environment",),
     )
     id: str = option("", "Environment id, for example primeintellect/gsm8k.", flag="--environment-id")
     args: Annotated[Table, BeforeValidator(table_or_json)] = option(
@@ -157,6 +164,7 @@ class Reward(Section):
         kind="reward",
         flag="--reward-type",
         step_time=True,
+        synonyms=("reward", "reward_funcs"),
     )
     judge_model: str = option(
         "", "Judge model; empty uses gpt-4o-mini.", flag="--reward-judge-model", unused=reasons.needs_judge

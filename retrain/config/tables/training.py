@@ -10,10 +10,16 @@ class Algorithm(Section):
     """How rewards become token advantages."""
 
     advantage_mode: str = option(
-        "maxrl", "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.", kind="advantage"
+        "maxrl",
+        "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.",
+        kind="advantage",
+        synonyms=("advantage",),
     )
     transform_mode: str = option(
-        "gtpo_sepa", "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.", kind="transform"
+        "gtpo_sepa",
+        "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.",
+        kind="transform",
+        synonyms=("transform",),
     )
     algorithm_mode: str = option(
         "", "Dotted path of a function that replaces both advantage and transform.", kind="algorithm"
@@ -55,6 +61,7 @@ class Training(Section):
         flag="--max-steps",
         on_resume="free",
         in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
+        synonyms=("num_iterations", "num_steps", "steps"),
     )
     epochs: float = option(
         0.0,
@@ -64,16 +71,45 @@ class Training(Section):
         on_resume="free",
         per_condition=False,
         in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
+        synonyms=("num_epochs", "num_train_epochs"),
     )
-    batch_size: BoundedInt = option(8, "Prompts per step.", ge=1, le=1_000_000, step_time=True)
-    group_size: BoundedInt = option(16, "Completions per prompt.", ge=1, le=100_000, step_time=True)
-    max_tokens: BoundedInt = option(2048, "Maximum new tokens per completion.", ge=1, step_time=True)
+    batch_size: BoundedInt = option(
+        8,
+        "Prompts per step.",
+        ge=1,
+        le=1_000_000,
+        step_time=True,
+        synonyms=("per_device_train_batch_size", "train_batch_size"),
+    )
+    group_size: BoundedInt = option(
+        16,
+        "Completions per prompt.",
+        ge=1,
+        le=100_000,
+        step_time=True,
+        synonyms=("num_generations", "num_samples", "rollouts"),
+    )
+    max_tokens: BoundedInt = option(
+        2048,
+        "Maximum new tokens per completion.",
+        ge=1,
+        step_time=True,
+        synonyms=("max_completion_length", "max_length", "max_new_tokens"),
+    )
     temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature")
-    lr: float = option(4e-5, "Learning rate.", gt=0, le=10)
+    lr: float = option(4e-5, "Learning rate.", gt=0, le=10, synonyms=("learning_rate",))
     weight_decay: float = option(0.0, "AdamW weight decay.", ge=0)
-    max_examples: BoundedInt = option(0, "Use only the first n examples; 0 uses all.", ge=0, flag="--max-examples")
-    save_every: BoundedInt = option(20, "Steps between checkpoints.", ge=1, on_resume="free")
-    keep: BoundedInt = option(2, "Number of checkpoints to keep; older ones are deleted.", ge=1, on_resume="free")
+    max_examples: BoundedInt = option(
+        0, "Use only the first n examples; 0 uses all.", ge=0, flag="--max-examples", synonyms=("max_train_samples",)
+    )
+    save_every: BoundedInt = option(20, "Steps between checkpoints.", ge=1, on_resume="free", synonyms=("save_steps",))
+    keep: BoundedInt = option(
+        2,
+        "Number of checkpoints to keep; older ones are deleted.",
+        ge=1,
+        on_resume="free",
+        synonyms=("save_total_limit",),
+    )
     record: bool = option(
         False,
         "Store the rollouts of every step, so that `retrain replay` can recompute advantages on them.",
@@ -119,21 +155,28 @@ class Training(Section):
         "Truncate prompts from the left to this many tokens; 0 rejects prompts that do not fit.",
         ge=0,
         step_time=True,
+        synonyms=("max_prompt_length",),
     )
 
 
 class Optimizer(Section):
     """AdamW and the learning rate schedule."""
 
-    beta1: float = option(0.9, "AdamW beta1.", ge=0, lt=1)
-    beta2: float = option(0.95, "AdamW beta2.", ge=0, lt=1)
-    eps: float = option(1e-8, "AdamW epsilon.", gt=0, le=1)
+    beta1: float = option(0.9, "AdamW beta1.", ge=0, lt=1, synonyms=("adam_beta1",))
+    beta2: float = option(0.95, "AdamW beta2.", ge=0, lt=1, synonyms=("adam_beta2",))
+    eps: float = option(1e-8, "AdamW epsilon.", gt=0, le=1, synonyms=("adam_epsilon",))
     schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = option(
-        "constant", "Schedule after the warm-up.", flag="--lr-schedule"
+        "constant",
+        "Schedule after the warm-up.",
+        flag="--lr-schedule",
+        synonyms=("lr_scheduler_type", "scheduler"),
     )
     schedule_args: Table = option({}, "Arguments of the schedule, named as in transformers, such as min_lr_rate.")
     warmup_steps: float = option(
-        0.0, "Steps of linear warm-up from 0; a value below 1 is a fraction of all steps.", ge=0
+        0.0,
+        "Steps of linear warm-up from 0; a value below 1 is a fraction of all steps.",
+        ge=0,
+        synonyms=("warmup", "warmup_ratio"),
     )
 
 
@@ -145,6 +188,7 @@ class Loss(Section):
         "Token loss: importance_sampling, ppo, cispo, gspo, dr_grpo, grpo or a dotted path.",
         kind="loss",
         flag="--loss-type",
+        synonyms=("loss",),
     )
     clip_low: float = option(
         0.2,
@@ -154,7 +198,11 @@ class Loss(Section):
         flag="--loss-clip-low",
     )
     clip_high: float = option(
-        0.2, "Clip ratios above 1 + clip_high (not used by importance_sampling).", ge=0, flag="--loss-clip-high"
+        0.2,
+        "Clip ratios above 1 + clip_high (not used by importance_sampling).",
+        ge=0,
+        flag="--loss-clip-high",
+        synonyms=("clip", "epsilon"),
     )
     ratio_cap: float = option(
         2.0,
@@ -163,7 +211,13 @@ class Loss(Section):
         flag="--loss-ratio-cap",
         unused=reasons.needs_ratio_cap,
     )
-    grad_clip: float = option(1.0, "Maximum gradient norm; 0 is off.", ge=0, flag="--loss-grad-clip")
+    grad_clip: float = option(
+        1.0,
+        "Maximum gradient norm; 0 is off.",
+        ge=0,
+        flag="--loss-grad-clip",
+        synonyms=("gradient_clip", "max_grad_norm"),
+    )
 
 
 class Kl(Section):
@@ -175,6 +229,7 @@ class Kl(Section):
         ge=0,
         step_time=True,
         on_tinker="The service has no reference policy.",
+        synonyms=("kl_coef",),
     )
     sync_ref_model: bool = option(
         False, "Periodically move the reference towards the policy.", unused=reasons.used_if("kl.beta", bool)

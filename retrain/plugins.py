@@ -76,7 +76,7 @@ class Registry:
         """All names that need no dotted path."""
         return [*self.builtins, *(name for name in self.discovered() if name not in self.builtins)]
 
-    def problem_with(self, name: str) -> str:
+    def explain_unknown(self, name: str) -> str:
         """Why `name` is not a part of this kind, or "". Imports nothing."""
         if name in self.builtins or is_dotted_path(name) or name in self.discovered():
             return ""
@@ -95,7 +95,7 @@ class Registry:
             except (Exception, SystemExit) as error:
                 raise PluginError(f"{self.kind} plug-in {name!r} ({point.value}) failed to load: {error!r}") from error
         if not is_dotted_path(name):
-            raise PluginError(self.problem_with(name))
+            raise PluginError(self.explain_unknown(name))
         make_importable(search_paths)
         return import_path(name, self.kind)
 

@@ -69,7 +69,7 @@ def test_an_installed_part_is_found_by_its_entry_point(folder: Path) -> None:
     (folder / "sample_parts.py").write_text("part = 'installed'\n")
     install(folder, "sample_parts:part")
     assert REGISTRY.names() == ["join", "broken", "extra"]
-    assert REGISTRY.problem_with("extra") == ""
+    assert REGISTRY.explain_unknown("extra") == ""
     assert REGISTRY.load("extra") == "installed"
 
 
@@ -89,7 +89,7 @@ def test_an_installed_part_that_fails_to_import_is_named(folder: Path) -> None:
 def test_an_unknown_name_gets_a_suggestion() -> None:
     assert refusal("joni") == "'joni' is not a known sample part. Did you mean 'join'?"
     assert "Known: join, broken, or a dotted path." in refusal("qqqqqqq")
-    assert REGISTRY.problem_with("joni") == "'joni' is not a known sample part. Did you mean 'join'?"
+    assert REGISTRY.explain_unknown("joni") == "'joni' is not a known sample part. Did you mean 'join'?"
 
 
 def test_a_missing_module_is_told_apart_from_one_that_needs_another(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Runs read back from their folders: configuration, metrics and evaluations, grouped into conditions.
+"""Runs loaded from their folders: configuration, metrics and evaluations, grouped into conditions.
 
-A folder is a run, a campaign (manifest.json), or holds runs one level below. Nothing here loads torch.
+A folder is a run, a campaign (manifest.json), or contains runs. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
+from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, METRICS, whole_rows
@@ -29,7 +30,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as its folder tells it. Rows are by step; one that was written twice counts as it was last written."""
+    """One run, loaded from its folder. Rows are by step; of a step that was written twice, the last one counts."""
 
     path: Path
     condition: str
@@ -39,28 +40,28 @@ class RunRecord:
     evaluations: Mapping[int, Row]
     status: str = ""
     torn: int = 0
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
 
     def rows(self, metric: str) -> Mapping[int, Row]:
-        """The rows that hold a metric: evaluations, or training steps."""
+        """The rows that contain a metric: evaluations or training steps."""
         return self.evaluations if metric.startswith("eval_") else self.metrics
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One number a run, at a step that all of them reached."""
+    """A metric of each run, at a step that all of them reached."""
 
     metric: str
     step: int
     values: Mapping[str, Mapping[int, float]]
-    """By condition and seed, as `retrain.analysis.stats.compare` takes them."""
+    """By condition and seed, for `retrain.analysis.stats.compare`."""
     notes: tuple[str, ...] = field(default=())
 
 
 def find_runs(paths: Sequence[str | Path], tell_apart: bool = False) -> list[RunRecord]:
-    """All runs in these folders, each with its condition. A run that is named twice is refused.
+    """All runs in these folders, each with its condition; raises if a run is named twice.
 
-    Two of one condition and seed are refused as well, or, to `tell_apart`, named after their folders.
+    Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders.
     """
     runs = label_runs([run for path in paths for run in _find(Path(path).expanduser())])
     folders = Counter(run.path.resolve() for run in runs)
@@ -94,7 +95,7 @@ def _find(path: Path) -> list[RunRecord]:
 
 
 def _search(path: Path, depth: int) -> Iterator[RunRecord]:
-    """The run or the campaign that a folder is, or those below it."""
+    """The runs in a folder: itself, those of a campaign, or those in subfolders."""
     if (path / MANIFEST).is_file():
         for entry in read_manifest(path)["runs"]:
             if _is_run(path / entry["folder"]):
@@ -112,19 +113,19 @@ def _is_run(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a campaign, as far as its runs go."""
+    """The manifest of a campaign; checks the entries of its runs."""
     try:
         table = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for entry in table["runs"]:
             str(entry["folder"]), str(entry["condition"]), int(entry["seed"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / MANIFEST} cannot be read as a campaign's: {error!r}.") from error
+        raise ConfigError(f"{path / MANIFEST} is not a valid manifest: {error!r}.") from error
     result: dict[str, Any] = table
     return result
 
 
 def read_run(path: Path) -> RunRecord:
-    """One run; lines that a kill tore are left out and counted."""
+    """Load one run; incomplete lines are skipped and counted."""
     config = load_config(path / CONFIG_FILE)
     metrics, torn = read_rows(path / METRICS)
     evaluations, torn_too = read_rows(path / EVALS)
@@ -138,7 +139,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_rows(path: Path) -> tuple[dict[int, Row], int]:
-    """Rows of a JSONL file by step, and how many lines were no rows."""
+    """Rows of a JSONL file by step, and the number of invalid lines."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -154,16 +155,16 @@ def read_rows(path: Path) -> tuple[dict[int, Row], int]:
 
 
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Conditions with one label that differ in an option get it into their label."""
+    """Add options to the labels of conditions that have the same label and differ in them."""
     # Where, how long and how fast a run went is not part of its method, nor is its seed.
     excluded = free_on_resume() | paths_where("identity")
     settings = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
     labelled = []
-    for run, own in zip(runs, settings, strict=True):
+    for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
-        differing = [path for path in own if any(values.get(path) != own[path] for values in others)]
-        # A path is named by its last part: all of it would drown the rest of a table.
-        extra = "".join(f",{path.split('.')[-1]}={_short(own[path])}" for path in differing)
+        differing = [path for path in options if any(values.get(path) != options[path] for values in others)]
+        # Only the last part of a path, which would make tables too wide.
+        extra = "".join(f",{path.split('.')[-1]}={_short(options[path])}" for path in differing)
         labelled.append(replace(run, condition=run.condition + extra))
     return labelled
 
@@ -181,12 +182,12 @@ def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[
 
 
 def default_metric(runs: Sequence[RunRecord]) -> str:
-    """The held-out pass rate where every run has one, else the share of right answers while training."""
+    """The held-out pass rate if every run has one, else the correct rate in training."""
     return "eval_pass_at_1" if all(run.evaluations for run in runs) else "correct_rate"
 
 
 def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
-    """One number a run, at the last step that all reached; training metrics are a mean over `last` steps up to it."""
+    """A metric of each run at the last common step; training metrics are a mean over the `last` steps up to it."""
     notes: list[str] = []
     empty = [run for run in runs if not run.rows(metric)]
     if empty:
@@ -205,7 +206,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     unfinished = [run.path.name for run in runs if run.status != "finished"]
     if unfinished:
         notes.append(f"Not finished: {', '.join(unfinished)}.")
-    notes += [f"{run.path}: {run.torn} torn lines left out." for run in runs if run.torn]
+    notes += [f"{run.path}: {plural(run.torn, 'incomplete line')} skipped." for run in runs if run.torn]
     if metric.startswith("eval_"):
         last = 1
         require_same_problems(runs)
@@ -227,33 +228,33 @@ def _is_number(value: object) -> bool:
 
 
 def require_same_model(runs: Sequence[RunRecord]) -> None:
-    """Refuse runs of different models."""
+    """Raise if the runs train different models."""
     models = sorted({run.config.model.model for run in runs})
     if len(models) > 1:
         raise ConfigError(
-            f"the runs train different models ({', '.join(models)}), so a difference need not come from the method.  "
+            f"the runs train different models ({', '.join(models)}), so a difference may not be due to the method.  "
             "Try: --allow-different-models"
         )
 
 
 def require_same_problems(runs: Sequence[RunRecord]) -> None:
-    """Refuse evaluations on different problems, or sampled in different ways."""
+    """Raise if evaluations use different problems or sampling."""
     first = values_of(runs[0].config)
     for run in runs[1:]:
-        own = values_of(run.config)
-        wrong = [path for path in first if path in paths_where("held_out") and own[path] != first[path]]
+        values = values_of(run.config)
+        wrong = [path for path in first if path in paths_where("held_out") and values[path] != first[path]]
         if wrong:
             raise ConfigError(
-                f"{run.path} was evaluated in another way than {runs[0].path}: {wrong[0]} is {own[wrong[0]]!r} "
+                f"{run.path} was evaluated differently from {runs[0].path}: {wrong[0]} is {values[wrong[0]]!r} "
                 f"instead of {first[wrong[0]]!r}.  Try: --metric correct_rate"
             )
 
 
 def problem_rates(runs: Sequence[RunRecord], step: int) -> list[list[float]] | None:
-    """The share of right answers to each held-out problem, a row a run; None where they were not stored alike."""
+    """The correct rate of each held-out problem, one row per run; None if they were not stored."""
     rows = [run.evaluations.get(step) for run in runs]
     counted = [row.get("counted") if row else None for row in rows]
-    # A problem whose scoring failed in one run has no partner in the others.
+    # A problem whose scoring failed in one run is excluded from all.
     if not all(isinstance(c, list) and len(c) == len(counted[0] or ()) for c in counted):
         return None
     keep = [at for at in range(len(counted[0] or ())) if all(c[at] for c in counted if c)]

@@ -86,11 +86,11 @@ def _build_run(config: TrainConfig, label: str, folder: Path) -> Run:
     """Give a condition with its seed its name and folders."""
     seed, logging = config.training.seed, config.logging
     name = f"{label}_s{seed}"
-    place = folder / RUNS / name
+    run_folder = folder / RUNS / name
     tags = ",".join(filter(None, (logging.wandb_tags, label, f"seed{seed}")))
-    own = {"log_dir": str(place), "wandb_run_name": name, "wandb_group": label, "wandb_tags": tags}
+    per_run = {"log_dir": str(run_folder), "wandb_run_name": name, "wandb_group": label, "wandb_tags": tags}
     update = {
-        "backend": config.backend.model_copy(update={"adapter_path": str(place / "adapter")}),
-        "logging": logging.model_copy(update=own),
+        "backend": config.backend.model_copy(update={"adapter_path": str(run_folder / "adapter")}),
+        "logging": logging.model_copy(update=per_run),
     }
-    return Run(name, label, seed, place, config.model_copy(update=update))
+    return Run(name, label, seed, run_folder, config.model_copy(update=update))

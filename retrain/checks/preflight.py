@@ -128,12 +128,12 @@ def _missing_keys(config: TrainConfig) -> Iterator[ConfigIssue]:
             "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline",
         )
     if config.backend.backend == "tinker":
-        problem = problem_with_tinker_key()
+        problem = explain_invalid_tinker_key()
         if problem:
             yield ConfigIssue("[backend] backend", f'= "tinker" {problem}', "Try: put TINKER_API_KEY=tml-... into .env")
 
 
-def problem_with_tinker_key() -> str:
+def explain_invalid_tinker_key() -> str:
     """Why the Tinker key is invalid, or "". Does not import the SDK, which takes seconds."""
     key = os.environ.get("TINKER_API_KEY", "")
     if os.environ.get("TINKER_CREDENTIAL_CMD"):

@@ -19,12 +19,12 @@ from typing import Literal, TypedDict
 import click
 
 from retrain.checks.preflight import (
+    explain_invalid_tinker_key,
     find_obstacles,
     has_wandb_key,
     hub_answers,
     hub_url,
     is_offline,
-    problem_with_tinker_key,
 )
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.packages import check_package, pip_install, requirements
@@ -94,7 +94,7 @@ _KEYS: dict[str, tuple[str, Predicate, str]] = {
     ),
     "TINKER_API_KEY": (
         '[backend] backend = "tinker"',
-        lambda c: c.backend.backend == "tinker" and bool(problem_with_tinker_key()),
+        lambda c: c.backend.backend == "tinker" and bool(explain_invalid_tinker_key()),
         "set TINKER_API_KEY=... in .env",
     ),
     "OPENAI_API_KEY": (

@@ -106,11 +106,11 @@ def find_notes(config: TrainConfig) -> list[Note]:
     runs: list[tuple[set[str], list[Note]]] = []
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
         found = list(unused_options(build_condition(config, condition, "the campaign")))
-        own = {options_by_path()[path].where for path, _ in condition_overrides(condition)}
-        runs.append((own, found))
-        notes += [Note(f"[campaign] conditions[{index}]: {n.where}", n.reason) for n in found if n.where in own]
-    shared = dict.fromkeys(note for own, found in runs for note in found if note.where not in own)
-    notes += [note for note in shared if all(note.where in own or note in found for own, found in runs)]
+        overridden = {options_by_path()[path].where for path, _ in condition_overrides(condition)}
+        runs.append((overridden, found))
+        notes += [Note(f"[campaign] conditions[{index}]: {n.where}", n.reason) for n in found if n.where in overridden]
+    shared = dict.fromkeys(note for overridden, found in runs for note in found if note.where not in overridden)
+    notes += [note for note in shared if all(note.where in overridden or note in found for overridden, found in runs)]
     return list({note.where: note for note in reversed(notes)}.values())[::-1]
 
 

@@ -66,7 +66,7 @@ def read_terms(rewards: object, weights: Sequence[float] | None) -> list[Term]:
 
 def _name(reward: object) -> str:
     if isinstance(reward, str):
-        problem = REGISTRIES["reward"].problem_with(reward)
+        problem = REGISTRIES["reward"].explain_unknown(reward)
         if problem:
             raise ConfigError(f"reward_funcs: {problem}  A reward model of the hub is not a reward here.")
         return reward

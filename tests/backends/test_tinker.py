@@ -479,7 +479,7 @@ def test_a_step_that_failed_late_is_not_saved_as_done(server: TinkerServer, tmp_
     backend.train_step(off_policy_datums(config), 0)
     with pytest.raises(BackendError, match="no"):
         backend.sampler(2)
-    with pytest.raises(BackendError, match="nothing whole to save"):
+    with pytest.raises(BackendError, match="no consistent state to save"):
         backend.save(tmp_path)
 
 
@@ -628,7 +628,7 @@ def test_a_service_that_goes_away_ends_the_run_with_a_sentence(
 ) -> None:
     engine = backend_for(config_for(server, tmp_path)).sampler(0)
     service = engine.service  # type: ignore[attr-defined]
-    service.patience_s = service.ask_every_s = 0.2
+    service.patience_s = service.health_check_s = 0.2
     server.stop()
     with pytest.raises(BackendError, match=r"has not answered for .* \(while sampling\)"):
         engine.generate(random_prompts([4]), Sampling(max_tokens=4, n=2))
@@ -640,7 +640,7 @@ def test_a_service_that_goes_away_ends_the_run_with_a_sentence(
 def test_a_service_that_is_slow_but_there_is_waited_for(server: TinkerServer, tmp_path: Path) -> None:
     engine = backend_for(config_for(server, tmp_path)).sampler(0)
     service = engine.service  # type: ignore[attr-defined]
-    service.patience_s = service.ask_every_s = 0.1
+    service.patience_s = service.health_check_s = 0.1
     server.worker.submit(time.sleep, 1.0)
     assert len(engine.generate(random_prompts([4]), Sampling(max_tokens=4, n=2))[0]) == 2
 
@@ -695,7 +695,7 @@ def test_a_state_of_another_run_is_refused(server: TinkerServer, tmp_path: Path)
 def test_a_state_that_is_gone_is_said(server: TinkerServer, tmp_path: Path) -> None:
     train_quietly(config_for(server, tmp_path))
     server.states.clear()
-    with pytest.raises(CheckpointError, match="is not there any more"):
+    with pytest.raises(CheckpointError, match="no longer exists"):
         train_quietly(config_for(server, tmp_path, resume__from=str(tmp_path / "logs")))
 
 
@@ -792,7 +792,7 @@ def teaching_config(server: TinkerServer, folder: Path, **overrides: Any) -> Tra
 def test_the_student_of_a_teacher_is_a_base_model_of_the_service(server: TinkerServer, tmp_path: Path) -> None:
     config = teaching_config(server, tmp_path, training__max_steps=2)
     _, printed = train_quietly(config)
-    assert f"Student: {server.base_model}, as the service has it." in printed
+    assert f"Student: {server.base_model}, on the service." in printed
     (made,) = [body for name, body in server.seen if name == "create_sampling_session"]
     assert (made["base_model"], made.get("model_path")) == (server.base_model, None)
     for row in rows(tmp_path / "logs"):

@@ -141,7 +141,7 @@ def test_a_lone_run_pays_next_to_nothing(tmp_path: Path) -> None:
 
 
 def test_waiting_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrain.backends.tinker.throttle._SAY_AFTER_S", 0.05)
+    monkeypatch.setattr("retrain.backends.tinker.throttle._NOTIFY_AFTER_S", 0.05)
     said: list[str] = []
     throttle = Throttle(str(tmp_path), 1, said.append)
     with throttle.slot():

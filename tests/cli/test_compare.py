@@ -132,7 +132,7 @@ def test_torn_lines_are_left_out_and_reported(campaign: Path, capsys: pytest.Cap
     os.truncate(campaign / "runs" / "grpo+none_s2" / "metrics.jsonl", 150)
     data = as_json(capsys, campaign)
     assert data["step"] == 4
-    assert sum("1 torn lines left out" in note for note in data["notes"]) == 2
+    assert sum("1 incomplete line skipped" in note for note in data["notes"]) == 2
 
 
 def test_different_models_are_refused_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_what_cannot_be_compared_is_refused(campaign: Path, tmp_path: Path, caps
     assert "no step in common with a correct_rat" in message and "correct_rate, loss" in message
     assert "no condition 'x'" in refusal(capsys, campaign, "--baseline", "x")
     (campaign / "manifest.json").write_text('{"runs": [{"name": "x"}]}')
-    assert "cannot be read as a campaign's" in refusal(capsys, campaign)
+    assert "is not a valid manifest" in refusal(capsys, campaign)
 
 
 def test_runs_without_an_evaluation_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

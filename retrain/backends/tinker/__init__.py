@@ -1,4 +1,4 @@
-"""Training on a Tinker service: the weights are remote, and this machine needs no GPU and no PyTorch."""
+"""Training on a Tinker service: the weights are remote, and this machine needs neither a GPU nor PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["build", "require_sdk"]
 
 
 def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
-    """Connect to the service and have it make, or find again, the adapter that is trained."""
+    """Connect to the service and create, or restore, the adapter to train."""
     require_sdk('[backend] backend = "tinker"')
     from retrain.backends.tinker.backend import connect_backend  # noqa: PLC0415  (imports the SDK, an optional extra)
 
@@ -23,7 +23,7 @@ def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progr
 
 
 def require_sdk(what: str) -> None:
-    """Refuse to go on without the SDK; `what` needs it."""
+    """Raise if the SDK, which `what` requires, is not installed."""
     if importlib.util.find_spec("tinker") is None:
         raise MissingExtraError(
             f'{what} needs the Tinker SDK, which is not installed.  Try: pip install -e ".[tinker]" in a checkout, '

@@ -1,4 +1,4 @@
-"""The remote side of a run: one LoRA training client, a sampling client for each step, and the states it keeps."""
+"""The Tinker backend: a LoRA training client, a sampling client per step, and saved states on the service."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from retrain.schedules.learning_rate import learning_rate
 from retrain.storage.checkpoint import NOTES
 from retrain.types import Datum, FloatArray, StepMetrics
 
-# Where neither the service nor the model's configuration tells, nothing is refused for its length.
+# No limit if neither the service nor the model's configuration has one.
 _UNKNOWN_CONTEXT = 1 << 30
 # The gradient of excluded rows is subtracted with this loss.
 IMPORTANCE_SAMPLING = TinkerLoss("importance_sampling")
 
 
 def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
-    """Connect, check that the service has the model, and make the training client, unless a resume will."""
+    """Connect, check that the service has the model, and create the training client unless the run is resumed."""
     check_supported(config)
     backend_loss = build_loss(config.loss, config.plugins.search_paths).on_tinker()
     if config.loss.ratio_cap and backend_loss is not None and not backend_loss.caps_ratios:
@@ -59,30 +59,30 @@ def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], No
 
 @dataclass(frozen=True)
 class _Step:
-    """A training step under way on the service."""
+    """A training step that was submitted to the service."""
 
     datums: Sequence[Datum]
-    looked_at: Sequence[Datum]
+    checked: Sequence[Datum]
     divisor: float
     staleness: int
     gradient: Any
-    glance: Any
-    """The log-probs of rows that are not trained on."""
+    checked_output: Any
+    """Log-probs of rows that are only checked."""
 
 
 @dataclass(frozen=True)
 class _Applied:
-    """What became of it."""
+    """The result of a step."""
 
-    told: StepMetrics
+    metrics: StepMetrics
     sampler: Future[tinker.SamplingClient]
 
 
 class TinkerBackend:
-    """A Backend whose weights, optimiser and sampler are the service's.
+    """A Backend whose weights, optimizer and sampler are on the service.
 
-    With `[training] async_steps` = 1, a step is only submitted: the next one is sampled from the weights before it,
-    and what `train_step` reports is of the step before, until `settle` is asked.
+    With `[training] async_steps` = 1, `train_step` only submits a step and returns the metrics of the previous one; the
+    next step is sampled from the weights before the update. `settle` waits for the last step.
     """
 
     def __init__(
@@ -101,22 +101,22 @@ class TinkerBackend:
             gives_entropies=False,
             reports_late=self.lag > 0,
             checks_rows=True,
-            # The service reports log-probs from before temperature and cuts.
+            # The service reports log-probs before temperature and truncation.
             sampled_logprobs=(training.temperature, training.top_p, training.top_k) == (1.0, 1.0, 0),
         )
         self.agreement = Agreement(HALF, say)
         self.training: tinker.TrainingClient | None = None
-        self.under_way: Future[_Applied] | None = None
+        self.submitted: Future[_Applied] | None = None
         self.next_sampler: Future[tinker.SamplingClient] | None = None
         self.sampled_after = -1
-        """Training steps that the engine's weights have behind them; -1 before there are any weights."""
+        """Training steps of the engine's weights; -1 before there are any weights."""
         self.reported: StepMetrics = {"loss": 0.0}
         self.lost = False
-        """Whether a submitted step failed: what the service holds is then no step's result."""
+        """Whether a submitted step failed, so that the state on the service is inconsistent."""
         self.saved: list[str] = []
 
     def create(self) -> None:
-        """A fresh adapter on the service."""
+        """Create an adapter on the service."""
         model, rank = self.config.model.model, self.config.model.lora_rank
         self.say(f"Creating LoRA training client (model={model}, rank={rank})...")
         with self.throttle.slot():
@@ -125,7 +125,7 @@ class TinkerBackend:
                     base_model=model,
                     rank=rank,
                     seed=self.config.training.seed % MAX_SEED,
-                    # PEFT's "all-linear" leaves the output layer out as well.
+                    # PEFT's "all-linear" also excludes the output layer.
                     train_unembed=False,
                 ),
                 "creating the training client",
@@ -133,52 +133,52 @@ class TinkerBackend:
         self.say("Training client ready.")
 
     def sampler(self, step: int) -> InferenceEngine:
-        """The engine with the weights that `step` is sampled from, `async_steps` behind the newest."""
+        """The engine with the weights that `step` is sampled from, at most `async_steps` behind the newest."""
         if self.sampled_after < max(0, step - self.lag):
             with self.throttle.slot():
-                if self.under_way is not None:
+                if self.submitted is not None:
                     self.reported = self._finish_step()
                 self._take_sampler(step)
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """Submit the gradient, and once its rows are found to agree update and next sampler; wait for the update."""
+        """Submit the gradient and, once its rows agree, the update; wait for it unless `async_steps` is set."""
         with self.throttle.slot():
-            # Of the weights that sampled these rows, before the newer ones take their place.
+            # Staleness of the weights that sampled these rows, before newer ones replace them.
             staleness = max(0, step - self.sampled_after)
-            if self.under_way is not None:
+            if self.submitted is not None:
                 self.reported = self._finish_step()
                 self._take_sampler(step)
             usable = [datum for datum in datums if datum.mask_T.any()]
             reported = self.reported
             if usable:
-                looked_at = [datum for datum in datums if datum.check_T is not None]
-                self.under_way = self._submit(usable, looked_at, step, staleness)
+                checked = [datum for datum in datums if datum.check_T is not None]
+                self.submitted = self._submit(usable, checked, step, staleness)
             else:
                 self.reported = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0}
-                # Nothing moves, so what is sampled from now is what comes after this step too.
+                # Without an update, the current sampler is also that of the next step.
                 self.sampled_after = step + 1
             if self.lag:
                 return reported
-            if self.under_way is not None:
+            if self.submitted is not None:
                 self.reported = self._finish_step()
             return self.reported
 
     def settle(self) -> StepMetrics:
-        """Wait for the step that was submitted and tell of it."""
-        if self.under_way is not None:
+        """Wait for the submitted step and return its metrics."""
+        if self.submitted is not None:
             with self.throttle.slot():
                 self.reported = self._finish_step()
         return self.reported
 
     def save(self, path: Path) -> None:
-        """Have the service keep weights and optimiser, and note where."""
+        """Save weights and optimizer state on the service, and write their path."""
         if self.lost:
-            raise BackendError("the last training step failed on the service, so there is nothing whole to save.")
+            raise BackendError("the last training step failed on the service, so there is no consistent state to save.")
         with self.throttle.slot():
-            if self.under_way is not None:
+            if self.submitted is not None:
                 self.reported = self._finish_step()
-            # A name that exists already is refused by the service, and the SDK would try it again for ever.
+            # The service rejects a name that exists, and the SDK would retry forever.
             name = f"{path.name.rpartition('.writing_')[2]}-{secrets.token_hex(4)}"
             kept = self.service.wait(self._client.save_state(name), "saving").path
             notes = {"adapter": kept, "base_model": self.config.model.model, "rank": self.config.model.lora_rank}
@@ -187,11 +187,13 @@ class TinkerBackend:
             self._forget_old_states()
 
     def load(self, path: Path) -> None:
-        """Go on from a state of the service, with its optimiser."""
+        """Restore weights and optimizer from a state of the service."""
         try:
             kept = str(json.loads((path / NOTES).read_text(encoding="utf-8"))["adapter"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} was not saved by the tinker backend, so it cannot go on there.") from error
+            raise CheckpointError(
+                f"{path} was not saved by the tinker backend, so it cannot be resumed there."
+            ) from error
         model, rank = self.config.model.model, self.config.model.lora_rank
         self.say(f"Creating LoRA training client (model={model}, rank={rank}) from {kept}...")
         with self.throttle.slot():
@@ -201,12 +203,12 @@ class TinkerBackend:
             )
         self.say("Training client ready.")
         self.saved = [kept]
-        self.under_way, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
+        self.submitted, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
 
     def frozen(
         self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
-        """A base model of the service: that of the policy, or another one that it offers."""
+        """A base model of the service: that of the policy, or another."""
         name = config.teaching.student_model or config.model.model
         context = find_context_length(self.service, name, "[teaching] student_model")
         engine = FrozenTinkerEngine(self.service, self.throttle, tokenizer, find_stop_ids(name, tokenizer), progress)
@@ -215,11 +217,11 @@ class TinkerBackend:
                 lambda: self.service.client.create_sampling_client(base_model=name), "preparing the student"
             )
         engine.sync(client)
-        say(f"Student: {name}, as the service has it.")
+        say(f"Student: {name}, on the service.")
         return FrozenModel(engine, context)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """End the session, so that the service need not wait for its heartbeats to stop. What was saved stays."""
+        """End the session. Saved states are kept."""
         if ended_by is None:
             self.service.close("success")
         else:
@@ -236,53 +238,53 @@ class TinkerBackend:
         assert self.training is not None, "create or load comes first"
         return self.training
 
-    def _submit(
-        self, datums: Sequence[Datum], looked_at: Sequence[Datum], step: int, staleness: int
-    ) -> Future[_Applied]:
-        """The gradient now; what follows from it waits on a thread of its own, since rows are compared in between."""
+    def _submit(self, datums: Sequence[Datum], checked: Sequence[Datum], step: int, staleness: int) -> Future[_Applied]:
+        """Submit the gradient; a thread compares its rows and then submits the update."""
         loss = self._tinker_loss
         divisor = denominator(self.loss, datums, self.config.training.max_tokens)
-        self.lost = True  # until the service says that all went well
-        # Before the gradient: the service takes requests in the order they were made.
-        zeros = [replace(datum, mask_T=compared(datum)) for datum in looked_at]
-        glance = self._client.forward(*_request(zeros, 1.0, loss)) if zeros else None
+        self.lost = True  # until the step has succeeded
+        # Before the gradient: the service processes requests in order.
+        zeros = [replace(datum, mask_T=compared(datum)) for datum in checked]
+        checked_output = self._client.forward(*_request(zeros, 1.0, loss)) if zeros else None
         gradient = self._client.forward_backward(*_request(datums, divisor, loss))
-        under_way = _Step(datums, looked_at, divisor, staleness, gradient, glance)
-        return in_background(lambda: self._apply(under_way, step))
+        submitted = _Step(datums, checked, divisor, staleness, gradient, checked_output)
+        return in_background(lambda: self._apply(submitted, step))
 
     def _apply(self, step: _Step, number: int) -> _Applied:
-        """Move the weights by a gradient whose rows agree with what was sampled."""
+        """Apply a gradient after comparing its log-probs with those of sampling."""
         output = self.service.wait(step.gradient, "training")
         logprobs, reported = completion_logprobs(step.datums, output), output.metrics.get("loss:sum")
         datums, finding = step.datums, self._compare(step, logprobs)
         if finding is not None and logprobs is not None and finding.excluded:
             off = finding.left_out
-            # The sum on the service holds these rows already.
+            # Subtract these rows from the gradient on the service.
             loss = self._tinker_loss
             back = [cancel(loss, d, current) for d, current, out in zip(datums, logprobs, off, strict=True) if out]
             self._client.forward_backward(*_request(back, step.divisor, IMPORTANCE_SAMPLING))
             datums = [datum for datum, out in zip(datums, off, strict=True) if not out]
-            logprobs = [own for own, out in zip(logprobs, off, strict=True) if not out]
+            logprobs = [current for current, out in zip(logprobs, off, strict=True) if not out]
             reported = None
         update = self._client.optim_step(self._adam(number))
         sampler = in_background(self._client.save_weights_and_get_sampling_client)
-        told = self.service.wait(update, "training").metrics or {}
-        norm = next((value for key, value in told.items() if key.rpartition("/")[2].startswith("grad_norm")), None)
+        update_metrics = self.service.wait(update, "training").metrics or {}
+        norm = next(
+            (value for key, value in update_metrics.items() if key.rpartition("/")[2].startswith("grad_norm")), None
+        )
         metrics = step_metrics(self._tinker_loss, datums, logprobs, reported, step.divisor)
         rows = finding.metrics() if finding is not None else {}
         return _Applied({**metrics, **rows, "grad_norm": norm, "skipped": 0}, sampler)
 
     def _compare(self, step: _Step, logprobs: Sequence[FloatArray] | None) -> Finding | None:
-        """What the service's own log-probs say of the rows; raises where it must not train on them."""
+        """Compare the log-probs of training and sampling; raises if too many rows disagree."""
         if logprobs is None:
             return None
-        looked_at = None
-        if step.glance is not None:
-            seen = completion_logprobs(step.looked_at, self.service.wait(step.glance, "training"))
-            looked_at = Gaps.between(step.looked_at, seen) if seen is not None else None
-        finding = self.agreement.judge(Gaps.between(step.datums, logprobs), looked_at, step.staleness)
+        checked = None
+        if step.checked_output is not None:
+            seen = completion_logprobs(step.checked, self.service.wait(step.checked_output, "training"))
+            checked = Gaps.between(step.checked, seen) if seen is not None else None
+        finding = self.agreement.judge(Gaps.between(step.datums, logprobs), checked, step.staleness)
         if finding.refused:
-            # The gradient stays on the service, so what it holds is not what came before the step.
+            # The gradient remains on the service, so its state is not that before the step.
             raise finding.error(is_whole=False)
         return finding
 
@@ -297,39 +299,39 @@ class TinkerBackend:
         )
 
     def _finish_step(self) -> StepMetrics:
-        """Wait for the step under way; its sampler becomes the next one."""
-        assert self.under_way is not None
-        step, self.under_way = self.under_way, None
+        """Wait for the submitted step; its sampler becomes the next one."""
+        assert self.submitted is not None
+        step, self.submitted = self.submitted, None
         applied: _Applied = self.service.wait(step, "training")
         self.lost = False
         self.next_sampler = applied.sampler
-        return applied.told
+        return applied.metrics
 
     def _take_sampler(self, after: int) -> None:
-        """Sample from the newest weights from now on."""
+        """Sample from the newest weights."""
         waiting = self.next_sampler or in_background(self._client.save_weights_and_get_sampling_client)
         self.engine.sync(self.service.wait(waiting, "preparing the sampler"))
         self.next_sampler, self.sampled_after = None, after
 
     def _check_state(self, kept: str) -> None:
-        """Refuse the state of another model or rank before anything is made from it."""
+        """Raise if a state is of another model or rank."""
         rest = tinker.RestClient(base_url=self.service.url)
         doing = f"looking up {kept}"
         try:
-            told = self.service.call(lambda: rest.get_weights_info_by_tinker_path(kept).result(), doing)
+            info = self.service.call(lambda: rest.get_weights_info_by_tinker_path(kept).result(), doing)
         except BackendError as error:
             if not isinstance(error.__cause__, tinker.NotFoundError | tinker.BadRequestError | ValueError):
                 raise
-            raise CheckpointError(f"the state {kept} is not there any more: {error}") from error
+            raise CheckpointError(f"the state {kept} no longer exists: {error}") from error
         model, rank = self.config.model.model, self.config.model.lora_rank
-        if (told.base_model, told.lora_rank) != (model, rank):
+        if (info.base_model, info.lora_rank) != (model, rank):
             raise CheckpointError(
-                f"{kept} belongs to another run: it has model {told.base_model!r} and rank {told.lora_rank}, "
+                f"{kept} belongs to another run: it has model {info.base_model!r} and rank {info.lora_rank}, "
                 f"this configuration {model!r} and {rank}."
             )
 
     def _forget_old_states(self) -> None:
-        """Delete what this run saved beyond `[training] keep`; one more than that stays until the new one is sealed."""
+        """Delete states beyond `[training] keep`; one more is kept until the new checkpoint is complete."""
         while len(self.saved) > self.config.training.keep + 1:
             old = self.saved.pop(0)
             rest = tinker.RestClient(base_url=self.service.url)
@@ -345,15 +347,15 @@ def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple
 
 
 def find_context_length(service: Service, model: str, where: str = "[model] model") -> int:
-    """Most tokens the service takes for this model. Refuses a model that it does not have; `where` names it."""
+    """Context length of a model on the service; raises if it has no such model. `where` is the option."""
     offered = service.call(service.client.get_server_capabilities, "asking what it offers").supported_models
     names = [one.model_name for one in offered if one.model_name]
     if names and model not in names:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ConfigError(f"{where} = {model!r} is not offered by {service.url}. It has: {shown}.")
-    told = next((one.max_context_length for one in offered if one.model_name == model), None)
-    if told:
-        return int(told)
+    length = next((one.max_context_length for one in offered if one.model_name == model), None)
+    if length:
+        return int(length)
     try:
         return int(AutoConfig.from_pretrained(resolve_model(model)).get_text_config().max_position_embeddings)
     except (OSError, ValueError, AttributeError):
@@ -361,9 +363,9 @@ def find_context_length(service: Service, model: str, where: str = "[model] mode
 
 
 def find_stop_ids(model: str, tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: not every service knows them by itself."""
+    """Token ids that end a completion: not every service sets them by itself."""
     ids: list[int] | int | None = None
-    # A model without a generation configuration leaves it to the tokenizer, which knows one of them.
+    # Without a generation configuration, use the end-of-sequence token of the tokenizer.
     with contextlib.suppress(OSError, ValueError):
         ids = GenerationConfig.from_pretrained(resolve_model(model)).eos_token_id
     found = list(ids) if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,7 +1,7 @@
-"""An adapter from a `tinker://` path onto this machine, in PEFT layout.
+"""Download an adapter from a `tinker://` path, in PEFT format.
 
-The service is asked for a list of files and signed addresses. It is not trusted with where they go: a name that leads
-out of the folder, too much data or a file that ends early is refused, and nothing of it is left behind.
+The service returns file names and signed URLs. Names outside the folder, too much data and truncated files are
+rejected, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from retrain.storage.publishing import publish_folder
 if TYPE_CHECKING:
     from retrain.backends.tinker.service import Service
 
-# LoRA of the largest rank on the largest model that Tinker serves is far below this.
+# Far more than LoRA of the largest rank on the largest model of the service.
 MAX_BYTES = 64 << 30
 MAX_FILES = 1000
-# The service deletes the export by itself after this, should we not come to it.
+# The service deletes the export after this time, in case we do not.
 _EXPORT_SECONDS = 3600
 NEEDED = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def fetch_adapter(tinker_path: str, folder: Path, base_url: str = "") -> Path:
-    """Download the adapter at `tinker_path` into a folder of its own below `folder`, and return that."""
+    """Download the adapter at `tinker_path` into a new folder below `folder`, and return it."""
     require_sdk(f"the adapter {tinker_path}")
     from tinker import ParsedCheckpointTinkerPath  # noqa: PLC0415  (an optional extra)
 
@@ -65,7 +65,7 @@ def fetch_adapter(tinker_path: str, folder: Path, base_url: str = "") -> Path:
 
 
 def _download_export(service: Service, export: str, target: Path) -> Path:
-    """Fetch every file of an export beside its place, then move the whole there."""
+    """Download the files of an export, then publish the folder atomically."""
     import tinker  # noqa: PLC0415  (an optional extra)
 
     rest = tinker.RestClient(base_url=service.url)
@@ -89,7 +89,7 @@ def _download_export(service: Service, export: str, target: Path) -> Path:
 
 
 def plan_files(urls: Mapping[str, str], folder: Path) -> dict[str, Path]:
-    """Where each file goes, all of them inside `folder`."""
+    """The local path of each file, inside `folder`."""
     if not 0 < len(urls) <= MAX_FILES:
         raise BackendError(f"the service listed {len(urls)} files, where 1 to {MAX_FILES} are expected.")
     places: dict[str, Path] = {}
@@ -107,14 +107,14 @@ def plan_files(urls: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def _download_file(url: str, place: Path, most: int) -> int:
-    """Stream one file; returns its size. The address is signed, so messages do not show it."""
+    """Stream one file; returns its size. The URL is signed, so messages do not show it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     size = 0
     try:
         with httpx.stream("GET", url, timeout=60.0, follow_redirects=True) as response, place.open("xb") as file:
             if response.status_code != 200:
                 raise BackendError(f"{place.name} could not be downloaded: status {response.status_code}.")
-            promised = int(response.headers.get("content-length") or 0)
+            expected = int(response.headers.get("content-length") or 0)
             for piece in response.iter_bytes():
                 size += len(piece)
                 if size > most:
@@ -122,8 +122,8 @@ def _download_file(url: str, place: Path, most: int) -> int:
                 file.write(piece)
     except httpx.HTTPError as error:
         raise BackendError(f"{place.name} could not be downloaded: {type(error).__name__}.") from error
-    if promised and size != promised and "content-encoding" not in response.headers:
-        raise BackendError(f"{place.name} ended early: {size} of {promised} bytes came.")
+    if expected and size != expected and "content-encoding" not in response.headers:
+        raise BackendError(f"{place.name} ended early: {size} of {expected} bytes came.")
     return size
 
 

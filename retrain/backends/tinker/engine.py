@@ -1,4 +1,4 @@
-"""Sampling on the service: every prompt is a request of its own, and all are in flight at once."""
+"""Sampling on the service: one request per prompt, all in flight at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from retrain.inference_engine import Progress, Turn, Turns
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
-# Some services keep a seed in 32 bits with a sign.
+# Some services store seeds as signed 32-bit integers.
 MAX_SEED = 1 << 31
 
 
 class TinkerEngine:
-    """An InferenceEngine over a sampling client, which the backend replaces after each step."""
+    """An InferenceEngine with a sampling client, which the backend replaces after each step."""
 
     def __init__(
         self, service: Service, throttle: Throttle, tokenizer: Any, stop_ids: Sequence[int], progress: Progress
@@ -37,10 +37,10 @@ class TinkerEngine:
         self.client: tinker.SamplingClient | None = None
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Draw completions for all prompts at once."""
+        """Sample completions for all prompts at once."""
         with self.throttle.slot():
             futures = [
-                self._ask(prompt, sampling, self._seed(sampling.seed, index, prompt))
+                self._submit(prompt, sampling, self._seed(sampling.seed, index, prompt))
                 for index, prompt in enumerate(prompts)
             ]
             try:
@@ -51,36 +51,36 @@ class TinkerEngine:
                     future.cancel()
 
     def serve(self, turns: Turns) -> None:
-        """Ask for each turn as it comes and answer it as soon as it is done."""
-        asked: list[Future[types.SampleResponse]] = []
+        """Submit each turn as it arrives, and complete it as soon as the service has."""
+        requests: list[Future[types.SampleResponse]] = []
         over = threading.Event()
         with self.throttle.slot():
-            threading.Thread(target=self._give_up_on_silence, args=(asked, over), daemon=True).start()
+            threading.Thread(target=self._cancel_on_timeout, args=(requests, over), daemon=True).start()
             try:
                 while batch := turns.take(wait=True):
                     for turn in batch:
-                        future = self._ask(turn.prompt_ids, turn.sampling, turn.sampling.seed)
-                        asked.append(future)
-                        future.add_done_callback(self._answering(turn))
+                        future = self._submit(turn.prompt_ids, turn.sampling, turn.sampling.seed)
+                        requests.append(future)
+                        future.add_done_callback(self._complete_turn(turn))
             finally:
                 over.set()
-                for future in asked:
+                for future in requests:
                     future.cancel()
 
     def sync(self, weights: object) -> None:
-        """Sample from another set of weights: a sampling client of the service."""
+        """Set the weights to sample from: a sampling client of the service."""
         assert isinstance(weights, tinker.SamplingClient)
         self.client = weights
 
     def shutdown(self) -> None:
-        """The service holds everything."""
+        """Nothing to free: all state is on the service."""
 
     def _seed(self, seed: int, index: int, prompt: IntArray) -> int:
-        """Equal prompts must not get equal answers, so each has a seed of its own."""
+        """A seed per prompt, so that equal prompts get different completions."""
         return derive_seed(seed, f"tinker/{index}")
 
-    def _ask(self, prompt: IntArray, sampling: Sampling, seed: int) -> Future[types.SampleResponse]:
-        assert self.client is not None, "sample only from what Backend.sampler gave"
+    def _submit(self, prompt: IntArray, sampling: Sampling, seed: int) -> Future[types.SampleResponse]:
+        assert self.client is not None, "Backend.sampler comes first"
         parameters = types.SamplingParams(
             max_tokens=sampling.max_tokens,
             seed=seed % MAX_SEED,
@@ -89,32 +89,32 @@ class TinkerEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
         )
-        asked: Future[types.SampleResponse]
-        asked = self.client.sample(types.ModelInput.from_ints(prompt.tolist()), sampling.n, parameters)
-        return asked
+        request: Future[types.SampleResponse]
+        request = self.client.sample(types.ModelInput.from_ints(prompt.tolist()), sampling.n, parameters)
+        return request
 
     def _watch(self, futures: Sequence[Future[types.SampleResponse]]) -> None:
-        """Wait for all of them, or for the first that fails."""
+        """Wait for all futures, or for the first that fails."""
         pending = set(futures)
         while pending:
-            done, pending = wait(pending, timeout=self.service.ask_every_s, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, timeout=self.service.health_check_s, return_when=FIRST_COMPLETED)
             for future in done or list(pending)[:1]:
-                # Not done means that nothing came for a while: the service is asked whether it is still there.
+                # If none is done, waiting for one checks that the service still responds.
                 self.service.wait(future, "sampling")
             self.progress("sampling", len(futures) - len(pending), len(futures))
 
-    def _give_up_on_silence(self, asked: list[Future[types.SampleResponse]], over: threading.Event) -> None:
-        """Cancel what was asked when the service is gone, since whoever waits for an answer would wait for ever."""
+    def _cancel_on_timeout(self, requests: list[Future[types.SampleResponse]], over: threading.Event) -> None:
+        """Cancel all requests if the service stops responding, so that nothing waits forever."""
         last_seen = time.monotonic()
-        while not over.wait(self.service.ask_every_s):
+        while not over.wait(self.service.health_check_s):
             if self.service.answers():
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > self.service.patience_s:
-                for future in tuple(asked):
+                for future in tuple(requests):
                     future.cancel()
 
-    def _answering(self, turn: Turn) -> Callable[[Future[types.SampleResponse]], None]:
-        def answer(future: Future[types.SampleResponse]) -> None:
+    def _complete_turn(self, turn: Turn) -> Callable[[Future[types.SampleResponse]], None]:
+        def complete(future: Future[types.SampleResponse]) -> None:
             if turn.answer.done():
                 return
             if future.cancelled():
@@ -126,7 +126,7 @@ class TinkerEngine:
             except Exception as error:
                 turn.answer.set_exception(error)
 
-        return answer
+        return complete
 
     def _completions(self, response: types.SampleResponse) -> list[Completion]:
         return [self._completion(sequence) for sequence in response.sequences]
@@ -146,7 +146,7 @@ class TinkerEngine:
 
 
 class FrozenTinkerEngine(TinkerEngine):
-    """Draws by seed and prompt, so that a question has one answer wherever it stands in a batch."""
+    """Seeds depend on the prompt alone, so that its completion does not depend on its position in a batch."""
 
     def _seed(self, seed: int, index: int, prompt: IntArray) -> int:
         return derive_seed(seed, prompt.tobytes().hex())

@@ -1,4 +1,4 @@
-"""The connection to a Tinker service: the key, waiting that notices a dead service, and errors in plain sentences."""
+"""The connection to a Tinker service: key, timeouts and errors."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ import tinker
 from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
-from retrain.checks.preflight import problem_with_tinker_key
+from retrain.checks.preflight import explain_invalid_tinker_key
 from retrain.errors import BackendError, ConfigError, RetrainError
 
 T = TypeVar("T")
 
-# A service that answers nothing for so long is gone. One that answers may take as long as it likes: steps queue there.
+# A service that does not respond for this long is down. One that responds may take any time: steps are queued there.
 PATIENCE_S = 300.0
-# At start-up the address is more likely wrong than the service down.
+# At start-up a wrong URL is more likely than a service that is down.
 START_PATIENCE_S = 30.0
 LAST_PATIENCE_S = 10.0
-# A call that takes longer than this makes us ask whether the service is still there.
-ASK_EVERY_S = 15.0
+# Interval of health checks during a call.
+HEALTH_CHECK_S = 15.0
 _KEY = "TINKER_API_KEY"
 
 
 class Service:
-    """A Tinker service that was seen to answer."""
+    """A Tinker service that responds."""
 
     def __init__(self, base_url: str, say: Callable[[str], None]) -> None:
         check_key()
         self.url = resolve_base_url(base_url or None)
         self.say = say
         self.patience_s = PATIENCE_S
-        self.ask_every_s = ASK_EVERY_S
+        self.health_check_s = HEALTH_CHECK_S
         self._await_answer()
         self.client = tinker.ServiceClient(base_url=self.url)
 
     def call(self, function: Callable[[], T], doing: str) -> T:
-        """Run a blocking call of the SDK; its errors become ours. `doing` completes "while …"."""
+        """Run a blocking call of the SDK and translate its errors. `doing` completes "while …"."""
         try:
             return function()
         except RetrainError:
@@ -52,12 +52,12 @@ class Service:
             raise self.explain(error, doing) from error
 
     def wait(self, future: Future[T] | Any, doing: str) -> T:
-        """The result of an SDK future, however long it takes, as long as the service answers at all."""
+        """The result of an SDK future; waits as long as the service responds."""
         inner: Future[T] = future if isinstance(future, Future) else future.future()
         last_seen = time.monotonic()
         while True:
             try:
-                return inner.result(timeout=self.ask_every_s)
+                return inner.result(timeout=self.health_check_s)
             except Exception as error:
                 if inner.done():
                     raise self.explain(error, doing) from error
@@ -65,15 +65,15 @@ class Service:
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > self.patience_s:
                 silent_s = time.monotonic() - last_seen
-                # What is left to do, a last checkpoint perhaps, is not worth waiting as long for.
+                # Remaining calls, such as a last checkpoint, wait less.
                 self.patience_s = min(self.patience_s, LAST_PATIENCE_S)
                 raise BackendError(
                     f"the Tinker service at {self.url} has not answered for {silent_s:.0f} s (while {doing}).  "
-                    "Try: go on from the last checkpoint when it is back"
+                    "Try: resume from the last checkpoint when it is back"
                 )
 
     def answers(self) -> bool:
-        """Whether anything at all answers at the address."""
+        """Whether the service responds."""
         try:
             httpx.get(f"{self.url}/api/v1/healthz", timeout=10.0)
         except httpx.HTTPError:
@@ -81,26 +81,26 @@ class Service:
         return True
 
     def close(self, status: Literal["success", "errored", "interrupted"]) -> None:
-        """End the session. Not every service knows how; it then ends by itself when the heartbeats stop."""
+        """End the session. Not every service supports it; the session then ends when heartbeats stop."""
         with contextlib.suppress(Exception):
             self.client.close(status).result(timeout=LAST_PATIENCE_S)
 
     def _await_answer(self) -> None:
         began = time.monotonic()
-        told = False
+        notified = False
         while not self.answers():
             if time.monotonic() - began > START_PATIENCE_S:
                 raise BackendError(
                     f"no Tinker service answers at {self.url}.  "
                     "Try: check [model] base_url (or TINKER_BASE_URL), and that the service is up"
                 )
-            if not told:
-                told = True
+            if not notified:
+                notified = True
                 self.say(f"Nothing answers at {self.url} yet; trying for {START_PATIENCE_S:.0f} s...")
             time.sleep(min(1.0, START_PATIENCE_S / 10))
 
     def explain(self, error: Exception, doing: str) -> RetrainError:
-        """An error of the SDK as one of ours, without the key whatever the service echoed."""
+        """Translate an error of the SDK, without the key."""
         if isinstance(error, RetrainError):
             return error
         text = redact(str(error) or type(error).__name__)
@@ -112,7 +112,7 @@ class Service:
                 f"Try: a valid {_KEY}, in the environment or in .env"
             )
         if status == 402:
-            return BackendError(f"{where} wants its bill settled (while {doing}): {text}")
+            return BackendError(f"{where} requires payment (while {doing}): {text}")
         if isinstance(error, tinker.APIConnectionError):
             return BackendError(f"the connection to {where} failed (while {doing}): {text}")
         if isinstance(error, tinker.RequestFailedError):
@@ -125,7 +125,7 @@ class Service:
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
-    """Run a blocking call of the SDK on a thread of its own, which does not keep the program from ending."""
+    """Run a blocking call of the SDK on a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -139,8 +139,8 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 
 def check_key() -> None:
-    """Refuse a key that cannot be one before anything is sent."""
-    problem = problem_with_tinker_key()
+    """Raise if the key is missing or invalid, before anything is sent."""
+    problem = explain_invalid_tinker_key()
     has_own = os.environ.get(_KEY) or os.environ.get("TINKER_CREDENTIAL_CMD")
     if not problem and not has_own and JsonCredentialStore(default_credentials_path()).get_default_key() is None:
         problem = "needs a key, and none of those that are stored is the default."

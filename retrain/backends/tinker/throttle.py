@@ -1,7 +1,7 @@
-"""A counting semaphore on disk: runs that share a folder are never more than so many in a Tinker call at once.
+"""A counting semaphore on disk that limits concurrent Tinker calls of runs that share a folder.
 
-A slot is a locked file. The kernel lets go of the lock when its holder ends, however it ends, so no slot is ever lost.
-Those who wait stand in line behind one more lock, and only the first of them looks for a free slot.
+A slot is a locked file. The kernel releases the lock when its holder exits, so no slot is ever lost. Waiting processes
+queue behind another lock, and only the first of them polls for a free slot.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from retrain.errors import ConfigError
 
-# The first in line looks this often. A Tinker call takes seconds, so the delay is not felt.
-_LOOK_EVERY_S = 0.01
-_SAY_AFTER_S = 5.0
+# Polling interval. A Tinker call takes seconds, so the delay does not matter.
+_POLL_S = 0.01
+_NOTIFY_AFTER_S = 5.0
 
 
 class Throttle:
-    """At most `slots` holders of `slot()` at a time, over all processes and threads that name the same folder."""
+    """At most `slots` concurrent holders of `slot()`, over all processes and threads that use the same folder."""
 
     def __init__(self, folder: str, slots: int, say: Callable[[str], None]) -> None:
         self.folder = Path(folder).expanduser() if folder else default_folder()
@@ -40,7 +40,7 @@ class Throttle:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Hold a slot; waits for one."""
+        """Acquire a slot, waiting if necessary, and release it on exit."""
         held = self._take()
         try:
             yield
@@ -48,21 +48,21 @@ class Throttle:
             os.close(held)
 
     def _take(self) -> int:
-        # Whoever comes when others stand in line joins it, even if a slot is free this instant.
-        line = self._open("line")
+        # Fairness: queue if others are waiting, even if a slot is free at the moment.
+        queue = self._open("line")
         began = time.monotonic()
         try:
-            if not _lock(line, wait=False):
-                _lock(line, wait=True)
-            told = False
+            if not _lock(queue, wait=False):
+                _lock(queue, wait=True)
+            notified = False
             while (held := self._find_free()) is None:
-                if not told and time.monotonic() - began > _SAY_AFTER_S:
-                    told = True
+                if not notified and time.monotonic() - began > _NOTIFY_AFTER_S:
+                    notified = True
                     self.say(f"Waiting for other runs: [backend] max_concurrent = {self.slots} are in a Tinker call.")
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_S)
             return held
         finally:
-            os.close(line)
+            os.close(queue)
 
     def _find_free(self) -> int | None:
         for number in range(self.slots):
@@ -77,7 +77,7 @@ class Throttle:
 
 
 def default_folder() -> Path:
-    """One folder a user in the system's temporary one."""
+    """A folder per user in the system's temporary folder."""
     return Path(tempfile.gettempdir()) / f"retrain_tinker_{os.getuid()}"
 
 

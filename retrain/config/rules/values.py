@@ -31,7 +31,7 @@ def check_names(config: TrainConfig) -> Iterator[ConfigIssue]:
     named += [(f"[reward] terms[{n}].type", "reward", term.type, "match") for n, term in enumerate(config.reward.terms)]
     for where, kind, name, default in named:
         # Empty is valid only as the default.
-        text = REGISTRIES[kind].problem_with(name) if name or default else ""
+        text = REGISTRIES[kind].explain_unknown(name) if name or default else ""
         if text:
             yield ConfigIssue(where, text)
 

@@ -21,6 +21,7 @@ from retrain.backends.tinker import download
 from retrain.backends.tinker.download import fetch_adapter, plan_files
 from retrain.cli import run
 from retrain.errors import BackendError, ConfigError
+from retrain.storage.publishing import RECORD
 
 from .tinker_server import KEY, TinkerServer, Trainee
 
@@ -67,10 +68,11 @@ def test_an_adapter_arrives_in_peft_layout_and_loads(server: TinkerServer, tiny:
 
 def test_a_second_download_replaces_the_first(server: TinkerServer, tmp_path: Path) -> None:
     folder = fetch_adapter(SAVED, tmp_path)
-    (folder / "adapter_model.bin").write_text("stale")
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_text("stale")
     (folder / "notes.txt").write_text("mine")
     assert fetch_adapter(SAVED, tmp_path) == folder
-    assert not (folder / "adapter_model.bin").exists()
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -78,7 +80,7 @@ def test_an_export_is_downloaded_as_it_is(server: TinkerServer, tmp_path: Path) 
     folder = server.folder / "run-7" / "mine"
     Trainee(server.base_model, 4, 0).policy.save_adapter(folder)
     there = fetch_adapter("tinker://run-7/external_weights/mine", tmp_path / "here")
-    assert sorted(path.name for path in there.iterdir()) == sorted(path.name for path in folder.iterdir())
+    assert {path.name for path in there.iterdir()} == {path.name for path in folder.iterdir()} | {RECORD}
     assert "save_weights_external" not in server.paths()
 
 

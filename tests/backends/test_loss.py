@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from retrain.backends.local.loss import summed_loss
 from retrain.config.schema import Loss
+from retrain.errors import PluginError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
+from retrain.plugins import REGISTRIES
 
 RATIOS = (1.5, 0.5, 4.0)
 SAMPLED = (-1.0, -2.0, -3.0)
@@ -139,3 +142,33 @@ def test_a_ratio_beyond_all_bounds_does_not_overflow(kind: str) -> None:
     value, gradient = value_and_gradient(far, Loss(type=kind))
     assert math.isfinite(value)
     assert all(map(math.isfinite, gradient))
+
+
+def test_a_dotted_path_names_a_custom_loss(tmp_path: Path) -> None:
+    (tmp_path / "doubled_loss.py").write_text(
+        "from retrain.losses.importance_sampling import ImportanceSampling\n"
+        "class Doubled(ImportanceSampling):\n"
+        "    def objective(self, batch):\n        return 2 * super().objective(batch)\n"
+        "def function(batch): ...\n"
+        "class Broken(ImportanceSampling):\n    def __init__(self, settings): raise ValueError('no settings')\n"
+    )
+    settings = Loss(type="doubled_loss.Doubled", ratio_cap=0.0)
+    total = summed_loss(batch_of((1.0, -2.0, 0.5)), build_loss(settings, [str(tmp_path)]))
+    assert float(total.detach()) == pytest.approx(-5.0)
+    with pytest.raises(PluginError, match=r"'doubled_loss.function' is .* must be a subclass of .*PolicyLoss"):
+        build_loss(Loss(type="doubled_loss.function"))
+    with pytest.raises(PluginError, match=r"'doubled_loss.Broken' raised ValueError\('no settings'\)"):
+        build_loss(Loss(type="doubled_loss.Broken"))
+
+
+@pytest.mark.parametrize("name", REGISTRIES["loss"].parts)
+def test_a_built_in_loss_declares_the_options_it_reads(name: str) -> None:
+    changes = {"clip_low": 0.1, "clip_high": 0.3, "ratio_cap": 1.1}
+    plain = Loss(type=name, ratio_cap=0.0)
+    for key, value in changes.items():
+        values = [
+            value_and_gradient(batch_of(advantages), loss)
+            for advantages in ((1.0, -2.0, 0.5), (-1.0, -1.0, -0.5))
+            for loss in (plain, plain.model_copy(update={key: value}))
+        ]
+        assert (values[0::2] != values[1::2]) == REGISTRIES["loss"].reads(name, key), key

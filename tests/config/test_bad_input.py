@@ -78,7 +78,7 @@ def test_a_wrong_value_names_its_key(option: Option, value: str) -> None:
 
 @given(options.flatmap(lambda option: st.tuples(st.just(option), typos(option.key), typos(option.section))))
 @settings(FUZZ, max_examples=examples(500))
-def test_a_misspelt_key_or_table_is_named(drawn: tuple[Option, str, str]) -> None:
+def test_a_misspelt_key_or_table_is_reported(drawn: tuple[Option, str, str]) -> None:
     option, key, section = drawn
     default = format_value(option.default)
     for text, word in (
@@ -126,13 +126,13 @@ def mutated_files(draw: st.DrawFn) -> str:
 
 @given(mutated_files())
 @settings(FUZZ, max_examples=examples(800))
-def test_a_mutated_file_is_valid_or_refused_with_a_place(text: str) -> None:
+def test_a_mutated_file_is_valid_or_rejected_with_a_location(text: str) -> None:
     outcome(text)
 
 
 @given(st.text(st.sampled_from("[]{}=.,\"'\\\n #ab_-+:0123456789eTZxtrufalsin\t\r\x00é"), max_size=60))
 @settings(FUZZ, max_examples=examples(300))
-def test_any_text_is_a_configuration_or_refused_with_a_place(text: str) -> None:
+def test_any_text_is_valid_or_rejected_with_a_location(text: str) -> None:
     outcome(text)
 
 

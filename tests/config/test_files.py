@@ -46,7 +46,7 @@ def test_nul_bytes_are_valid_utf8_but_not_toml(tmp_path: Path) -> None:
     assert "is not valid TOML" in message_for(file) and "line 1" in message_for(file)
 
 
-def test_ten_megabytes_are_refused_at_once(tmp_path: Path) -> None:
+def test_ten_megabytes_are_rejected_immediately(tmp_path: Path) -> None:
     file = tmp_path / "big.toml"
     file.write_bytes(b"# padding\n" * 1_000_000)
     begin = time.process_time()
@@ -54,7 +54,7 @@ def test_ten_megabytes_are_refused_at_once(tmp_path: Path) -> None:
     assert time.process_time() - begin < 1
 
 
-def test_a_file_without_end_is_refused() -> None:
+def test_an_endless_file_is_rejected() -> None:
     assert "a configuration has at most 1 MB" in message_for("/dev/zero")
 
 
@@ -75,7 +75,7 @@ def test_a_pipe_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_without_permission_says_so(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "secret.toml"
     file.touch(mode=0o000)
     assert "cannot be read: Permission denied" in message_for(file)
@@ -88,7 +88,7 @@ class _Denied(type(Path())):  # type: ignore[misc]
         raise PermissionError(13, "Permission denied", str(self))
 
 
-def test_a_file_that_the_system_refuses_to_open_says_so(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     (tmp_path / "secret.toml").touch()
     with pytest.raises(ConfigError, match=r"secret.toml cannot be read: Permission denied"):
         read_toml(_Denied(tmp_path / "secret.toml"))
@@ -103,7 +103,7 @@ def test_a_file_that_the_system_refuses_to_open_says_so(tmp_path: Path) -> None:
         ("a\x1b[31m.toml", r"there is no file 'a\x1b[31m.toml'"),
     ],
 )
-def test_a_path_that_cannot_be_is_refused(path: str, text: str) -> None:
+def test_an_invalid_path_is_rejected(path: str, text: str) -> None:
     assert text in message_for(path)
 
 
@@ -121,11 +121,11 @@ def test_broken_toml_shows_the_line_with_a_caret() -> None:
     ]
 
 
-def test_a_tab_keeps_its_place_above_the_caret() -> None:
+def test_a_tab_is_kept_above_the_caret() -> None:
     assert message_of("\tlr = ?").splitlines()[1:] == ["  1 | \tlr = ?", "      \t     ^"]
 
 
-def test_an_error_at_the_end_points_behind_the_last_line() -> None:
+def test_an_error_at_the_end_points_after_the_last_line() -> None:
     assert message_of('[training]\nlr = """').splitlines()[1:] == ['  2 | lr = """', "              ^"]
 
 
@@ -133,7 +133,7 @@ def test_other_line_separators_do_not_shift_the_line() -> None:
     assert "  2 | b = ?" in message_of('a = "\u2028\x85"\nb = ?\n')
 
 
-def test_a_very_long_line_is_cut_around_the_caret() -> None:
+def test_a_very_long_line_is_truncated_around_the_caret() -> None:
     text, shown, caret = message_of(f'x = "{"a" * 5000}" ?').splitlines()
     assert "line 1" in text and len(shown) < 120 and shown[len(caret) - 1] == "?"
 

@@ -106,7 +106,7 @@ def test_a_bad_value_of_a_flag_is_reported_like_one_of_the_file(arguments: list[
     assert text in str(caught.value)
 
 
-def test_an_override_that_is_no_option_is_reported() -> None:
+def test_an_override_of_an_unknown_option_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"unknown option \[training\] lrr.*Did you mean lr\?"):
         load_config(None, {"training.lrr": 1})
 

@@ -14,7 +14,7 @@ from retrain.errors import ConfigError
 
 
 @pytest.mark.parametrize("source", ["", "jsonl"])
-def test_a_file_of_held_out_problems_is_the_one_that_is_read(tmp_path: Path, source: str) -> None:
+def test_evaluation_reads_the_held_out_file(tmp_path: Path, source: str) -> None:
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name, "answer": "1"}))
     tables: dict[str, Any] = {

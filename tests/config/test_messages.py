@@ -108,11 +108,11 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
         ("[training]\nlr = 0x" + "f" * 5000, f"[training] lr must be a number, got 0x{'f' * 55}....  Try: lr = 4e-05"),
     ],
 )
-def test_a_mistake_is_told_with_place_value_and_suggestion(text: str, problem: str) -> None:
+def test_an_issue_has_a_location_a_value_and_a_suggestion(text: str, problem: str) -> None:
     assert problems_in(text) == [problem]
 
 
-def test_all_problems_come_in_one_error() -> None:
+def test_one_error_reports_all_issues() -> None:
     text = """
     lr = 3
     [training]
@@ -135,24 +135,24 @@ def test_all_problems_come_in_one_error() -> None:
         assert place in places
 
 
-def test_one_problem_is_called_one_problem() -> None:
+def test_a_single_issue_is_singular() -> None:
     with pytest.raises(ConfigError, match=r"^run\.toml has 1 problem:\n"):
         build_config({"training": {"lr": -1}}, {}, "run.toml")
 
 
-def test_a_value_that_could_not_be_read_is_not_held_against_its_neighbours() -> None:
+def test_an_invalid_value_causes_no_issues_of_other_options() -> None:
     # `type` is the default here only because what was written is no string.
     assert len(problems_in({"reward": {"type": 5, "custom_module": "mine"}})) == 1
     assert len(problems_in({"reward": {"type": "judge", "judge_modle": "gpt"}})) == 1
 
 
-def test_thousands_of_problems_are_cut_to_a_screenful() -> None:
+def test_thousands_of_issues_are_truncated() -> None:
     found = problems_in("[training]\n" + "\n".join(f"key{n} = {n}" for n in range(20_000)))
     assert len(found) == MAX_ISSUES + 1
     assert found[-1] == "and 19950 more."
 
 
-def test_long_keys_and_values_are_cut() -> None:
+def test_long_keys_and_values_are_truncated() -> None:
     (problem,) = problems_in({"training": {"k" * 100_000: "v"}})
     assert len(problem) < 200
     (problem,) = problems_in({"training": {"lr": "v" * 100_000}})
@@ -172,7 +172,7 @@ def test_long_keys_and_values_are_cut() -> None:
         (lambda deep: {"a": deep}, "[a] a"),
     ],
 )
-def test_values_nested_beyond_reason_are_named_and_do_no_harm(tables: Any, where: str) -> None:
+def test_values_nested_too_deeply_are_reported(tables: Any, where: str) -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"a": deep}
@@ -180,7 +180,7 @@ def test_values_nested_beyond_reason_are_named_and_do_no_harm(tables: Any, where
     assert any(problem == f"{where} is nested more than 32 levels deep." for problem in found)
 
 
-def test_the_tables_that_were_given_are_left_as_they_were() -> None:
+def test_the_given_tables_are_not_modified() -> None:
     tables: dict[str, Any] = {"training": {"lr": -1, "seed": 3}, "trainnning": {}}
     with pytest.raises(ConfigError):
         build_config(tables, {"training.seed": 4, "model.lora_rank": 8}, "run.toml")

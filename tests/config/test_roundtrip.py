@@ -23,14 +23,14 @@ SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 
 @given(sections(most=25))
 @settings(SLOW_START, max_examples=examples(300))
-def test_any_configuration_survives_being_written_and_read(chosen: dict[str, dict[str, Any]]) -> None:
+def test_any_configuration_round_trips(chosen: dict[str, dict[str, Any]]) -> None:
     config = TrainConfig.model_validate(chosen)
     assert TrainConfig.model_validate(parse_toml(dump_config(config), "dumped")) == config
 
 
 @given(tables, st.lists(tables, min_size=1, max_size=3))
 @settings(SLOW_START, max_examples=examples(200))
-def test_tables_of_arguments_survive_with_dates_and_nesting(
+def test_tables_of_arguments_round_trip_with_dates_and_nesting(
     args: dict[str, Any], conditions: list[dict[str, Any]]
 ) -> None:
     config = TrainConfig.model_validate(
@@ -43,7 +43,7 @@ def test_tables_of_arguments_survive_with_dates_and_nesting(
 
 @given(sections(most=4))
 @settings(SLOW_START, max_examples=examples(200))
-def test_what_the_checks_accept_is_accepted_again_when_read_back(chosen: dict[str, dict[str, Any]]) -> None:
+def test_a_valid_configuration_is_valid_when_it_is_loaded_again(chosen: dict[str, dict[str, Any]]) -> None:
     try:
         config = build_config(chosen, {}, "generated")
     except ConfigError:
@@ -52,7 +52,7 @@ def test_what_the_checks_accept_is_accepted_again_when_read_back(chosen: dict[st
 
 
 @pytest.mark.parametrize("optional", [(), ("squeeze",), ("campaign",), ("squeeze", "campaign")])
-def test_the_defaults_survive(optional: tuple[str, ...]) -> None:
+def test_the_defaults_round_trip(optional: tuple[str, ...]) -> None:
     config = build_config({name: {} for name in optional}, {}, "defaults")
     text = dump_config(config)
     assert build_config(parse_toml(text, "dumped"), {}, "dumped") == config
@@ -68,7 +68,7 @@ def test_a_json_string_is_written_back_as_a_table() -> None:
 
 
 @given(texts)
-def test_any_key_survives(key: str) -> None:
+def test_any_key_round_trips(key: str) -> None:
     assert tomllib.loads(f"{format_key(key)} = 1") == {key: 1}
 
 
@@ -79,6 +79,6 @@ def test_any_key_survives(key: str) -> None:
      datetime.datetime(1979, 5, 27, tzinfo=datetime.UTC), [], {}, [{"a": [[]]}, 1.5, "x"]],
     ids=lambda value: format_value(value)[:20],
 )  # fmt: skip
-def test_a_value_survives_with_its_type(value: object) -> None:
+def test_a_value_round_trips_with_its_type(value: object) -> None:
     read = tomllib.loads(f"x = {format_value(value)}")["x"]
     assert read == value and type(read) is type(value)

@@ -1,4 +1,4 @@
-"""Each rule across options, both ways."""
+"""Each rule, with valid and invalid configurations."""
 
 from __future__ import annotations
 
@@ -402,19 +402,19 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("rule", "tables"), GOOD)
-def test_a_rule_lets_a_sound_configuration_pass(rule: str, tables: dict[str, Any]) -> None:
+def test_a_rule_accepts_a_valid_configuration(rule: str, tables: dict[str, Any]) -> None:
     build_config(tables, {}, rule)
 
 
 @pytest.mark.parametrize(("rule", "tables", "text"), BAD)
-def test_a_rule_names_what_it_refuses(rule: str, tables: dict[str, Any], text: str) -> None:
+def test_a_rule_reports_an_invalid_configuration(rule: str, tables: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_config(tables, {}, rule)
     assert text in str(caught.value)
     assert len(caught.value.issues) == 1
 
 
-def test_every_rule_is_tried_both_ways() -> None:
+def test_every_rule_is_tested_with_valid_and_invalid_configurations() -> None:
     rules = {rule.__name__ for rule in RULES}
     assert {rule for rule, _ in GOOD} == rules
     assert {rule for rule, _, _ in BAD} == rules
@@ -436,7 +436,7 @@ def test_each_condition_must_be_a_valid_run(condition: dict[str, Any], text: str
     assert len(caught.value.issues) == 1
 
 
-def test_a_problem_of_the_file_is_not_repeated_for_every_condition() -> None:
+def test_an_issue_of_the_file_is_not_repeated_for_every_condition() -> None:
     with pytest.raises(ConfigError) as caught:
         build_config({"training": {"lr": -1}, "campaign": {}}, {}, "campaign.toml")
     assert len(caught.value.issues) == 1
@@ -453,7 +453,7 @@ def test_a_condition_names_options_by_key_or_by_table() -> None:
 
 
 @pytest.mark.parametrize("path", ["loop", "loop/further"])
-def test_a_path_that_leads_round_in_a_circle_is_refused(path: str, tmp_path: Path) -> None:
+def test_a_cycle_of_links_is_rejected(path: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for table, key in (("logging", "log_dir"), ("backend", "adapter_path"), ("model", "model"), ("resume", "from")):
         with pytest.raises(ConfigError, match="is a cycle of symbolic links") as caught:
@@ -461,7 +461,7 @@ def test_a_path_that_leads_round_in_a_circle_is_refused(path: str, tmp_path: Pat
         assert f"[{table}] {key} = " in str(caught.value)
 
 
-def test_an_options_own_bound_holds_beside_that_of_all_counts() -> None:
+def test_the_bound_of_an_option_holds_besides_that_of_all_integers() -> None:
     with pytest.raises(ConfigError, match="batch_size must be <= 1000000, got 100000000"):
         build_config({"training": {"batch_size": 100_000_000}}, {}, "run.toml")
     with pytest.raises(ConfigError, match="workers must be <= 1024, got 5000"):

@@ -1,4 +1,4 @@
-"""Options that are set and not used: a note each, alone and in campaigns, and errors for whoever wants it strict."""
+"""Options that are set and not used: a note each, in runs and campaigns, and errors in strict mode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def notes_of(tables: dict[str, Any]) -> list[str]:
     return [str(note) for note in find_notes(build_config(tables, {}, "run.toml"))]
 
 
-# The option, a value for it, why it is not used when it stands alone, and tables in which it is used.
+# The option, a value, why it is not used by default, and tables with which it is used.
 ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ("backend.max_concurrent", 8, "[backend] backend is local", [TINKER]),
     ("backend.throttle_dir", "/tmp/t", "[backend] backend is local", [{"backend": {"backend": "mine.build"}}]),
@@ -177,8 +177,8 @@ ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     ),
 ]
 
-# What only the company of other options leaves unused: the tables, the note, and tables that get none.
-IN_COMPANY: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
+# Options that other options make unused: the tables, the note, and tables without a note.
+WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         {"loss": {"type": "cispo", "ratio_cap": 3.0}},
         "[loss] ratio_cap is not used: [loss] type is cispo",
@@ -371,17 +371,15 @@ def merge(tables: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value", "reason", "used"), ALONE, ids=[case[0] for case in ALONE])
-def test_an_option_that_is_not_used_gets_a_note_and_one_that_is_gets_none(
-    path: str, value: Any, reason: str, used: list[dict[str, Any]]
-) -> None:
+def test_only_an_unused_option_gets_a_note(path: str, value: Any, reason: str, used: list[dict[str, Any]]) -> None:
     where = options_by_path()[path].where
     assert notes_of(alone(path, value)) == [f"{where} is not used: {reason}"]
     for tables in used:
         assert not [note for note in notes_of(merge(tables, path, value)) if note.startswith(where)]
 
 
-@pytest.mark.parametrize(("tables", "note", "quiet"), IN_COMPANY, ids=[case[1] for case in IN_COMPANY])
-def test_an_option_that_its_company_leaves_unused_gets_a_note(
+@pytest.mark.parametrize(("tables", "note", "quiet"), WITH_OTHERS, ids=[case[1] for case in WITH_OTHERS])
+def test_an_option_that_others_make_unused_gets_a_note(
     tables: dict[str, Any], note: str, quiet: list[dict[str, Any]]
 ) -> None:
     assert notes_of(tables) == [note]
@@ -389,13 +387,13 @@ def test_an_option_that_its_company_leaves_unused_gets_a_note(
         assert notes_of(others) == []
 
 
-def test_every_reason_is_tried() -> None:
-    tried = {path for path, *_ in ALONE} | {f"{s}.{k}" for tables, *_ in IN_COMPANY for s in tables for k in tables[s]}
+def test_every_reason_is_tested() -> None:
+    tried = {path for path, *_ in ALONE} | {f"{s}.{k}" for tables, *_ in WITH_OTHERS for s in tables for k in tables[s]}
     assert set(UNUSED) <= tried
     assert set(UNUSED) <= set(options_by_path())
 
 
-def test_notes_are_errors_for_whoever_wants_it_strict(tmp_path: Path) -> None:
+def test_notes_are_errors_in_strict_mode(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[reward]\ncustom_module = "mine"\n[planning]\nthreshold = 0.5\n')
     assert load_config(path).reward.custom_module == "mine"
@@ -420,11 +418,11 @@ def test_notes_are_errors_for_whoever_wants_it_strict(tmp_path: Path) -> None:
         {"campaign": {"max_workers": 2, "stagger_seconds": 1.0}, "squeeze": {"min_variance_retention": 0.9}},
     ],
 )
-def test_settings_of_what_is_merely_switched_off_are_kept_without_a_word(tables: dict[str, Any]) -> None:
+def test_settings_of_a_feature_that_is_off_get_no_note(tables: dict[str, Any]) -> None:
     assert notes_of(tables) == []
 
 
-def test_a_default_that_is_written_down_is_no_wish() -> None:
+def test_an_explicit_default_gets_no_note() -> None:
     tables: dict[str, Any] = {path.partition(".")[0]: {} for path in UNUSED}
     for path in UNUSED:
         section, _, key = path.partition(".")
@@ -441,13 +439,13 @@ def campaign(*conditions: dict[str, Any], **tables: Any) -> dict[str, Any]:
     return {**tables, "campaign": {"conditions": list(conditions)}}
 
 
-def test_a_campaign_may_set_for_all_what_one_condition_uses() -> None:
+def test_an_option_that_one_condition_uses_gets_no_note() -> None:
     assert notes_of(campaign(GRPO, SEMANTIC_CONDITION, planning=THRESHOLD)) == []
     off = {"planning": {"detector": "regex"}}
     assert notes_of(campaign(GRPO, off, planning={**THRESHOLD, "detector": "semantic"})) == []
 
 
-def test_what_no_condition_uses_is_noted_once() -> None:
+def test_an_option_that_no_condition_uses_gets_one_note() -> None:
     assert notes_of(campaign(GRPO, MAXRL, planning=THRESHOLD)) == [UNUSED_THRESHOLD]
     off = {"planning": {"detector": "regex"}}
     assert notes_of(campaign(off, planning={**THRESHOLD, "detector": "semantic"})) == [UNUSED_THRESHOLD]
@@ -457,14 +455,14 @@ def test_what_no_condition_uses_is_noted_once() -> None:
     ]
 
 
-def test_a_condition_answers_for_what_it_sets_itself() -> None:
+def test_an_unused_option_of_a_condition_gets_a_note() -> None:
     expected = f"[campaign] conditions[1]: {UNUSED_THRESHOLD}"
     assert notes_of(campaign(SEMANTIC_CONDITION, THRESHOLD)) == [expected]
     assert notes_of(campaign(GRPO, SEMANTIC_CONDITION | THRESHOLD)) == []
     assert notes_of(campaign(GRPO, THRESHOLD, planning={"threshold": 0.3})) == [expected, UNUSED_THRESHOLD]
 
 
-def test_the_run_of_a_condition_loads_on_its_own() -> None:
+def test_the_configuration_of_a_condition_loads_separately() -> None:
     conditions = (GRPO, SEMANTIC_CONDITION, {**SEMANTIC_CONDITION, "threshold": 0.2})
     config = build_config(campaign(*conditions, planning=THRESHOLD), {}, "campaign.toml")
     runs = [build_condition(config, condition, "campaign.toml") for condition in conditions]
@@ -475,7 +473,7 @@ def test_the_run_of_a_condition_loads_on_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "campaign", "squeeze"])
-def test_what_is_not_used_is_noted_in_every_kind_of_file(kind: str) -> None:
+def test_unused_options_are_noted_in_every_kind_of_file(kind: str) -> None:
     extra: dict[str, Any] = {"campaign": {"campaign": {}}, "squeeze": {"squeeze": {"adapter_path": "a"}}}.get(kind, {})
     for tables in (
         {"distributed": {"offload_optimizer": True}},
@@ -506,12 +504,12 @@ def test_what_is_not_used_is_noted_in_every_kind_of_file(kind: str) -> None:
         ({"optimizer": {"schedule": "cosine", "schedule_args": {"num_cycles": 1}}}, {"optimizer.schedule": "linear"}),
     ],
 )  # fmt: skip
-def test_a_flag_overrides_a_file_whatever_it_leaves_unused(tables: dict[str, Any], flags: dict[str, Any]) -> None:
+def test_a_flag_may_leave_options_of_the_file_unused(tables: dict[str, Any], flags: dict[str, Any]) -> None:
     assert find_notes(build_config(tables, {}, "run.toml")) == []
     assert find_notes(build_config(tables, flags, "run.toml"))
 
 
-def test_teaching_takes_an_advantage_that_allows_rewards_below_0_unless_one_is_named() -> None:
+def test_teaching_defaults_to_an_advantage_that_allows_negative_rewards() -> None:
     assert build_config({}, {"teaching.enabled": True}, "run.toml").algorithm.advantage_mode == "grpo"
     named = build_config({"algorithm": {"advantage_mode": "a.b"}}, {"teaching.enabled": True}, "run.toml")
     assert named.algorithm.advantage_mode == "a.b"

@@ -1,1 +1,1 @@
-"""Reading a final answer: its notation, its structure, its value, and when two of them are equal."""
+"""Final answers: notation, parsing, evaluation and comparison."""

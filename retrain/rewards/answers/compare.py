@@ -1,4 +1,4 @@
-"""When two answers that were read are equal."""
+"""Equality of two parsed answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from retrain.rewards.answers.relations import as_region, equal_equations, is_ine
 from retrain.rewards.answers.units import DEGREE, PERCENT
 from retrain.rewards.answers.values import equal_expressions, evaluate, is_real
 
-# A decimal of so many digits that agrees in all of them stands for the number that it rounds.
+# A decimal with this many matching digits counts as a rounding of the exact number.
 _ROUNDED_DIGITS = 6
-# Longer lists are compared in order: matching each entry with each would cost too much.
+# Longer lists are compared in order: unordered matching is quadratic.
 _LONGEST_UNORDERED = 40
 _HUNDREDTH = Number(Fraction(1, 100))
 _WORDS_OF_COUNTED = """
@@ -38,7 +38,7 @@ _ALL_REALS = frozenset({"all real numbers", "all reals", "all real x", "all real
 
 
 def equal_answers(answer: Node, gold: Node) -> bool:
-    """Whether an answer says what the reference says."""
+    """Whether an answer equals the reference."""
     if isinstance(answer, Relation) and answer.signs == ("in",):
         answer = answer.sides[1]
     if isinstance(gold, Relation) and gold.signs == ("in",):
@@ -83,7 +83,7 @@ def _equal_relations(answer: Node, gold: Node) -> bool:
 
 
 def _equal_chains(answer: Relation, gold: Relation) -> bool:
-    """Inequalities in several variables, or with `≠`: the same signs between equal sides, perhaps read backwards."""
+    """Inequalities in several variables, or with `≠`: the same signs between equal sides, in either direction."""
     mirrored = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
     if any(sign not in mirrored for sign in answer.signs):
         return False
@@ -94,7 +94,7 @@ def _equal_chains(answer: Relation, gold: Relation) -> bool:
 
 
 def _equal_quantities(answer: Node, gold: Node) -> bool:
-    """Units must agree where both sides have one; one that is left out is what the question asked for."""
+    """Units must agree if both sides have one; a missing unit is assumed to be the expected one."""
     if isinstance(answer, Quantity) and isinstance(gold, Quantity):
         if answer.unit.powers != gold.unit.powers:
             return False
@@ -122,7 +122,7 @@ def _equal_words(answer: Node, gold: Node) -> bool:
 
 
 def _word_of(node: Node) -> str | None:
-    """Words in lower case; a few notions that are also written in signs, and small numbers, as one word."""
+    """Normalised words; small numbers and a few symbols are converted to words."""
     match node:
         case Words(text):
             text = " ".join(text.lower().replace(".", " ").replace('"', " ").split()).strip(" .,;:")
@@ -164,7 +164,7 @@ def _equal_groups(answer: Node, gold: Node) -> bool:
     if not (isinstance(answer, Group) and isinstance(gold, Group)):
         group, other = (answer, gold) if isinstance(answer, Group) else (gold, answer)
         assert isinstance(group, Group)
-        # `{5}` for 5; a list of one is not made.
+        # `{5}` for 5; there are no lists of one entry.
         return group.brackets == "{}" and len(group.items) == 1 and equal_answers(group.items[0], other)
     one, other_ = _open_at_infinity(answer), _open_at_infinity(gold)
     kinds = {one.brackets, other_.brackets}
@@ -203,7 +203,7 @@ def _distinct(items: Sequence[Node]) -> list[Node]:
 
 
 def _open_at_infinity(group: Group) -> Group:
-    """`[-∞, 2]` is meant as `(-∞, 2]`."""
+    """Treat `[-∞, 2]` as `(-∞, 2]`."""
     if len(group.brackets) != 2 or group.brackets == "{}" or len(group.items) != 2:
         return group if group.brackets != "U" else Group("U", tuple(map(_open_item, group.items)))
     left = "(" if _is_infinite(group.items[0]) else group.brackets[0]
@@ -222,7 +222,7 @@ def _is_infinite(node: Node) -> bool:
 
 
 def _is_rounded(decimal: Node, exact: Node) -> bool:
-    """Whether a decimal of at least six digits is a number without a finite decimal, rounded or cut to its digits."""
+    """Whether a decimal of at least six digits is a rounded or truncated number without a finite decimal expansion."""
     if not isinstance(decimal, Number) or decimal.places < _ROUNDED_DIGITS or variables(exact):
         return False
     if isinstance(exact, Number) and exact.places >= 0:

@@ -1,4 +1,4 @@
-"""What an answer consists of once it is read."""
+"""The syntax tree of an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from retrain.rewards.answers.units import Unit
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact number; `places` counts the digits after the point of one that was written as a decimal."""
+    """An exact number; `places` is the number of decimal places, -1 if it is not a decimal."""
 
     value: Fraction
     places: int = -1
@@ -26,7 +26,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation or a function by name, and the expressions it is applied to."""
+    """An operation or function by name, and its arguments."""
 
     name: str
     parts: tuple[Node, ...]
@@ -77,7 +77,7 @@ PLUS_MINUS = ("pm", "mp")
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """What a node directly consists of."""
+    """The direct children of a node."""
     match node:
         case Operation(_, parts) | Group(_, parts) | Relation(_, parts):
             return parts
@@ -89,7 +89,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all below it."""
+    """The node and all its descendants."""
     waiting = [node]
     while waiting:
         current = waiting.pop()
@@ -98,12 +98,12 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Names of the variables in it."""
+    """Names of the variables in a node."""
     return frozenset(part.name for part in walk(node) if isinstance(part, Symbol)) - CONSTANTS
 
 
 def rebuild(node: Node, change: Callable[[Node], Node]) -> Node:
-    """The node with `change` applied to each of its direct parts."""
+    """The node with `change` applied to each child."""
     match node:
         case Operation(name, parts):
             return Operation(name, tuple(map(change, parts)))
@@ -119,12 +119,12 @@ def rebuild(node: Node, change: Callable[[Node], Node]) -> Node:
 
 
 def is_plain(node: Node) -> bool:
-    """Whether it is an expression: a number, a symbol or an operation, which holds nothing but expressions."""
+    """Whether it is an expression: a number, a symbol or an operation."""
     return isinstance(node, Number | Symbol | Operation)
 
 
 def split_signs(node: Node) -> tuple[Node, ...]:
-    """Read `±`: both values, or the node alone when it has none. All signs of one answer go together."""
+    """Both values of `±`, or the node itself if it has none. All signs of an answer vary together."""
     if not any(isinstance(part, Operation) and part.name in PLUS_MINUS for part in walk(node)):
         return (node,)
 

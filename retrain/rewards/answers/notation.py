@@ -1,4 +1,4 @@
-r"""Spellings of one notation made the same: Unicode, LaTeX synonyms, spacing, thousands separators."""
+r"""Normalisation of notation: Unicode, LaTeX synonyms, spacing, thousands separators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNICODE = str.maketrans(
     }
 )  # fmt: skip
 
-_ROW_END = "\x00"  # stands for `\\`, whose second half must not be read as the start of a command
+_ROW_END = "\x00"  # placeholder for `\\`, whose second backslash must not start a command
 _SYNONYMS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -65,7 +65,7 @@ _PREAMBLE = re.compile(
     re.IGNORECASE,
 )
 _MATH_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)\$")
-# `1,\!000` and `1{,}000` are separators wherever they stand.
+# `1,\!000` and `1{,}000` are always separators.
 _SEPARATOR = re.compile(r"(?<=\d)(?:,\s*\\!\s*|\\!\s*,|\{,\})(?=\d{3}(?!\d))")
 _TIGHT = re.compile(r"\\!|\{\}(?=\d)")
 # `10\,000`, the separator of the SI.
@@ -79,7 +79,7 @@ _CLOSING = re.compile(r"\\\}|\\rangle|[)\]]")
 
 @lru_cache(maxsize=8192)
 def tidy(answer: str) -> str:
-    r"""Even out how an answer is written, keeping what it says. Blanks stay where they may matter."""
+    r"""Normalise the notation of an answer. Spaces are kept where they may matter."""
     text = answer.strip()
     if preamble := _PREAMBLE.match(text):
         text = text[preamble.end() :]
@@ -111,9 +111,9 @@ def _vulgar_fraction(sign: str) -> str:
 
 
 def _join_thousands(text: str) -> str:
-    """Drop thousands separators: commas without a blank between groups of three digits.
+    """Remove thousands separators: commas without a space between groups of three digits.
 
-    In brackets `(100,101)` is a pair, unless other commas there show by their blanks which ones part the entries.
+    In brackets `(100,101)` is a pair, unless other commas with a space separate the entries.
     """
 
     def join(found: re.Match[str]) -> str:

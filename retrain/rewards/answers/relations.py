@@ -1,4 +1,4 @@
-"""Equations and inequalities: the value one states, the interval one describes, and when two are equivalent."""
+"""Equations and inequalities: their values, intervals and equivalence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ZERO, _ONE, _TWO = (Number(Fraction(n)) for n in range(3))
 
 
 def is_name(node: Node) -> bool:
-    """Whether a side only names what the other side says: `x`, `f(x)`, `AB`, words, or a tuple of these."""
+    """Whether a side only names the other side: `x`, `f(x)`, `AB`, words, or a tuple of these."""
     match node:
         case Words():
             return True
@@ -58,7 +58,7 @@ def side_values(chain: Relation, equal: Equal) -> list[Node]:
         if "~" in chain.signs:
             return fixed if all(_close(one, other) for one, other in pairwise(fixed)) else []
         agreed = all(equal(one, other) for one, other in pairwise(fixed))
-        # All say the same, but not in the same unit: 0.56 = 56 %.
+        # All are equal, but maybe in different units: 0.56 = 56 %.
         return fixed if agreed else []
     stated = [side for side in chain.sides if not is_name(side)] or [chain.sides[-1]]
     agreed = all(equal(one, other) for one, other in pairwise(stated))
@@ -66,7 +66,7 @@ def side_values(chain: Relation, equal: Equal) -> list[Node]:
 
 
 def _close(one: Node, other: Node) -> bool:
-    """Whether one side of `≈` is a rounding of the other: off by at most a unit of the coarser one's last digit."""
+    """Whether one side of `≈` rounds the other: the difference is at most one unit of the coarser last digit."""
     numbers = [side for side in map(_bare, (one, other)) if is_plain(side)]
     places = [side.places for side in numbers if isinstance(side, Number) and side.places >= 0]
     if len(numbers) < 2:
@@ -86,7 +86,7 @@ def _bare(node: Node) -> Node:
 
 
 def equal_equations(answer: Relation, gold: Relation, equal: Equal) -> bool:
-    """Whether two equations hold for the same values, or name different things with the same value."""
+    """Whether two equations are equivalent, or assign the same value to different names."""
     ends = [(chain.sides[0], chain.sides[-1]) for chain in (answer, gold)]
     if all(is_plain(side) for pair in ends for side in pair):
         if _equivalent(*(Operation("sub", pair) for pair in ends)):
@@ -100,7 +100,7 @@ def equal_equations(answer: Relation, gold: Relation, equal: Equal) -> bool:
 
 
 def _may_name_one(one: Node, other: Node) -> bool:
-    """Whether two names on the left may mean one thing: words and any name, or `y` and `f(x)`."""
+    """Whether two left-hand sides may name the same thing: words and any name, or `y` and `f(x)`."""
     if isinstance(one, Words) or isinstance(other, Words):
         return is_name(one) and is_name(other)
     plain, call = (one, other) if isinstance(one, Symbol) else (other, one)

@@ -1,4 +1,4 @@
-"""An answer cut into tokens: numbers, names, words, signs."""
+"""Tokenization of an answer: numbers, names, words, signs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _BARE_RATE = re.compile(r"(?<=\d) ?((?:km|cm|mm|mi|ft|m) ?/ ?(?:s|h|hr|sec|hour|
 
 
 class Unreadable(ValueError):
-    """The answer is not in a notation that is read here."""
+    """The notation of the answer is not supported."""
 
 
 class Token(NamedTuple):
-    """A piece of an answer. `kind` is number, letter, word, function, command, environment, separator or sign."""
+    """A token. `kind` is number, letter, word, function, command, environment, separator or sign."""
 
     kind: str
     text: str
     spaced: bool = False
-    """Whether a blank stands before it."""
+    """Whether a space precedes it."""
 
 
 def tokenize(text: str) -> list[Token]:
-    """Cut a tidy answer into tokens."""
+    """Split a normalised answer into tokens."""
     tokens: list[Token] = []
     spaced = False
     for found in _TOKEN.finditer(_BARE_RATE.sub(r"\\text{ \1}", text)):
@@ -68,7 +68,7 @@ def tokenize(text: str) -> list[Token]:
 
 
 def _read_text(inside: str, spaced: bool, before: list[Token]) -> list[Token]:
-    """What stands in `\\text{…}`: words, or mathematics that was put there for its looks."""
+    """The content of `\\text{…}`: words, or mathematics."""
     content = inside.strip()
     plain = content.strip(" .,:;").lower()
     if plain in _SEPARATORS:
@@ -86,7 +86,7 @@ def _read_text(inside: str, spaced: bool, before: list[Token]) -> list[Token]:
 
 
 def _read_word(word: str, spaced: bool, before: list[Token]) -> list[Token]:
-    """A run of letters: a function, a unit or another word, or variables side by side."""
+    """A run of letters: a function, a unit, another word, or adjacent variables."""
     if len(word) == 1:
         return [Token("letter", word, spaced)]
     if word in FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Units of measurement: which words are one unit, and how units of one kind convert."""
+"""Units of measurement: names and conversions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit as a factor and the powers of its base units; a word that is no known unit is a base of its own."""
+    """A unit as a factor and the powers of its base units; an unknown word is a base unit."""
 
     factor: Fraction = Fraction(1)
     powers: tuple[tuple[str, int], ...] = ()
@@ -60,12 +60,12 @@ _TABLE: tuple[tuple[str, str, Fraction], ...] = (
 )
 _KNOWN = {word: (base, size) for words, base, size in _TABLE for word in words.split()}
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "mps": "metre / second"}
-# Words that name no unit, or only say that there is one.
+# Words that are not units.
 _WORDS_OF_EMPTY = """
     unit the of a an total exactly different distinct possible
 """
 _EMPTY = frozenset(_WORDS_OF_EMPTY.split())
-# Words that change what a number before or after them means.
+# Words that change the meaning of a number next to them.
 _WORDS_OF_MEANINGFUL = """
     or and not no to from between less more than least most over under above below about approximately around
     nearly mod modulo base factorial squared cubed half halve third quarter fourth fifth sixth seventh eighth ninth
@@ -84,13 +84,13 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 
 @lru_cache(maxsize=4096)
 def is_unit(word: str) -> bool:
-    """Whether a word is a unit of the table, in the singular or the plural."""
+    """Whether a word is a known unit, singular or plural."""
     return _singular(word) in _KNOWN or word.lower() in _SPEEDS
 
 
 @lru_cache(maxsize=4096)
 def read_unit(text: str) -> Unit | None:
-    """Read `cm`, `square feet`, `m/s` or `apples`; None when the words may mean something else."""
+    """Read `cm`, `square feet`, `m/s` or `apples`; None if the words may mean something else."""
     text = text.strip()
     if len(text) > _LONGEST:
         return None

@@ -1,7 +1,7 @@
-"""What an expression is worth: exactly where that is possible, else to 120 digits, and never at unbounded cost.
+"""Evaluation of expressions: exact where possible, else to 120 digits, at a bounded cost.
 
-Two expressions are equal when they agree at several points. Rational points and exact arithmetic make this a proof for
-polynomials and rational functions up to chance; elsewhere agreement to 100 digits leaves no room for another value.
+Two expressions are equal if they agree at several points. For polynomials and rational functions, rational points and
+exact arithmetic make this a probabilistic proof; elsewhere they must agree to 100 digits.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ _CONTEXT: Any = MPContext()
 _CONTEXT.prec = 400
 _AGREE = _CONTEXT.mpf(2) ** -330
 _VANISHES = _CONTEXT.mpf(2) ** -300
-# Beyond these an exact number is neither built nor rounded: rounding would hide what was added to it.
-_MOST_BITS = 1 << 16
-_MOST_MAGNITUDE = 240
-_MOST_FACTORIAL = 3000
-_MOST_ROOT = 12
+# Larger exact numbers are neither computed nor rounded: rounding would hide small terms.
+_MAX_BITS = 1 << 16
+_MAX_MAGNITUDE = 240
+_MAX_FACTORIAL = 3000
+_MAX_ROOT = 12
 _POINTS = 4
 NATURAL, DECIMAL = "natural", "decimal"
 
 
 class Undefined(ArithmeticError):
-    """No value here: a division by zero, an infinity that cannot be added, a logarithm of nothing."""
+    """The expression has no value, such as a division by zero."""
 
 
 class TooLarge(ArithmeticError):
-    """A value whose size makes computing it a waste."""
+    """The value is too large to compute."""
 
 
 def values_agree(one: Value, other: Value) -> bool:
-    """Whether two values are the same: exactly, or in all digits that are computed."""
+    """Whether two values are equal, exactly or in all computed digits."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     first, second = _rounded(one), _rounded(other)
     if _CONTEXT.isinf(first) or _CONTEXT.isinf(second):
         return bool(first == second)
     difference, size = abs(first - second), max(abs(first), abs(second))
-    # What cancels to nothing leaves rounding errors, which agree with nothing relatively.
+    # After cancellation only rounding errors are left, which have no relative accuracy.
     return bool(difference <= _AGREE * size or size < _VANISHES)
 
 
 def equal_expressions(one: Node, other: Node) -> bool:
-    """Whether two expressions are equal at every point that was tried; False where that cannot be found out."""
+    """Whether two expressions agree at all sample points; False if that cannot be determined."""
     names = sorted(variables(one) | variables(other))
     if not names:
         return _equal_constants(one, other)
@@ -93,13 +93,13 @@ def _agree_at_points(one: Node, other: Node, names: list[str], logarithm: str) -
                 return False
             real += 1
         else:
-            # Off the real numbers the branches of roots and logarithms differ in ways that nobody asked about.
+            # Outside the real numbers, branches of roots and logarithms may differ.
             complex_ += agree
     return real >= 2 or (real == 0 and complex_ >= 2)
 
 
 def _may_cancel(node: Node) -> bool:
-    """Whether a variable might drop out of it, as in `x - x` or `x^0`."""
+    """Whether a variable may cancel, as in `x - x` or `x^0`."""
     seen: set[str] = set()
     for part in walk(node):
         if isinstance(part, Symbol):
@@ -115,7 +115,7 @@ def _has_plain_log(node: Node) -> bool:
 
 @lru_cache(maxsize=256)
 def sample_points(names: tuple[str, ...]) -> tuple[Mapping[str, Fraction], ...]:
-    """Values for the variables: small, larger, negative, and of both signs; always the same ones."""
+    """Fixed values for the variables: small, larger, negative, and of both signs."""
     points = []
     for number in range(_POINTS):
         draw = random.Random(f"{number} {' '.join(names)}")
@@ -125,7 +125,7 @@ def sample_points(names: tuple[str, ...]) -> tuple[Mapping[str, Fraction], ...]:
 
 
 def is_real(value: Value) -> bool:
-    """Whether a value has no imaginary part beyond rounding."""
+    """Whether a value is real up to rounding."""
     if isinstance(value, Fraction | _CONTEXT.mpf):
         return True
     return bool(abs(value.imag) <= _AGREE * abs(value.real)) or value.imag == 0
@@ -160,12 +160,12 @@ def _constant(name: str) -> Value:
 
 def _bounded(value: Value) -> Value:
     if isinstance(value, Fraction):
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MOST_BITS:
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
             raise TooLarge
         return value
     if _CONTEXT.isnan(value):
         raise Undefined("not a number")
-    if not _CONTEXT.isinf(value) and value and abs(_CONTEXT.mag(value)) > _MOST_MAGNITUDE:
+    if not _CONTEXT.isinf(value) and value and abs(_CONTEXT.mag(value)) > _MAX_MAGNITUDE:
         raise TooLarge
     if isinstance(value, _CONTEXT.mpc) and value.imag == 0:
         return value.real
@@ -173,10 +173,10 @@ def _bounded(value: Value) -> Value:
 
 
 def _rounded(value: Value) -> Any:
-    """A value in mpmath's arithmetic. Very large and very small exact ones are refused: what is added would be lost."""
+    """A value as an mpmath number. Raises TooLarge for exact values whose rounding would hide small terms."""
     if not isinstance(value, Fraction):
         return value
-    if value and abs(value.numerator.bit_length() - value.denominator.bit_length()) > _MOST_MAGNITUDE:
+    if value and abs(value.numerator.bit_length() - value.denominator.bit_length()) > _MAX_MAGNITUDE:
         raise TooLarge
     return _CONTEXT.mpf(value.numerator) / value.denominator
 
@@ -205,7 +205,7 @@ def _apply(name: str, values: list[Value], logarithm: str) -> Value:
 
 
 def _snap(value: Any, scale: Any) -> Value:
-    """Zero for what is left over, by rounding, where terms of such a size cancel."""
+    """Zero if the value is only the rounding error of cancelled terms."""
     return Fraction(0) if abs(value) < _VANISHES * scale else value
 
 
@@ -232,13 +232,13 @@ def _power(base: Value, exponent: Value) -> Value:
             if base == 0 and power < 0:
                 raise Undefined("division by zero")
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if base not in (0, 1, -1) and (bits - 1 or 1) * abs(power) > _MOST_BITS:
+            if base not in (0, 1, -1) and (bits - 1 or 1) * abs(power) > _MAX_BITS:
                 raise TooLarge
             return base ** (power if base not in (0, 1, -1) else power % 2 or (2 if power else 0))
-        if abs(power) > _MOST_BITS:
+        if abs(power) > _MAX_BITS:
             raise TooLarge
         return base**power
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator <= _MOST_ROOT:
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator <= _MAX_ROOT:
         return _root(_power(base, Fraction(exponent.numerator)), Fraction(exponent.denominator))
     first, second = _rounded(base), _rounded(exponent)
     if first == 0 or _CONTEXT.isinf(first) or _CONTEXT.isinf(second):
@@ -247,7 +247,7 @@ def _power(base: Value, exponent: Value) -> Value:
 
 
 def _root(value: Value, index: Value) -> Value:
-    """The principal root; the odd root of a negative real number is the real one, as in school."""
+    """The principal root; odd roots of negative real numbers are real."""
     if isinstance(index, Fraction) and index.denominator == 1 and isinstance(value, Fraction):
         number = int(index)
         if 0 < number < 100:
@@ -287,9 +287,9 @@ def _search_root(value: int, index: int) -> int:
 
 def _count(name: str, values: list[Value]) -> Value:
     if not all(isinstance(value, Fraction) for value in values):
-        raise Undefined(f"{name} of something that is not counted")
+        raise Undefined(f"{name} of a value that is not exact")
     if all(value.denominator == 1 and value >= 0 for value in values):
-        if values[0] > _MOST_FACTORIAL:
+        if values[0] > _MAX_FACTORIAL:
             raise TooLarge
         numbers = [int(value) for value in values]
         return Fraction(math.factorial(numbers[0]) if name == "factorial" else math.comb(*numbers))
@@ -322,7 +322,7 @@ def _function(name: str, value: Any, logarithm: str) -> Value:
         result = _CONTEXT.ln(value)
         return result / _CONTEXT.ln(10) if name == "lg" or (name == "log" and logarithm == DECIMAL) else result
     if name in ("tan", "sec", "cot", "csc"):
-        # At a pole the quotient would be a very large number, left over from rounding.
+        # At a pole the quotient would be a large rounding error.
         sine, cosine = _CONTEXT.sin(value), _CONTEXT.cos(value)
         top, bottom = {"tan": (sine, cosine), "sec": (1, cosine), "cot": (cosine, sine), "csc": (1, sine)}[name]
         if abs(bottom) < _VANISHES:
@@ -334,6 +334,6 @@ def _function(name: str, value: Any, logarithm: str) -> Value:
     if name not in functions and name not in known:
         raise Undefined(name)
     method = getattr(_CONTEXT, functions.get(name, name))
-    if name == "exp" and abs(value) > _MOST_BITS:
+    if name == "exp" and abs(value) > _MAX_BITS:
         raise TooLarge
     return method(value)

@@ -48,7 +48,7 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
     click.echo(f"\nLogs and checkpoints are in {log_dir}. Next steps:")
     for line in (
         "retrain demo --seed 7                              # repeat with another seed",
-        f"retrain --resume {log_dir} --max-steps 80          # resume and train longer",
+        f"{f'retrain --resume {log_dir} --max-steps 80':<51}# resume and train longer",
         "retrain init my_run.toml --template demo           # this run as a file to edit",
         "retrain explain my_run.toml                        # what it would do",
         "retrain man --topic quickstart                     # train a larger model, write a reward",

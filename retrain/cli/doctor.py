@@ -238,13 +238,13 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     """Unsupported choices, completions that do not fit the model's context, and the results of trials."""
     too_long = (problem for problem in find_obstacles(config) if problem.where == "[training] max_tokens")
     for problem in (*find_unsupported(config), *(too_long if config.kind != "squeeze" else ())):
-        yield Check("parts", problem.where, "missing", problem.text, problem.hint)
+        yield Check("components", problem.where, "missing", problem.text, problem.hint)
     for trial in trials:
         detail, _, fix = trial.problem.partition("Try: ")
         if trial.problem:
-            yield Check("parts", trial.where, "missing", detail.strip(), fix or f"check {trial.where}")
+            yield Check("components", trial.where, "missing", detail.strip(), fix or f"check {trial.where}")
         else:
-            yield Check("parts", trial.where, "ok" if trial.is_known else "warning", trial.detail)
+            yield Check("components", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 
 
 def _check_model(config: TrainConfig, name: str, what: str = "model", where: str = "[model] model") -> Check:

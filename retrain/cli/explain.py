@@ -313,7 +313,7 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
     duration = time["from"]
     if time["step_seconds"] is not None and time["run_seconds"] is not None:
         per_run = format_duration(time["run_seconds"])
-        duration = f"{time['step_seconds']} s per step, {per_run} per run, by {time['from']}"
+        duration = f"{time['step_seconds']} s per step, {per_run} per run, from {time['from']}"
     return [
         ("condition", data["condition"] or plural(len({run["condition"] for run in data["runs"]}), "condition")),
         ("model", f"{model['name']} ({_FOUND[model['found']]})"),

@@ -349,7 +349,7 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
             reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
         rows.append(("seconds", f"unknown: no step has been measured, and {reason}"))
     else:
-        rows.append(("seconds per step", f"{step['seconds']:.2f}, by {step['seconds_from']}"))
+        rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
         rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])}"))
     if campaign is not None:
         wall = f", {format_duration(campaign['seconds'])}" if campaign["seconds"] is not None else ""

@@ -34,3 +34,6 @@ def _explain_invalid(path: str) -> str:
     except ValueError:  # text that cannot be encoded; check_toml_values reports it
         return ""
     return ""
+
+
+RULES = (check_paths,)

@@ -66,3 +66,6 @@ def _check_arguments(schedule: str, args: Mapping[str, Any]) -> Iterator[ConfigI
         else:
             continue
         yield option_issue("optimizer.schedule_args", text, hint)
+
+
+RULES = (check_schedule,)

@@ -60,3 +60,6 @@ def _has_valid_port(url: str) -> bool:
         return urlsplit(url).port != 0
     except ValueError:
         return False
+
+
+RULES = (check_urls, check_judge_url)

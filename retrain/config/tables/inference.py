@@ -53,9 +53,7 @@ class Inference(Section):
         "auto",
         "Precision of the KV cache.",
         flag="--inference-kv-cache-dtype",
-        unused=reasons.not_on_servers(
-            {"vllm": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "mlx": "--kv-bits"},
-        ),
+        unused=reasons.not_on_servers({"vllm": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "mlx": "--kv-bits"}),
     )
     prefix_caching: bool = option(
         True,

@@ -181,12 +181,7 @@ class Reward(Section):
         unused=reasons.needs_judge,
     )
     judge_concurrency: BoundedInt = option(
-        32,
-        "Maximum concurrent requests to the judge.",
-        ge=1,
-        le=1024,
-        on_resume="free",
-        unused=reasons.needs_judge,
+        32, "Maximum concurrent requests to the judge.", ge=1, le=1024, on_resume="free", unused=reasons.needs_judge
     )
     judge_timeout_s: float = option(
         60.0,
@@ -241,12 +236,7 @@ class Reward(Section):
         flag="--reward-correct-from",
     )
     timeout_s: float = option(
-        5.0,
-        "Timeout in seconds of scoring one completion.",
-        gt=0,
-        le=3600,
-        flag="--reward-timeout-s",
-        on_resume="free",
+        5.0, "Timeout in seconds of scoring one completion.", gt=0, le=3600, flag="--reward-timeout-s", on_resume="free"
     )
     workers: BoundedInt = option(
         0, "Scoring processes; 0 uses one per CPU core.", ge=0, le=1024, flag="--reward-workers", on_resume="free"

@@ -166,10 +166,7 @@ class Optimizer(Section):
     beta2: float = option(0.95, "AdamW beta2.", ge=0, lt=1, synonyms=("adam_beta2",))
     eps: float = option(1e-8, "AdamW epsilon.", gt=0, le=1, synonyms=("adam_epsilon",))
     schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"] = option(
-        "constant",
-        "Schedule after the warm-up.",
-        flag="--lr-schedule",
-        synonyms=("lr_scheduler_type", "scheduler"),
+        "constant", "Schedule after the warm-up.", flag="--lr-schedule", synonyms=("lr_scheduler_type", "scheduler")
     )
     schedule_args: Table = option({}, "Arguments of the schedule, named as in transformers, such as min_lr_rate.")
     warmup_steps: float = option(
@@ -191,11 +188,7 @@ class Loss(Section):
         synonyms=("loss",),
     )
     clip_low: float = option(
-        0.2,
-        "Clip ratios below 1 - clip_low (not used by importance_sampling).",
-        ge=0,
-        le=1,
-        flag="--loss-clip-low",
+        0.2, "Clip ratios below 1 - clip_low (not used by importance_sampling).", ge=0, le=1, flag="--loss-clip-low"
     )
     clip_high: float = option(
         0.2,

@@ -76,7 +76,7 @@ def measure(environment: Environment, tokenizer: Any) -> tuple[int, float, float
         wall, cpu = time.perf_counter(), time.process_time()
         (group,) = player.sample_and_score(engine, examples, Sampling(max_tokens=64, n=ROLLOUTS)).groups
         times.append((time.process_time() - cpu, time.perf_counter() - wall))
-        turns = int(player.describe([group])["turns"] or 0) * ROLLOUTS  # type: ignore[call-overload]
+        turns = int(player.group_metrics([group])["turns"] or 0) * ROLLOUTS  # type: ignore[call-overload]
     player.close()
     if isinstance(environment, RemoteEnvironment):
         environment.end()

@@ -1,4 +1,4 @@
-"""TrainConfig -> Parts: the only place that builds things, in the order a user watches them load."""
+"""TrainConfig -> Parts: builds all components of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController
-from retrain.backends import Backend, Closes
+from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
@@ -21,11 +21,11 @@ from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.inference_engine import Progress
 from retrain.modeling.sampling import training_distribution
-from retrain.modeling.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
+from retrain.modeling.tokens import PromptEncoder, Tokenizer, load_tokenizer, vocabulary_texts
 from retrain.planning import PlanningDetector, build_detector
 from retrain.plugins import REGISTRIES
 from retrain.rewards import BatchReward, build_reward
-from retrain.rollout import GroupCollector, InParts, RolloutSource, SamplesAndScores, Scorer
+from retrain.rollout import ChunkedScorer, GroupCollector, RolloutScorer, RolloutSource, Scorer
 from retrain.runtime.control import NoControl, RunControl, raise_if_stopped
 from retrain.runtime.devices import check_devices, is_on_cpu
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
@@ -33,33 +33,33 @@ from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import RunFolder
 from retrain.teaching import build_teaching_scorer, check_context
-from retrain.tracking import EveryFew, Tracker, Trackers
-from retrain.tracking.background import InBackground
+from retrain.tracking import ThrottledTracker, Tracker, Trackers
+from retrain.tracking.background import BackgroundTracker
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.tracking.steplog import StepLog
 from retrain.types import BoolArray, Example, Group, Sampling
 
-MakeBackend = Callable[[TrainConfig, Any, Callable[[str], None], Progress], Backend]
-"""Builds a backend from a configuration, a tokenizer, and what the console says and shows."""
+MakeBackend = Callable[[TrainConfig, Tokenizer, Callable[[str], None], Progress], Backend]
+"""Builds a backend from configuration, tokenizer, log function and progress."""
 
-MOST_REPEATS = 1000
-"""Of one example in one step."""
+MAX_REPEATS = 1000
+"""Of one example per step."""
 
 
 class TaskSource(Protocol):
-    """Where a run's examples come from, and what scores the answers to them."""
+    """Provides a run's examples and scores the completions."""
 
-    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
-        """The problems to train on and those to evaluate on."""
+    def load(self, tokenizer: Tokenizer) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The examples for training and for evaluation."""
         ...
 
-    def scorer(self, backend: Backend) -> SamplesAndScores:
-        """What samples and scores them, once it is known how many tokens the model holds."""
+    def scorer(self, backend: Backend) -> RolloutScorer:
+        """The scorer, once the context length is known."""
         ...
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release resources."""
         ...
 
 
@@ -69,7 +69,7 @@ class Overrides:
 
     backend: MakeBackend | None = None
     tasks: Callable[[TrainConfig, Console], TaskSource] | None = None
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     trackers: tuple[Tracker, ...] = ()
     """Added to the configured ones."""
     control: RunControl = field(default_factory=NoControl)
@@ -77,7 +77,7 @@ class Overrides:
 
 @dataclass
 class Parts:
-    """Everything a run is made of."""
+    """The components of a run."""
 
     config: TrainConfig
     folder: RunFolder
@@ -97,21 +97,21 @@ class Parts:
 
 
 class PlanningMasks:
-    """Which sampled tokens are planning, for a whole step."""
+    """Planning masks of a step's completions."""
 
     def __init__(self, detector: PlanningDetector, texts: Sequence[str]) -> None:
         self.detector = detector
         self.texts = texts
 
     def of(self, groups: Sequence[Group]) -> list[list[BoolArray]]:
-        """A mask for each completion."""
+        """One mask per completion."""
         return [
             [self.detector.detect([self._text(i) for i in c.token_ids_T]) for c in group.completions_G]
             for group in groups
         ]
 
     def _text(self, token: int) -> str:
-        # Models round their vocabulary up: an id beyond the tokenizer's can be drawn, and has no text.
+        # Vocabularies are padded: an id beyond the tokenizer's can be sampled and has no text.
         return self.texts[token] if token < len(self.texts) else ""
 
 
@@ -122,11 +122,11 @@ def assemble(
     console: Console | None = None,
     overrides: Overrides | None = None,
 ) -> Iterator[Parts]:
-    """Build a run's parts, and take them down again however the run ends."""
+    """Build a run's components, and close them however the run ends."""
     check_supported(config)
     console = console or Console()
     if overrides is None:
-        check_before_loading(config, console.say)
+        check_before_loading(config, console.print)
     overrides = overrides or Overrides()
     if overrides.backend is None:
         check_devices(config)
@@ -134,26 +134,26 @@ def assemble(
         try:
             parts = _build(config, force_resume, console, stack, overrides)
         except PluginError as error:
-            # Before the first step, a plug-in that does not load is wrong input, not a run that failed.
+            # Before the first step, a plug-in that does not load is a configuration error.
             error.exit_code = ConfigError.exit_code
             raise
         yield parts
 
 
 def _build(config: TrainConfig, force_resume: bool, console: Console, stack: ExitStack, overrides: Overrides) -> Parts:
-    folder = RunFolder(config, force_resume, console.say)
+    folder = RunFolder(config, force_resume, console.print)
     stack.callback(folder.close)
     config = folder.config
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
-    # Rewards and environments start first: they warm up while the model loads, and a broken one fails early.
+    # Rewards and environments start first: they warm up while the model loads, and fail early.
     tasks = (overrides.tasks or _find_tasks(config))(config, console)
     stack.callback(tasks.close)
-    console.say(f"Loading tokenizer for {config.model.model} ...")
+    console.print(f"Loading tokenizer for {config.model.model} ...")
     tokenizer = overrides.tokenizer or load_tokenizer(config.model.model)
-    console.say("Loading vocabulary table...")
+    console.print("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
-    console.say(f"Vocabulary table: {len(texts)} entries")
+    console.print(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = tasks.load(tokenizer)
     _check_batch(config, examples)
     config = _count_steps(config, examples)
@@ -163,10 +163,10 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         raise_if_stopped(overrides.control)
         console.progress(phase, done, total)
 
-    backend = (overrides.backend or _find_backend(config))(config, tokenizer, console.say, progress)
-    if isinstance(backend, Closes):
+    backend = (overrides.backend or _find_backend(config))(config, tokenizer, console.print, progress)
+    if isinstance(backend, Closeable):
         stack.push(lambda kind, error, trace: backend.close(kind))
-    # Only the local backend samples with [inference] engine; others bring their own.
+    # Only the local backend uses [inference] engine.
     sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
     credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
     scorer = tasks.scorer(backend)
@@ -186,20 +186,20 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
         tracker=_build_log(config, folder, console, [jsonl, *overrides.trackers]),
         jsonl=jsonl,
-        checkpoints=Checkpoints(folder.path, config.training.keep, console.say),
+        checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,
         control=overrides.control,
     )
 
 
 def _find_tasks(config: TrainConfig) -> Callable[[TrainConfig, Console], TaskSource]:
-    return EnvironmentTasks if config.environment.provider else DataProblems
+    return EnvironmentTasks if config.environment.provider else DataTasks
 
 
 def _check_batch(config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Refuse a step that would take the same example over and over: a slip of the keyboard, and it would never end."""
+    """Reject a batch size that repeats each example absurdly often, probably a typo."""
     size, count = config.training.batch_size, min(len(examples), config.training.max_examples or len(examples))
-    if size > MOST_REPEATS * count:
+    if size > MAX_REPEATS * count:
         raise ConfigError(
             f"[training] batch_size = {size} takes each of the {count} examples {size // count:,} times per step.  "
             f"Try: batch_size = {count}"
@@ -207,7 +207,7 @@ def _check_batch(config: TrainConfig, examples: Sequence[Example]) -> None:
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
-    """Passes over the examples as steps, now that it is known how many examples there are."""
+    """Convert `epochs` to steps, now that the number of examples is known."""
     training = config.training
     if not training.epochs:
         return config
@@ -222,40 +222,40 @@ def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfi
 
 
 def _build_collector(
-    config: TrainConfig, order: ExampleOrder, scorer: SamplesAndScores, sampling: Sampling
+    config: TrainConfig, order: ExampleOrder, scorer: RolloutScorer, sampling: Sampling
 ) -> RolloutSource:
     training = config.training
     if training.prompts_per_sampling:
-        scorer = InParts(scorer, training.prompts_per_sampling)
+        scorer = ChunkedScorer(scorer, training.prompts_per_sampling)
     return GroupCollector(order, scorer, sampling, training.seed, training.resample_dead_groups)
 
 
-class DataProblems:
-    """Examples of `[data]`, scored by `[reward]` or by a reward that is given."""
+class DataTasks:
+    """Examples of `[data]`, scored by `[reward]` or by a given reward."""
 
     def __init__(self, config: TrainConfig, console: Console, reward: BatchReward | None = None) -> None:
         self.config = config
         self.console = console
         self.stack = ExitStack()
         if reward is None:
-            # Made first: a source that cannot be had is said before processes are started to score.
+            # Fail early on a missing source, before reward processes are started.
             build_source(config.data, config.plugins.search_paths)
-            reward = build_reward(config.reward, config.plugins.search_paths, console.say)
+            reward = build_reward(config.reward, config.plugins.search_paths, console.print)
         self.reward = self.stack.enter_context(reward)
 
-    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
-        """The problems to train on and those to evaluate on."""
-        config, say = self.config, self.console.say
-        self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, say)
-        self.examples = _load_training_examples(config, self.encoder, say)
+    def load(self, tokenizer: Tokenizer) -> tuple[Sequence[Example], Sequence[Example]]:
+        """The examples for training and for evaluation."""
+        config, log = self.config, self.console.print
+        self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
+        self.examples = _load_training_examples(config, self.encoder, log)
         self.held_out = _load_held_out(config)
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
             _check_context(config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
         return self.examples, self.held_out
 
-    def scorer(self, backend: Backend) -> SamplesAndScores:
-        """What samples and scores them, once it is known how many tokens the model holds."""
+    def scorer(self, backend: Backend) -> RolloutScorer:
+        """The scorer, once the context length is known."""
         config, asked = self.config, [*_sample_of(self.examples), *self.held_out]
         if config.teaching.enabled:
             scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
@@ -263,37 +263,37 @@ class DataProblems:
             check_context(scorer, asked, config.training.max_tokens)
             return scorer
         _check_context(config, self.encoder, asked, backend.capabilities.context_length)
-        return Scorer(self.encoder, self.reward, self.console.say, self.console.progress)
+        return Scorer(self.encoder, self.reward, self.console.print, self.console.progress)
 
     def close(self) -> None:
-        """End the reward's processes."""
+        """Stop the reward's processes."""
         self.stack.close()
 
 
 def _load_training_examples(
-    config: TrainConfig, encoder: PromptEncoder, say: Callable[[str], None]
+    config: TrainConfig, encoder: PromptEncoder, log: Callable[[str], None]
 ) -> Sequence[Example]:
-    say("Loading dataset...")
+    log("Loading dataset...")
     examples = load_examples(config.data, config.plugins.search_paths)
     if isinstance(examples, Endless):
         most = config.training.max_examples
-        say(f"Loaded {f'the first {most} of ' if most else ''}endless examples ({config.data.source})")
+        log(f"Loaded {f'the first {most} of ' if most else ''}endless examples ({config.data.source})")
         return examples
     if config.training.max_examples:
         examples = examples[: config.training.max_examples]
-    say(f"Loaded {len(examples)} examples")
+    log(f"Loaded {len(examples)} examples")
     encoder.longest(examples)
-    say(f"Pre-encoded {len(examples)} prompts")
+    log(f"Pre-encoded {len(examples)} prompts")
     return examples
 
 
 def _sample_of(examples: Sequence[Example]) -> Sequence[Example]:
-    """All examples, or enough of an endless source to know how long its prompts are."""
+    """All examples, or enough of an endless source to estimate prompt lengths."""
     return examples[:512] if isinstance(examples, Endless) else examples
 
 
 def _load_held_out(config: TrainConfig) -> Sequence[Example]:
-    """The problems that evaluation uses; none when it is off."""
+    """Examples for evaluation; none if it is off."""
     if not config.eval.every:
         return []
     own = {"split": config.eval.split}
@@ -301,7 +301,7 @@ def _load_held_out(config: TrainConfig) -> Sequence[Example]:
         own |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
     held_out = load_examples(config.data.model_copy(update=own), config.plugins.search_paths)
     if isinstance(held_out, Endless):
-        # The same problems for every run, whatever its seed, so that runs can be compared on them.
+        # The same examples for every seed, so that runs are comparable.
         held_out = held_out.reseed(0)
     return held_out[: config.eval.max_examples]
 
@@ -312,7 +312,7 @@ def _find_backend(config: TrainConfig) -> MakeBackend:
 
 
 def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
-    """Refuse prompts that leave no room for an answer, before anything is sampled."""
+    """Reject prompts that leave no room for a completion."""
     longest, room = encoder.longest(examples), config.training.max_tokens
     if longest + room <= context:
         return
@@ -329,14 +329,14 @@ def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequen
 
 
 def build_planning(config: TrainConfig, texts: Sequence[str]) -> PlanningMasks:
-    """The planning-token detector over a vocabulary."""
+    """The planning-token detector for a vocabulary."""
     return PlanningMasks(
         build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths), texts
     )
 
 
 def _build_evaluator(
-    config: TrainConfig, scorer: SamplesAndScores, held_out: Sequence[Example], sampling: Sampling
+    config: TrainConfig, scorer: RolloutScorer, held_out: Sequence[Example], sampling: Sampling
 ) -> Evaluator:
     own = replace(
         sampling,
@@ -350,26 +350,26 @@ def _build_evaluator(
 def _build_backpressure(config: TrainConfig) -> BackPressure:
     if not config.backpressure.enabled:
         return NoBackPressure()
-    # As the model is loaded: in bf16 on a GPU, in float32 on a CPU, unless told otherwise.
+    # The precision of the loaded model.
     wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and is_on_cpu(config.backend.devices))
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 
-def _build_log(config: TrainConfig, folder: RunFolder, console: Console, told: Sequence[Tracker]) -> StepLog:
-    """`told` hear of every step; the screen and the optional trackers as often as `[logging] every` says."""
+def _build_log(config: TrainConfig, folder: RunFolder, console: Console, trackers: Sequence[Tracker]) -> StepLog:
+    """`trackers` log every step; the console and the optional trackers every `[logging] every` steps."""
     every = config.logging.every
-    optional = EveryFew(every, Trackers(_optional_trackers(config, folder, console.say)))
-    return StepLog(EveryFew(every, console), Trackers([told[0], optional, *told[1:]]))
+    optional = ThrottledTracker(every, Trackers(_optional_trackers(config, folder, console.print)))
+    return StepLog(ThrottledTracker(every, console), Trackers([trackers[0], optional, *trackers[1:]]))
 
 
-def _optional_trackers(config: TrainConfig, folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+def _optional_trackers(config: TrainConfig, folder: RunFolder, log: Callable[[str], None]) -> list[Tracker]:
     trackers: list[Tracker] = []
     if config.logging.wandb_project:
-        from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, and seldom asked for)
+        from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, rarely used)
 
-        trackers.append(InBackground("wandb", WandbTracker(folder.path), say))
+        trackers.append(BackgroundTracker("wandb", WandbTracker(folder.path), log))
     if config.logging.trackio_project:
         from retrain.tracking.trackio import TrackioTracker  # noqa: PLC0415  (an optional extra)
 
-        trackers.append(InBackground("trackio", TrackioTracker(folder.path), say))
+        trackers.append(BackgroundTracker("trackio", TrackioTracker(folder.path), log))
     return trackers

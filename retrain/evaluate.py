@@ -1,64 +1,63 @@
-"""Held-out evaluation: pass@1 and unbiased pass@k with a 95 % interval, always on the same problems."""
+"""Held-out evaluation: pass@1 and unbiased pass@k with a 95 % interval, always on the same examples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from retrain.inference_engine import InferenceEngine
-from retrain.rollout import SamplesAndScores
-from retrain.types import Example, Metric, Sampling, StepMetrics
+from retrain.rollout import RolloutScorer
+from retrain.types import Example, JsonObject, Metric, Sampling, StepMetrics
 
 Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a policy does on the held-out problems."""
+    """Results of a policy on the held-out examples."""
 
     correct: tuple[int, ...]
-    """Right answers of each problem."""
+    """Correct completions of each example."""
     counted: tuple[int, ...]
-    """Scored answers of each problem."""
+    """Scored completions of each example."""
     k: int
     answers: tuple[tuple[Example, str], ...] = ()
-    """Each problem with the first answer to it."""
-    told: Mapping[str, Metric] = field(default_factory=dict)
-    """What else was measured while these were sampled."""
+    """Each example with its first completion."""
+    sampling_metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Additional metrics of the scorer."""
 
     @property
     def pass_at_1(self) -> float:
-        """Mean over problems of the share of right answers."""
+        """Mean share of correct completions."""
         return _mean([c / n for c, n in self._scored()])
 
     @property
     def pass_at_k(self) -> float:
-        """Mean over problems of the chance that one of k answers is right."""
+        """Mean probability that one of k completions is correct."""
         return _mean([pass_at_k(n, c, min(self.k, n)) for c, n in self._scored()])
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of pass@1 over problems like these."""
+        """95 % confidence interval of pass@1."""
         return wilson_interval([c / n for c, n in self._scored()])
 
     def _scored(self) -> list[tuple[int, int]]:
         return [(c, n) for c, n in zip(self.correct, self.counted, strict=True) if n]
 
     def metrics(self) -> StepMetrics:
-        """The evaluation's part of a step's metrics."""
+        """Metrics for the step's row."""
         low, high = self.interval
         return {
             "eval_pass_at_1": self.pass_at_1,
             "eval_pass_at_k": self.pass_at_k,
             "eval_ci_low": low,
             "eval_ci_high": high,
-            **{f"eval_{name}": value for name, value in self.told.items()},
+            **{f"eval_{name}": value for name, value in self.sampling_metrics.items()},
         }
 
-    def record(self, step: int) -> dict[str, Any]:
-        """A row of eval.jsonl, with each problem apart, so that runs can be compared problem by problem."""
+    def record(self, step: int) -> JsonObject:
+        """A row of eval.jsonl with per-example results, for paired comparisons of runs."""
         return {
             "step": step,
             **self.metrics(),
@@ -69,10 +68,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates every so many steps."""
+    """Evaluates every `every` steps."""
 
     def __init__(
-        self, scorer: SamplesAndScores, examples: Sequence[Example], sampling: Sampling, every: int, k: int
+        self, scorer: RolloutScorer, examples: Sequence[Example], sampling: Sampling, every: int, k: int
     ) -> None:
         self.scorer = scorer
         self.examples = examples
@@ -81,11 +80,11 @@ class Evaluator:
         self.k = k
 
     def due(self, step: int) -> bool:
-        """Whether the policy that `step` starts from is to be evaluated."""
+        """Whether to evaluate before `step`."""
         return self.every > 0 and step % self.every == 0
 
     def run(self, engine: InferenceEngine) -> Evaluation:
-        """Sample and score the held-out problems; the draw is the same each time but for the policy."""
+        """Sample and score the held-out examples, with the same seed every time."""
         rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
         groups = rollouts.groups
         return Evaluation(
@@ -93,7 +92,7 @@ class Evaluator:
             counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
             k=self.k,
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
-            told=rollouts.metrics,
+            sampling_metrics=rollouts.metrics,
         )
 
 
@@ -103,10 +102,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
-    """Wilson's interval for a mean of per-problem rates.
+    """Wilson's interval for a mean of per-example rates.
 
-    Answers to one problem are alike, so the effective sample size is the one whose binomial variance equals the
-    variance seen between problems; with one answer a problem it is the number of problems.
+    Completions of one example are correlated, so the effective sample size is the one whose binomial variance equals
+    the variance between examples; with one completion per example it is the number of examples.
     """
     count = len(rates)
     if count == 0:

@@ -1,4 +1,4 @@
-"""Examples into scored groups: draw prompts, sample, score, and replace groups that teach nothing."""
+"""Rollouts: sample completions for examples, score them, and replace groups without a signal."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, Metric, Sampling, Score
 
-# Beyond this share of failed scores the rest says little about the policy.
+# Beyond this share of failed scores the rest is not representative.
 MAX_ERROR_RATE = 0.5
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The scored groups of one step, and what they cost."""
+    """The scored groups of one step, and their timings."""
 
     groups: list[Group]
     sample_time_s: float
     score_time_s: float
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What the source of the groups has to say of them, for the step's metrics."""
+    """Additional metrics of the scorer."""
 
     @property
     def scores(self) -> list[Score]:
-        """Every score that counts."""
+        """All valid scores."""
         return [score for group in self.groups for score in group.scores_G if score.counts]
 
     @property
     def errors(self) -> int:
-        """Scores that failed."""
+        """Number of failed scores."""
         return sum(score.failed for group in self.groups for score in group.scores_G)
 
     @property
     def correct_rate(self) -> float:
-        """Share of right answers among the scores that count."""
+        """Share of correct completions among the valid scores."""
         scores = self.scores
         return sum(score.outcome == "right" for score in scores) / len(scores) if scores else 0.0
 
 
 class RolloutSource(Protocol):
-    """Where a step's groups come from: single-turn sampling, or an environment."""
+    """Collects the groups of a step."""
 
     def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
         """Sample and score the groups of one step."""
         ...
 
 
-class SamplesAndScores(Protocol):
-    """Turns examples into scored groups: by one answer each, or by an environment's own loop."""
+class RolloutScorer(Protocol):
+    """Samples and scores completions: single-turn, or in an environment."""
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group of `sampling.n` an example, in order."""
+        """One group of `sampling.n` completions per example, in order."""
         ...
 
-    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """What else is to be logged of a step's groups."""
+    def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """Additional metrics of a step's groups."""
         ...
 
 
 class GroupCollector:
-    """Draws a step's examples, and fresh ones in place of those that taught nothing."""
+    """Samples a step's groups, and resamples groups without a signal."""
 
     def __init__(
-        self, order: ExampleOrder, scorer: SamplesAndScores, sampling: Sampling, seed: int, resample_rounds: int = 0
+        self, order: ExampleOrder, scorer: RolloutScorer, sampling: Sampling, seed: int, resample_rounds: int = 0
     ) -> None:
         self.order = order
         self.scorer = scorer
@@ -81,7 +81,7 @@ class GroupCollector:
         self.resample_rounds = resample_rounds
 
     def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
-        """Sample `batch_size` prompts; groups without signal are replaced by fresh prompts for a few rounds."""
+        """Sample `batch_size` prompts; groups without a signal are replaced for up to `resample_rounds`."""
         kept: list[Group] = []
         dead: list[Group] = []
         sample_time = score_time = 0.0
@@ -96,24 +96,24 @@ class GroupCollector:
             kept += live
             if len(kept) == batch_size:
                 break
-        # Dead groups stay in the record: they are part of what the policy can and cannot do.
+        # Groups without a signal are kept for metrics and logs.
         groups = kept + dead
-        return Rollouts(groups, sample_time, score_time, self.scorer.describe(groups))
+        return Rollouts(groups, sample_time, score_time, self.scorer.group_metrics(groups))
 
 
 class Scorer:
-    """Samples and scores a list of examples; training and evaluation both go through it."""
+    """Samples one completion per prompt copy and scores it with the reward."""
 
     def __init__(
-        self, encoder: PromptEncoder, reward: BatchReward, say: Callable[[str], None], progress: Progress
+        self, encoder: PromptEncoder, reward: BatchReward, log: Callable[[str], None], progress: Progress
     ) -> None:
         self.encoder = encoder
         self.reward = reward
         self.progress = progress
-        self.failures = Failures("Scoring", "completions", say)
+        self.failures = Failures("Scoring", "completions", log)
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group an example, in order."""
+        """One group per example, in order."""
         started = time.perf_counter()
         prompts = [self.encoder.encode(example) for example in examples]
         completions_PG = engine.generate(prompts, sampling)
@@ -126,7 +126,7 @@ class Scorer:
             for completion in group
         ]
         scores = self.reward.score(items)
-        self.failures.mind(scores)
+        self.failures.check(scores)
         groups, at = [], 0
         for example, prompt, completions in zip(examples, prompts, completions_PG, strict=True):
             own = tuple(scores[at : at + len(completions)])
@@ -134,20 +134,20 @@ class Scorer:
             at += len(completions)
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
 
-    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """What scoring cost since the last step, an evaluation between them included."""
+    def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """Metrics of the reward since the last step, evaluations included."""
         return self.reward.metrics()
 
 
-class InParts:
-    """Samples and scores at most so many examples at one time."""
+class ChunkedScorer:
+    """Samples and scores at most `at_once` examples at a time."""
 
-    def __init__(self, scorer: SamplesAndScores, at_once: int) -> None:
+    def __init__(self, scorer: RolloutScorer, at_once: int) -> None:
         self.scorer = scorer
         self.at_once = at_once
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One part after the other, each with random numbers of its own."""
+        """Chunk by chunk, each with its own seed."""
         parts = [
             self.scorer.sample_and_score(
                 engine, examples[at : at + self.at_once], replace(sampling, seed=derive_seed(sampling.seed, "part", at))
@@ -157,29 +157,29 @@ class InParts:
         groups = [group for part in parts for group in part.groups]
         return Rollouts(groups, sum(part.sample_time_s for part in parts), sum(part.score_time_s for part in parts))
 
-    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """What the scorer tells of all of them."""
-        return self.scorer.describe(groups)
+    def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+        """Metrics of the wrapped scorer."""
+        return self.scorer.group_metrics(groups)
 
 
 class Failures:
-    """Shows the first failure in full, and stops a run when failures outnumber scores or nothing is ever scored."""
+    """Prints the first failure in full, and stops the run if most scores fail or nothing is ever scored."""
 
-    def __init__(self, what: str, things: str, say: Callable[[str], None]) -> None:
+    def __init__(self, what: str, things: str, log: Callable[[str], None]) -> None:
         self.what = what
         self.things = things
-        self.say = say
+        self.log = log
         self.shown = False
         self.has_scored = False
 
-    def mind(self, scores: Sequence[Score]) -> None:
-        """Look at the scores of one batch."""
+    def check(self, scores: Sequence[Score]) -> None:
+        """Check the scores of one batch."""
         failed = [score for score in scores if score.failed]
         if failed and not self.shown:
             self.shown = True
             of = f"{len(failed)} of {len(scores)} {self.things}"
-            self.say(f"{self.what} failed for {of}; they are left out. The first one:")
-            self.say(failed[0].detail.rstrip() or failed[0].outcome)
+            self.log(f"{self.what} failed for {of}; they are left out. The first one:")
+            self.log(failed[0].detail.rstrip() or failed[0].outcome)
         if len(failed) > MAX_ERROR_RATE * len(scores):
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
@@ -195,12 +195,12 @@ class Failures:
 
 
 def check_completions(engine: InferenceEngine, completions_PG: object, prompts: int, n: int) -> None:
-    """Refuse what an engine returned unless it is `n` whole completions for each prompt: the rest would shift."""
-    who = f"the inference engine {type(engine).__module__}.{type(engine).__qualname__}"
-    for group, completions in enumerate(_of_length(completions_PG, prompts, who, f"{prompts} prompts")):
+    """Check that an engine returned `n` valid completions for each prompt."""
+    engine_name = f"the inference engine {type(engine).__module__}.{type(engine).__qualname__}"
+    for group, completions in enumerate(_of_length(completions_PG, prompts, engine_name, f"{prompts} prompts")):
         place = f"prompt {group}"
-        for index, completion in enumerate(_of_length(completions, n, who, f"n = {n} at {place}")):
-            _check_completion(completion, f"{who} returned, at {place}, completion {index},")
+        for index, completion in enumerate(_of_length(completions, n, engine_name, f"n = {n} at {place}")):
+            _check_completion(completion, f"{engine_name} returned, at {place}, completion {index},")
 
 
 def _of_length(values: object, length: int, who: str, wanted: str) -> Sequence[object]:
@@ -225,5 +225,5 @@ def _check_completion(completion: object, returned: str) -> None:
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the completions that count were scored differently from one another."""
+    """Whether the valid scores of a group differ."""
     return len({score.value for score in group.scores_G if score.counts}) > 1

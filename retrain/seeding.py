@@ -1,6 +1,6 @@
-"""Every random draw of a run is a function of (seed, what for, step).
+"""All random numbers of a run depend on (seed, purpose, step).
 
-So a resume needs no generator state: step n draws the same whether or not the run was cut before it.
+A resume therefore needs no generator state: step n draws the same numbers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import secrets
 
 
 def derive_seed(seed: int, purpose: str, step: int = 0) -> int:
-    """A seed for one purpose in one step, unrelated to every other one. It fits numpy's and torch's generators."""
+    """An independent seed for a purpose and step, in the range of numpy's and torch's generators."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=4)
     return int.from_bytes(digest.digest(), "big")
 
 
 def fresh_seed() -> int:
-    """A seed for a run that did not ask for one."""
+    """A random seed for a run without one."""
     return secrets.randbelow(2**31)
 
 

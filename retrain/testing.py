@@ -1,4 +1,4 @@
-"""Stand-ins for the heavy parts, so that plug-ins and loops can be tested without a model."""
+"""Fakes for testing plug-ins and loops without a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from retrain.seeding import derive_seed
 from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
 
 Script = Callable[[IntArray, int, np.random.Generator], str]
-"""Writes the answer to a prompt: given its token ids, the number of the completion, and a generator."""
+"""Writes a completion, given the prompt's token ids, the completion's index and a generator."""
 
 
 class ScriptedEngine:
-    """An InferenceEngine whose answers are written by a function; one token a character."""
+    """An InferenceEngine whose completions are written by a function; one token per character."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Ask the script `sampling.n` times for each prompt; the same seed gives the same generators."""
+        """Call the script `sampling.n` times per prompt; the same seed gives the same generators."""
         numbers = range(sampling.n)
         return [[self._answer(prompt, at, n, sampling) for n in numbers] for at, prompt in enumerate(prompts)]
 
@@ -42,14 +42,14 @@ class ScriptedEngine:
         )
 
     def sync(self, weights: object) -> None:
-        """A script has no weights."""
+        """Nothing: a script has no weights."""
 
     def shutdown(self) -> None:
-        """A script holds nothing."""
+        """Nothing to release."""
 
 
 class ScriptedChat:
-    """A `retrain.environments.Chat` whose answers are given; when they run out, the conversation is over."""
+    """A `retrain.environments.Chat` with given answers; the conversation is over when they run out."""
 
     def __init__(self, answers: Sequence[str], seed: int = 0) -> None:
         self.answers = list(answers)
@@ -67,12 +67,12 @@ class ScriptedChat:
         return Reply(text, read_calls(text))
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
-        """Take the next answer; what the history adds to the transcript is written down."""
+        """Take the next answer; new messages of the history are added to the transcript."""
         return await self.ask(history[len(self.transcript) :], tools)
 
 
 class FakeBackend:
-    """A Backend that learns nothing but remembers every datum it was given."""
+    """A Backend that records every datum and trains nothing."""
 
     def __init__(self, engine: InferenceEngine, context_length: int = 4096) -> None:
         self.engine = engine
@@ -80,21 +80,21 @@ class FakeBackend:
         self.trained: list[list[Datum]] = []
 
     def sampler(self, step: int) -> InferenceEngine:
-        """The engine it was made with."""
+        """The given engine."""
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """Remember the datums; the loss is minus their mean advantage."""
+        """Record the datums; the loss is minus their mean advantage."""
         self.trained.append(list(datums))
         advantages = [float(datum.advantages_T[datum.mask_T].mean()) for datum in datums if datum.mask_T.any()]
         return {"loss": -float(np.mean(advantages)) if advantages else 0.0, "grad_norm": 0.0, "skipped": 0}
 
     def save(self, path: Path) -> None:
-        """Write how many steps were taken."""
+        """Write the number of steps."""
         (path / "adapter").mkdir()
         (path / "adapter" / "adapter_config.json").write_text("{}")
         (path / "adapter" / "steps.txt").write_text(str(len(self.trained)))
 
     def load(self, path: Path) -> None:
-        """Restore that number, as empty steps."""
+        """Restore the number of steps."""
         self.trained = [[] for _ in range(int((path / "adapter" / "steps.txt").read_text()))]

@@ -1,7 +1,7 @@
-"""The loop: roll out, score, assign credit, train, adapt, record.
+"""The training loop: sample, score, assign credit, train, log, checkpoint.
 
-Up to the training of a step nothing changes, so an interrupt there costs nothing; from there to the record the step is
-done as a whole.
+Nothing changes before a step is trained on, so an interrupt there loses nothing; training and logging are not
+interrupted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from retrain.advantages import Credit
 from retrain.assemble import Overrides, Parts, assemble
-from retrain.backends import ReportsLate
-from retrain.checks.agreement import DisagreementError, unsignalled
-from retrain.checks.repeats import refuse_repeats
+from retrain.backends import AsyncBackend
+from retrain.checks.agreement import DisagreementError, sample_unsignalled
+from retrain.checks.repeats import check_repeats
 from retrain.config import TrainConfig
 from retrain.evaluate import Evaluation
 from retrain.rollout import Rollouts
@@ -48,7 +48,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All that a step trains on, and how it was obtained."""
+    """The data of a step, and how it was obtained."""
 
     rollouts: Rollouts
     credit: Credit
@@ -97,7 +97,7 @@ def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainR
         return run_steps(parts, state, interrupts)
     except BaseException as error:
         late = parts.backend.capabilities.reports_late
-        rejected = isinstance(error, DisagreementError) and (late or not error.is_whole)
+        rejected = isinstance(error, DisagreementError) and (late or not error.state_intact)
         # Between steps the state is complete and worth keeping, unless it counts a step that was rejected.
         if interrupts.between_steps and not rejected:
             interrupts.hold()
@@ -115,7 +115,7 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
         try:
             batch = collect_batch(parts, state)
             first = first or batch.evaluation
-            # Inside the try: an interrupt must find either the examples given back or the step under way.
+            # Inside the try: an interrupt must find either the examples restored or the step running.
             interrupts.hold()
         except BaseException:
             # The step never happened: it will draw the same examples when it does.
@@ -128,10 +128,10 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
                 outcome = train_on(parts, batch, step)
             except DisagreementError as error:
                 # A rejected step never happened either, so the state before it is worth keeping.
-                if error.is_whole and not parts.backend.capabilities.reports_late:
+                if error.state_intact and not parts.backend.capabilities.reports_late:
                     parts.order.load_state_dict(order)
                     parts.sepa.load_state_dict(sepa)
-                    interrupts.give_up()
+                    interrupts.cancel()
                 raise
             train_time = time.perf_counter() - training_started
             update(parts, state, batch, outcome)
@@ -189,9 +189,9 @@ def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics
 
 
 def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = False) -> list[Datum]:
-    """The rows worth training on: scored completions of groups that carry a signal.
+    """Rows to train on: scored completions of groups with a signal.
 
-    A penalty for leaving the reference concerns every completion, so with one `all_groups` take part.
+    With a KL penalty, which applies to every completion, `all_groups` are trained on.
     """
     excluded = set(credit.excluded)
     datums = []
@@ -203,15 +203,15 @@ def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = Fal
 
 
 def count_repeats(parts: Parts, groups: Sequence[Group]) -> int:
-    """Completions that repeat another of their group; raises where that is beyond chance."""
+    """Completions that repeat another of their group; raises if chance does not explain them."""
     if parts.config.training.temperature == 0:
         return 0
     capabilities = parts.backend.capabilities
-    return refuse_repeats(groups, capabilities.checks_rows and capabilities.sampled_logprobs)
+    return check_repeats(groups, capabilities.checks_rows and capabilities.sampled_logprobs)
 
 
 def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list[Datum]:
-    """The rows that one completion of group number `at` is trained as."""
+    """The training rows of one completion of group `at`."""
     completion = group.completions_G[index]
     mask_T = completion.sampled_T if completion.sampled_T is not None else np.ones(len(advantages_T), bool)
     datums = []
@@ -223,7 +223,7 @@ def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list
 
 
 def rows_to_check(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum], step: int) -> list[Datum]:
-    """A few rows that are not trained on, drawn from the seed: their log-probs are compared with the trainer's too."""
+    """A random sample of rows that are not trained on, whose log-probs are compared with the trainer's."""
     if not parts.backend.capabilities.checks_rows:
         return []
     trained = {(datum.group, datum.index) for datum in datums}
@@ -236,7 +236,7 @@ def rows_to_check(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum]
         if row.mask_T.any()
     ]
     tokens = sum(len(datum.prompt_ids) + len(datum.completion_ids_T) for datum in datums)
-    return unsignalled(others, tokens, derive_seed(parts.config.training.seed, "proof", step))
+    return sample_unsignalled(others, tokens, derive_seed(parts.config.training.seed, "proof", step))
 
 
 def update(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics) -> None:
@@ -294,7 +294,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
 
 
 def resume(parts: Parts) -> RunState:
-    """Put every part where the checkpoint left it, or at the beginning."""
+    """Restore every component from the checkpoint, if there is one."""
     checkpoint = parts.folder.checkpoint
     if checkpoint is None:
         return RunState(batch_size=parts.config.training.batch_size)
@@ -304,19 +304,19 @@ def resume(parts: Parts) -> RunState:
     parts.sepa.load_state_dict(saved["sepa"])
     parts.backpressure.load_state_dict(saved["backpressure"])
     state = RunState(**saved["progress"])
-    mention_other_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
+    warn_of_changed_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
     if saved["configured_batch_size"] != parts.config.training.batch_size:
         state.batch_size = parts.config.training.batch_size
     return state
 
 
-def mention_other_schedule(parts: Parts, step: int, max_steps: int) -> None:
-    """Say how the learning rate jumps where a schedule is stretched or squeezed to another number of steps."""
+def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
+    """Report a jump of the learning rate caused by another number of steps."""
     config = parts.config
     earlier = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": max_steps})})
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if before != now:
-        parts.console.say(
+        parts.console.print(
             f"Note: [optimizer] schedule = {config.optimizer.schedule!r} runs over max_steps, which is "
             f"{config.training.max_steps} where it was {max_steps}: the learning rate of step {step} is {now:.4g} in "
             f"place of {before:.4g}."
@@ -324,8 +324,8 @@ def mention_other_schedule(parts: Parts, step: int, max_steps: int) -> None:
 
 
 def save(parts: Parts, state: RunState, status: str) -> None:
-    """A checkpoint at this step, unless it has one already, and a note of it in trainer_state.json."""
-    if isinstance(parts.backend, ReportsLate):
+    """Write a checkpoint at this step, unless it exists, and update trainer_state.json."""
+    if isinstance(parts.backend, AsyncBackend):
         settle(parts, state, parts.backend.settle())
     parts.tracker.release()
     saved = {
@@ -335,7 +335,7 @@ def save(parts: Parts, state: RunState, status: str) -> None:
         "order": parts.order.state_dict(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
-        # Every generator is seeded from these two at each step, so they are all the random state there is.
+        # Every generator is seeded from these at each step, so they are the complete random state.
         "random": {"seed": parts.config.training.seed, "step": state.step},
         "log_sizes": parts.jsonl.sizes(),
     }
@@ -355,14 +355,14 @@ def save(parts: Parts, state: RunState, status: str) -> None:
             **read_notes(path),
         },
     )
-    publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.say)
+    publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print)
 
 
 def finish(parts: Parts, state: RunState) -> Evaluation | None:
-    """A last look at the held-out problems, and the run is marked finished."""
+    """Evaluate a last time and mark the run as finished."""
     last = None
     if parts.evaluator.every:
-        # The step after next: a sampler that lags one step behind has the last update by then.
+        # One step further: a sampler that lags by one step then has the last update.
         last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
         parts.jsonl.write(EVALS, [last.record(state.step)])
     save(parts, state, "finished")

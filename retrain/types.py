@@ -1,6 +1,6 @@
-"""The nouns of the loop.
+"""Data types of the training loop.
 
-Ragged lists carry a suffix that says what they run over: `_P` prompts of a step, `_G` completions of one group,
+Suffixes name the dimension of ragged lists: `_P` prompts of a step, `_G` completions of one group,
 `_T` tokens of one completion. Per-token values are numpy arrays, never lists of floats.
 """
 
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
     IntArray = NDArray[np.integer[Any]]
     BoolArray = NDArray[np.bool_]
 else:
-    # Processes that score start often and compute nothing with arrays; loading numpy is half of their start.
+    # Reward processes start often and need no arrays; importing numpy would double their start-up time.
     FloatArray = IntArray = BoolArray = Any
 
 Metric = float | int | str | bool | None
+JsonObject = dict[str, Any]
+"""A JSON object as parsed or to be written."""
 StepMetrics = dict[str, Metric]
 
 Outcome = Literal["right", "wrong", "error", "timeout", "none"]
-"""`none` is a reward that did not apply."""
+"""`none`: the reward did not apply."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: what the model is asked and what a right answer is compared with."""
+    """A prompt and the reference answer that completions are compared with."""
 
     prompt: str | tuple[Mapping[str, str], ...]
     """Plain text (it becomes one user message), or chat messages with `role` and `content`."""
     reference: str
     id: str = ""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """Whatever else the source knows, e.g. the subject; handed to custom rewards."""
+    """Additional fields of the source, e.g. the subject; passed to custom rewards."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one batch is drawn: `n` for each prompt. `seed` makes it repeatable; temperature 0 is greedy."""
+    """Sampling options: `n` completions per prompt. `seed` makes them reproducible; temperature 0 is greedy."""
 
     max_tokens: int
     n: int = 1
@@ -53,17 +55,17 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     first: int = 0
-    """Number of the first completion among those that share the seed, where these are only some of them."""
+    """Index of the first completion, where a batch is part of a larger one with the same seed."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken, whatever the seed and the other options say."""
+        """Whether decoding is greedy."""
         return self.temperature == 0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a completion's tokens that followed a prompt of its own."""
+    """A range of a completion's tokens with its own prompt."""
 
     prompt_ids: IntArray
     start: int
@@ -72,9 +74,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer, token by token.
+    """One sampled completion.
 
-    `logprobs_T` are of the distribution that was sampled from: after temperature, renormalised over the kept support.
+    `logprobs_T` are those of the sampled distribution: after temperature, renormalised over the kept support.
     """
 
     token_ids_T: IntArray
@@ -82,19 +84,19 @@ class Completion:
     text: str
     finish_reason: Literal["stop", "length"]
     entropies_T: FloatArray | None = None
-    """True entropy of that distribution at each token, from engines that know it."""
+    """Entropy of that distribution at each token, if the engine provides it."""
     sampled_T: BoolArray | None = None
-    """False on tokens that an environment wrote between turns; None when the model wrote every token."""
+    """False on tokens that an environment inserted; None if the model sampled every token."""
     segments: tuple[Segment, ...] = ()
-    """The rows this completion is trained as, where it did not simply follow its group's prompt: a conversation whose
-    template rewrites earlier turns has one a turn. Together they cover all tokens, in order."""
-    transcript: tuple[Mapping[str, Any], ...] = ()
-    """The messages of a conversation, each with its role; empty where there was only a prompt and an answer."""
+    """Training rows of a completion that does not simply follow its group's prompt: a conversation whose template
+    rewrites earlier turns has one per turn. Together they cover all tokens, in order."""
+    transcript: tuple[Mapping[str, object], ...] = ()
+    """The messages of a conversation; empty for a single turn."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward said of one completion. Neither right nor wrong, it has no value and is kept out of the loss."""
+    """The score of a completion. If neither right nor wrong, the completion is excluded from the loss."""
 
     value: float
     outcome: Outcome
@@ -102,39 +104,39 @@ class Score:
 
     @property
     def counts(self) -> bool:
-        """Whether this score may take part in credit assignment."""
+        """Whether the score is used for credit assignment."""
         return self.outcome in ("right", "wrong")
 
     @property
     def failed(self) -> bool:
-        """Whether there should have been a value and is none."""
+        """Whether scoring failed."""
         return self.outcome in ("error", "timeout")
 
 
 @dataclass(frozen=True)
 class Group:
-    """All completions of one prompt, with their scores: the unit that advantages are centred on."""
+    """All completions of one prompt with their scores; advantages are centred per group."""
 
     example: Example
     prompt_ids: IntArray
     completions_G: tuple[Completion, ...]
     scores_G: tuple[Score, ...] = ()
     advantages_G: FloatArray | None = None
-    """What each completion earned, once credit is assigned."""
+    """Episode advantages, once credit is assigned."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One row of a training step: a prompt, a completion, and what each completion token is worth."""
+    """One row of a training step: prompt, completion, and the advantage of each completion token."""
 
     prompt_ids: IntArray
     completion_ids_T: IntArray
     logprobs_T: FloatArray
     advantages_T: FloatArray
     mask_T: BoolArray
-    """True on tokens that take part in the loss."""
+    """True on tokens that are trained on."""
     group: int = -1
     index: int = -1
-    """Which completion of which group of the step this is, or is a part of; -1: none, its log-probs are made up."""
+    """Group and completion of the step; -1 for synthetic rows."""
     check_T: BoolArray | None = None
-    """On a row that is not trained on, the tokens whose log-probs are compared with the trainer's all the same."""
+    """On rows that are not trained on, tokens whose log-probs are compared with the trainer's."""

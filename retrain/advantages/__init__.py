@@ -1,8 +1,16 @@
-"""Credit assignment: from the rewards of a group to one advantage a token."""
+"""Credit assignment: from the rewards of a group to one advantage per token."""
 
 from retrain.advantages.episode import AdvantageFn, grpo, maxrl
+from retrain.advantages.method import (
+    GTPO,
+    GTPO_HICRA,
+    GTPO_SEPA,
+    NONE,
+    AlgorithmContext,
+    TransformContext,
+    TransformSpec,
+)
 from retrain.advantages.pipeline import AdvantageResult, Credit, CreditAssigner, compute_advantages
-from retrain.advantages.spec import GTPO, GTPO_HICRA, GTPO_SEPA, NONE, AlgorithmContext, TransformContext, TransformSpec
 from retrain.advantages.uncertainty import (
     Uncertainty,
     UncertaintyContext,

@@ -1,4 +1,4 @@
-"""Episode advantages: one number a completion, from the rewards of its group.
+"""Episode advantages: one per completion, from the rewards of its group.
 
 An advantage is any `(rewards_G) -> advantages_G`; a custom one also gets `[algorithm.advantage_params]` as keywords.
 """
@@ -14,38 +14,38 @@ from retrain.types import FloatArray
 
 AdvantageFn = Callable[[FloatArray], FloatArray]
 
-SMALLEST_MEAN = 1e-6
-"""Below this mean reward maxrl has nothing to divide by: nobody in the group was right."""
+MIN_MEAN = 1e-6
+"""Minimum mean reward of a group for maxrl; below it no completion was right."""
 
-SMALLEST_SPREAD = 1e-4
-"""Added to the spread of a group's rewards, so that nearly equal ones are not blown up."""
+STD_EPSILON = 1e-4
+"""Added to the standard deviation, so that nearly equal rewards are not amplified."""
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
-    """`r - mean(r)`: centred on the group, as GRPO (arXiv 2402.03300), without the division by the spread."""
+    """`r - mean(r)`: centred on the group, as GRPO (arXiv 2402.03300), without dividing by the standard deviation."""
     return np.subtract(rewards_G, float(rewards_G.mean()))
 
 
 def grpo_scaled(rewards_G: FloatArray) -> FloatArray:
-    """`(r - mean(r)) / (std(r) + 1e-4)`: GRPO as its paper has it (arXiv 2402.03300), with the sample spread."""
+    """`(r - mean(r)) / (std(r) + 1e-4)`: GRPO (arXiv 2402.03300) with the sample standard deviation."""
     if len(rewards_G) < 2:
         return np.zeros(len(rewards_G))
-    return grpo(rewards_G) / (float(rewards_G.std(ddof=1)) + SMALLEST_SPREAD)
+    return grpo(rewards_G) / (float(rewards_G.std(ddof=1)) + STD_EPSILON)
 
 
 def maxrl(rewards_G: FloatArray) -> FloatArray:
-    """`(r - mean(r)) / (mean(r) + 1e-6)`: the rarer a right answer, the more it weighs; zero when nobody was right.
+    """`(r - mean(r)) / (mean(r) + 1e-6)`: rare right answers get more weight; zero if none was right.
 
-    MaxRL, arXiv 2602.02710. Rewards from 0 up, less the same 1e-6 for rounding, keep the advantages of G completions
-    between -1 and G - 1. A negative one lets the mean vanish or change its sign, so it is an error.
+    MaxRL, arXiv 2602.02710. Non-negative rewards, with a tolerance of 1e-6, keep the advantages of G completions
+    between -1 and G - 1. A negative reward could make the mean zero or negative and is an error.
     """
     lowest = float(rewards_G.min(initial=0.0))
-    if lowest < -SMALLEST_MEAN:
+    if lowest < -MIN_MEAN:
         raise ConfigError(
             f'[algorithm] advantage_mode = "maxrl" divides by the mean reward, so rewards must be at least 0, and one '
             f'is {lowest:g}.  Try: advantage_mode = "grpo", or add {-lowest:g} to every reward'
         )
     mean = float(rewards_G.mean())
-    if mean <= SMALLEST_MEAN:
+    if mean <= MIN_MEAN:
         return np.zeros(len(rewards_G))
-    return np.subtract(rewards_G, mean) / (mean + SMALLEST_MEAN)
+    return np.subtract(rewards_G, mean) / (mean + MIN_MEAN)

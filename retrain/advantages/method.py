@@ -1,4 +1,7 @@
-"""From names in the configuration to the functions that compute credit, checked before training starts."""
+"""Methods of credit assignment: what a transform is, and how the configured functions are found and checked.
+
+Contexts describe one group. They have only scored completions, and their arrays are read-only views.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,101 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from numpy.typing import ArrayLike
+
 from retrain.advantages.episode import AdvantageFn, grpo
-from retrain.advantages.spec import NONE, AlgorithmFn, TokenTransform, TransformSpec
+from retrain.advantages.ragged import Ragged
+from retrain.advantages.token import sepa_pool
 from retrain.advantages.uncertainty import Uncertainty, UncertaintyFn
 from retrain.errors import ConfigError, PluginError
 from retrain.plugins import REGISTRIES
+from retrain.types import BoolArray, Completion, FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmContext:
+    """One group, for an algorithm plug-in. Token arrays: one per completion."""
+
+    rewards_G: FloatArray
+    logprobs_G: tuple[FloatArray, ...]
+    uncertainties_G: tuple[FloatArray, ...]
+    """By `[algorithm] uncertainty_kind`; 0 on tokens that were not sampled."""
+    planning_masks_G: tuple[BoolArray, ...]
+    sampled_masks_G: tuple[BoolArray, ...]
+    """False on tokens that an environment inserted; values returned there become 0."""
+    entropies_G: tuple[FloatArray, ...] | None = None
+    """True entropies, from engines that return them."""
+    sepa_lambda: float = 0.0
+    gtpo_beta: float = 0.0
+    hicra_alpha: float = 0.0
+    params: Mapping[str, object] = field(default_factory=dict)
+    """`[algorithm.transform_params]`."""
+    completions_G: tuple[Completion, ...] = ()
+    """The completions; with `compute_advantages` they have no text and no real token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformContext(AlgorithmContext):
+    """One group, for a function that distributes episode advantages over tokens."""
+
+    episode_advantages_G: FloatArray
+
+
+EntropyTransform = Callable[[FloatArray, BoolArray, float], ArrayLike]
+"""`(entropies, planning_mask, sepa_lambda)` of one completion -> its new entropies, a list or an array."""
+
+BatchEntropyTransform = Callable[[FloatArray, BoolArray, Ragged, float], FloatArray]
+"""`(entropies, execution_mask, tokens, sepa_lambda)` of all completions at once, flat."""
+
+TokenTransform = Callable[[TransformContext], Sequence[ArrayLike]]
+"""A group's context -> token advantages, one list or array per completion."""
+
+AlgorithmFn = Callable[[AlgorithmContext], Sequence[ArrayLike]]
+"""A group's context -> token advantages, with no episode advantage computed before."""
+
+
+@dataclass(frozen=True)
+class TransformSpec:
+    """A token transform: entropy transform, GTPO weights and HICRA amplification, each optional."""
+
+    name: str
+    use_gtpo: bool = True
+    """Weight tokens by their (transformed) entropies; otherwise each token gets the episode advantage."""
+    needs_planning: bool = False
+    """Run the planning detector; otherwise no token counts as planning."""
+    uses_sepa_controller: bool = False
+    """Let the SEPA schedule choose `sepa_lambda`; otherwise it is 0."""
+    entropy_transform: EntropyTransform | None = None
+    """Changes the entropies of one completion before GTPO."""
+    apply_hicra: bool = False
+    """Amplify planning tokens after GTPO."""
+    batch_entropy_transform: BatchEntropyTransform | None = None
+    """The same step for all completions at once, for speed; takes the place of `entropy_transform`."""
+    token_transform: TokenTransform | None = None
+    """Computes token advantages itself; the GTPO and HICRA fields are then unused."""
+
+
+NONE = TransformSpec("none", use_gtpo=False)
+"""Every token gets its completion's advantage."""
+
+GTPO = TransformSpec("gtpo")
+"""Uncertain tokens get more."""
+
+GTPO_HICRA = TransformSpec("gtpo_hicra", needs_planning=True, apply_hicra=True)
+"""GTPO, then planning tokens amplified."""
+
+GTPO_SEPA = TransformSpec(
+    "gtpo_sepa", needs_planning=True, uses_sepa_controller=True, batch_entropy_transform=sepa_pool
+)
+"""GTPO on uncertainties, with those of execution tokens pooled by the SEPA schedule."""
+
 
 Params = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The names and numbers that select a method, as the configuration has them."""
+    """The configured names and parameters of a method."""
 
     advantage_mode: str = "maxrl"
     transform_mode: str = "gtpo_sepa"
@@ -34,7 +120,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Method:
-    """A choice with its functions found. With an `algorithm`, `advantage` and `transform` are unused."""
+    """A choice with its functions loaded. With an `algorithm`, `advantage` and `transform` are unused."""
 
     choice: Choice
     advantage: AdvantageFn
@@ -44,17 +130,17 @@ class Method:
 
     @property
     def needs_planning(self) -> bool:
-        """Whether planning masks change the result. A whole algorithm is given them in any case."""
+        """Whether planning masks are used. An algorithm plug-in always gets them."""
         return self.algorithm is not None or self.transform.needs_planning
 
     @property
     def uses_sepa(self) -> bool:
-        """Whether the SEPA schedule changes the result. A whole algorithm is given its lambda in any case."""
+        """Whether the SEPA schedule is used. An algorithm plug-in always gets its lambda."""
         return self.algorithm is not None or self.transform.uses_sepa_controller
 
 
 def load_method(choice: Choice) -> Method:
-    """Find every part of a choice, or say which is missing or misshapen."""
+    """Load the functions of a choice; raises for a missing or invalid one."""
     uncertainty = load_uncertainty(choice)
     if choice.algorithm_mode:
         return Method(choice, grpo, NONE, load_algorithm(choice), uncertainty)
@@ -79,7 +165,7 @@ def load_advantage(choice: Choice) -> AdvantageFn:
 
 
 def load_transform(choice: Choice) -> TransformSpec:
-    """The token transform: a TransformSpec, what a function without context returns, or a function of a context."""
+    """The token transform: a TransformSpec, a factory of one, or a function of a context."""
     name, params = choice.transform_mode, choice.transform_params
     found = REGISTRIES["transform"].load(name, choice.search_paths)
     if isinstance(found, TransformSpec):
@@ -105,24 +191,24 @@ def load_transform(choice: Choice) -> TransformSpec:
             f"transform plug-in {name!r} has the signature {_signature(found)}. "
             "Try: f() returning a TransformSpec, or f(context) returning token advantages."
         )
-    whole = cast(TokenTransform, _with_accepted(found, params))
-    return TransformSpec(name, use_gtpo=False, needs_planning=True, uses_sepa_controller=True, token_transform=whole)
+    bound = cast(TokenTransform, _with_accepted(found, params))
+    return TransformSpec(name, use_gtpo=False, needs_planning=True, uses_sepa_controller=True, token_transform=bound)
 
 
 def load_algorithm(choice: Choice) -> AlgorithmFn:
     """The function that replaces the pipeline."""
     name = choice.algorithm_mode
     function = _load_function("algorithm", name, choice.search_paths)
-    whole = _with_accepted(function, choice.transform_params)
-    if not _takes(whole, 1, {}):
+    bound = _with_accepted(function, choice.transform_params)
+    if not _takes(bound, 1, {}):
         raise PluginError(
             f"algorithm plug-in {name!r} must be callable as f(context), but its signature is {_signature(function)}."
         )
-    return cast(AlgorithmFn, whole)
+    return cast(AlgorithmFn, bound)
 
 
 def load_uncertainty(choice: Choice) -> Uncertainty:
-    """The uncertainty; a plain function is taken to do without true entropies."""
+    """The uncertainty; a plain function is assumed not to need true entropies."""
     name = choice.uncertainty_kind
     found = REGISTRIES["uncertainty"].load(name, choice.search_paths)
     if isinstance(found, Uncertainty):
@@ -156,7 +242,7 @@ def _load_function(kind: str, name: str, search_paths: Sequence[str]) -> Callabl
 
 
 def _takes(function: Callable[..., object], positional: int, keywords: Params) -> bool:
-    """Whether a call with so many positional arguments and these keywords would bind."""
+    """Whether a call with these arguments would bind."""
     try:
         _signature(function).bind(*([None] * positional), **keywords)
     except TypeError:
@@ -165,7 +251,7 @@ def _takes(function: Callable[..., object], positional: int, keywords: Params) -
 
 
 def _with_accepted(function: Callable[..., object], params: Params) -> Callable[..., object]:
-    """Bind those params that the function names; the rest reach it in `context.params`."""
+    """Bind the params that the function accepts; the rest are in `context.params`."""
     parameters = _signature(function).parameters.values()
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -177,7 +263,7 @@ def _signature(function: Callable[..., object]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except ValueError:
-        # Functions written in C, numpy's among them, may not tell; what they are here for is one array in, one out.
+        # Functions written in C may have no signature; they are assumed to take one array.
         return inspect.Signature([inspect.Parameter("values", inspect.Parameter.POSITIONAL_ONLY)])
 
 

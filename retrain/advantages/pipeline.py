@@ -1,4 +1,4 @@
-"""The two doors to credit assignment: `CreditAssigner` does a step for the trainer, `compute_advantages` one group."""
+"""Entry points of credit assignment: `CreditAssigner` for a step of the trainer, `compute_advantages` for one group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retrain.advantages.batch import Row, TokenBatch, lay_out
-from retrain.advantages.credit import Shares, measure_uncertainty, share_out
+from retrain.advantages.credit import Advantages, Row, TokenBatch, assign_advantages, flatten_rows, measure_uncertainty
 from retrain.advantages.method import Choice, load_method
 from retrain.errors import ConfigError, RolloutError
 from retrain.plugins import is_plugin
@@ -20,36 +19,36 @@ if TYPE_CHECKING:
     from retrain.config.schema import Algorithm, Gtpo, Hicra
 
 GroupState = Literal["live", "all_right", "all_wrong", "unscored"]
-"""Only a live group carries a signal; an unscored one has no completion that counts."""
+"""Only a live group has a signal; an unscored one has no valid score."""
 
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """What the completions of one group earned."""
+    """Advantages of one group."""
 
     token_advantages: list[FloatArray]
-    """One array a completion, one number a token."""
+    """One array per completion, one value per token."""
     episode_advantages: FloatArray
-    """One number a completion; with an algorithm of your own, the mean of its tokens."""
+    """One value per completion; for an algorithm plug-in, the mean of its tokens."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What every completion of a step earned, and how unsure the model was, over all scored completions."""
+    """Advantages of a step, and statistics of uncertainty over all scored completions."""
 
     token_advantages_PG: tuple[tuple[FloatArray, ...], ...]
     episode_advantages_PG: tuple[FloatArray, ...]
     states_P: tuple[GroupState, ...]
     excluded: tuple[tuple[int, int], ...]
-    """(group, completion) of those whose scoring failed: they count in no mean and earn 0."""
+    """(group, completion) without a valid score: excluded from means, with advantage 0."""
     exec_entropy_mean: float | None
     exec_entropy_var: float | None
-    """Population variance; what the SEPA schedule follows."""
+    """Population variance; input of the SEPA schedule."""
     plan_entropy_mean: float | None
     plan_entropy_var: float | None
 
     def live(self) -> list[int]:
-        """The groups worth training on."""
+        """Indices of groups with a signal."""
         return [index for index, state in enumerate(self.states_P) if state == "live"]
 
     def of(self, groups: Sequence[Group]) -> list[Group]:
@@ -57,7 +56,7 @@ class Credit:
         return [replace(group, advantages_G=a) for group, a in zip(groups, self.episode_advantages_PG, strict=True)]
 
     def metrics(self) -> StepMetrics:
-        """The part of a step's metrics that is known here."""
+        """Metrics for the step's row."""
         return {
             "groups_all_right": self.states_P.count("all_right"),
             "groups_all_wrong": self.states_P.count("all_wrong"),
@@ -69,7 +68,7 @@ class Credit:
 
 
 class CreditAssigner:
-    """Turns scored groups into token advantages. Everything it names is found and checked when it is built."""
+    """Turns scored groups into token advantages. Plug-ins are loaded and checked on construction."""
 
     def __init__(self, algorithm: Algorithm, gtpo: Gtpo, hicra: Hicra, search_paths: Sequence[str] = ()) -> None:
         takes_params = algorithm.algorithm_mode or is_plugin("transform", algorithm.transform_mode)
@@ -79,7 +78,7 @@ class CreditAssigner:
                 transform_mode=algorithm.transform_mode,
                 algorithm_mode=algorithm.algorithm_mode,
                 uncertainty_kind=algorithm.uncertainty_kind,
-                # Built-in methods take no parameters; those of a method that a flag replaced are left out.
+                # Built-in methods take no parameters.
                 advantage_params=algorithm.advantage_params if is_plugin("advantage", algorithm.advantage_mode) else {},
                 transform_params=algorithm.transform_params if takes_params else {},
                 gtpo_beta=gtpo.beta,
@@ -90,7 +89,7 @@ class CreditAssigner:
 
     @property
     def needs_planning(self) -> bool:
-        """Whether `assign` wants planning masks."""
+        """Whether `assign` needs planning masks."""
         return self.method.needs_planning
 
     @property
@@ -104,7 +103,7 @@ class CreditAssigner:
         return self.method.uses_sepa
 
     def require_entropies(self, available: bool, engine: str) -> None:
-        """Refuse, before training, an engine that does not return what the chosen uncertainty is computed from."""
+        """Raise if the uncertainty needs entropies and the engine returns none."""
         if self.needs_entropies and not available:
             raise ConfigError(
                 f"[algorithm] uncertainty_kind = {self.method.choice.uncertainty_kind!r} needs the entropy "
@@ -123,10 +122,12 @@ class CreditAssigner:
             for index, group in enumerate(groups)
         ]
         states_P = tuple(_group_state(group) for group in groups)
-        batch = lay_out(rows_P)
+        batch = flatten_rows(rows_P)
         uncertainty = measure_uncertainty(self.method, batch)
-        shares = share_out(self.method, batch, uncertainty, [state == "live" for state in states_P], sepa_lambda)
-        tokens_PG, episodes_PG = _as_groups(groups, batch, shares)
+        advantages = assign_advantages(
+            self.method, batch, uncertainty, [state == "live" for state in states_P], sepa_lambda
+        )
+        tokens_PG, episodes_PG = _as_groups(groups, batch, advantages)
         exec_mean, exec_var = _mean_and_variance(uncertainty, batch.execution)
         plan_mean, plan_var = _mean_and_variance(uncertainty, batch.planned)
         return Credit(
@@ -175,8 +176,8 @@ def compute_advantages(
     )
     method = load_method(choice)
     batch = _group_batch(rewards_G, logprobs_G, planning_masks_G, entropies_G)
-    shares = share_out(method, batch, measure_uncertainty(method, batch), [True], sepa_lambda)
-    return AdvantageResult(batch.tokens.split(shares.tokens), shares.episode)
+    advantages = assign_advantages(method, batch, measure_uncertainty(method, batch), [True], sepa_lambda)
+    return AdvantageResult(batch.tokens.split(advantages.tokens), advantages.episode)
 
 
 def _group_batch(
@@ -202,7 +203,7 @@ def _group_batch(
         )
         mask_T = None if planning_masks_G is None else np.asarray(planning_masks_G[index], dtype=np.bool_)
         rows.append(Row(0, index, reward, completion, mask_T))
-    return lay_out([rows])
+    return flatten_rows([rows])
 
 
 def _scored_rows(at: int, group: Group, masks_G: Sequence[BoolArray] | None) -> list[Row]:
@@ -234,11 +235,11 @@ def _excluded(groups: Sequence[Group]) -> tuple[tuple[int, int], ...]:
 
 
 def _as_groups(
-    groups: Sequence[Group], batch: TokenBatch, shares: Shares
+    groups: Sequence[Group], batch: TokenBatch, advantages: Advantages
 ) -> tuple[tuple[tuple[FloatArray, ...], ...], tuple[FloatArray, ...]]:
-    """Back from rows to groups, with zeros for the completions that were left out."""
+    """Map rows back to groups, with zeros for excluded completions."""
     earned = {(row.group, row.index): at for at, row in enumerate(batch.rows)}
-    tokens_R = batch.tokens.split(shares.tokens)
+    tokens_R = batch.tokens.split(advantages.tokens)
     tokens_PG = tuple(
         tuple(
             tokens_R[earned[at, index]] if (at, index) in earned else np.zeros(len(completion.logprobs_T))
@@ -247,7 +248,7 @@ def _as_groups(
         for at, group in enumerate(groups)
     )
     episodes_PG = tuple(np.zeros(len(group.completions_G)) for group in groups)
-    for row, episode in zip(batch.rows, shares.episode, strict=True):
+    for row, episode in zip(batch.rows, advantages.episode, strict=True):
         episodes_PG[row.group][row.index] = episode
     return tokens_PG, episodes_PG
 
@@ -257,6 +258,6 @@ def _mean_and_variance(uncertainty: FloatArray, chosen: BoolArray) -> tuple[floa
     if len(values) == 0:
         return None, None
     mean = values.mean()
-    # In place, where var() would allocate twice more: a batch holds a million tokens.
+    # In place: var() would allocate two more arrays of a million tokens.
     values -= mean
     return float(mean), float(np.square(values, out=values).mean())

@@ -1,6 +1,6 @@
 """The SEPA schedule: how strongly the uncertainty of execution tokens is pooled at each step.
 
-The pooling itself is `retrain.advantages.token.sepa_pool`; here lives only the choice of lambda and its memory.
+The pooling is `retrain.advantages.token.sepa_pool`; this module chooses lambda.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 EMA_DECAY = 0.99
 WARMUP_BATCHES = 50
-"""Batches observed before the average is frozen as the variance that later ones are compared with."""
+"""Batches before the average is frozen as the reference variance."""
 VARIANCE_LEFT = 0.2
-"""Auto pools as soon as less than this share of that variance is left, and fully when none is."""
+"""`auto` starts to pool below this share of the reference variance, and pools fully at 0."""
 
 
 class SEPAController:
@@ -30,7 +30,7 @@ class SEPAController:
     linear: `clamp((step - delay_steps) / steps, 0, 1)`.
     auto: the larger of that and `1 - min(ema / v0 / 0.2, 1)`, where `ema` averages the variance of execution-token
     uncertainty and `v0` is its value after 50 batches.
-    Until one batch is at least as correct as the gate asks, lambda is 0; afterwards the gate stays open.
+    Lambda is 0 until the correct rate of a batch reaches the gate, which then stays open.
     """
 
     def __init__(self, config: Sepa) -> None:
@@ -41,11 +41,11 @@ class SEPAController:
         self._initial: float | None = None
 
     def observe_correct_rate(self, rate: float) -> None:
-        """Note the share of right answers in a batch; the first to reach the gate opens it for good."""
+        """Open the gate once the correct rate of a batch reaches it."""
         self.gate_open = self.gate_open or rate >= self.config.correct_rate_gate
 
     def update(self, execution: FloatArray | float | None) -> None:
-        """Note the uncertainties of a batch's execution tokens, or their variance; None or no tokens change nothing."""
+        """Observe the uncertainties of a batch's execution tokens, or their variance; None or no tokens are ignored."""
         variance = _variance(execution)
         if variance is None:
             return
@@ -55,14 +55,14 @@ class SEPAController:
             self._initial = self._ema
 
     def resolve_lambda(self, step: int) -> float:
-        """The lambda of this step, between 0 (no pooling) and 1 (execution tokens all alike)."""
+        """The lambda of this step, between 0 (no pooling) and 1 (all execution tokens equal)."""
         if not self.gate_open:
             return 0.0
         linear = self._linear_lambda(step)
         return max(self._auto_lambda(), linear) if self.config.schedule == "auto" else linear
 
     def state_dict(self) -> dict[str, float | int | bool | None]:
-        """Everything a resumed run needs to go on with the same lambdas."""
+        """State for a resume."""
         return {
             "gate_open": self.gate_open,
             "observed": self._observed,
@@ -71,14 +71,14 @@ class SEPAController:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int | bool | None]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         try:
             observed = state["observed"]
             gate_open, ema, initial = state["gate_open"], state["ema"], state["initial"]
         except KeyError as error:
             raise CheckpointError(f"the SEPA state of the checkpoint has no {error.args[0]!r}.") from error
         if observed is None:
-            raise CheckpointError("the SEPA state of the checkpoint does not say how many batches were observed.")
+            raise CheckpointError("the SEPA state of the checkpoint has no number of observed batches.")
         self.gate_open = bool(gate_open)
         self._observed = int(observed)
         self._ema = None if ema is None else float(ema)
@@ -91,7 +91,7 @@ class SEPAController:
         return min(max(since / self.config.steps, 0.0), 1.0)
 
     def _auto_lambda(self) -> float:
-        # With no variance to begin with there is no decay to follow, and nothing to pool either.
+        # Without initial variance there is no decay to follow and nothing to pool.
         if self._ema is None or self._initial is None or self._initial <= 0.0:
             return 0.0
         return 1.0 - min(self._ema / self._initial / VARIANCE_LEFT, 1.0)
@@ -108,5 +108,5 @@ def _variance(execution: FloatArray | float | None) -> float | None:
             return None
         variance = float(values.var())
     if not math.isfinite(variance) or variance < 0.0:
-        raise ValueError(f"the variance of execution-token uncertainty is {variance}, which no variance can be.")
+        raise ValueError(f"the variance of execution-token uncertainty is {variance}, which is not a valid variance.")
     return variance

@@ -1,7 +1,7 @@
-"""How unsure the model was at each token, from what the engine returned with it.
+"""Uncertainty of the model at each token.
 
-Arrays are flat: all tokens of a batch, end to end. A custom kind is a function of an `UncertaintyContext`, or an
-`Uncertainty` when it has to have true entropies.
+Arrays are flat: all tokens of a batch. A custom kind is a function of an `UncertaintyContext`, or an `Uncertainty` if
+it needs true entropies.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 
 from retrain.types import FloatArray
 
-LARGEST_SURPRISAL = 50.0
-"""Cap in nats (a probability of 2e-22), so that one impossible token does not take over its completion's mean."""
+MAX_SURPRISAL = 50.0
+"""Cap in nats (a probability of 2e-22), so that one improbable token does not dominate its completion's mean."""
 
 
 @dataclass(frozen=True)
 class UncertaintyContext:
-    """What is known of each token: its log-prob, and the entropy of its distribution where the engine returns it."""
+    """Log-prob of each token, and the entropy of its distribution if the engine returns it."""
 
     logprobs: FloatArray
     entropies: FloatArray | None = None
 
 
 UncertaintyFn = Callable[[UncertaintyContext], FloatArray]
-"""Flat arrays in, one number a token out."""
+"""Flat arrays in, one value per token out."""
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """One kind of uncertainty. `needs_entropies` lets an engine that has none be refused before training."""
+    """A kind of uncertainty. `needs_entropies`: engines without entropies are rejected before training."""
 
     name: str
     compute: UncertaintyFn
@@ -43,10 +43,10 @@ class Uncertainty:
 
 
 def _surprisal(context: UncertaintyContext) -> FloatArray:
-    # Rounding can leave a log-prob a hair above 0; a negative surprisal would upset the means taken of it.
+    # Rounding can lift a log-prob slightly above 0; a negative surprisal would distort means.
     surprisals = np.negative(context.logprobs)
     np.maximum(surprisals, 0.0, out=surprisals)
-    return np.minimum(surprisals, LARGEST_SURPRISAL, out=surprisals)
+    return np.minimum(surprisals, MAX_SURPRISAL, out=surprisals)
 
 
 def _predictive_variance(context: UncertaintyContext) -> FloatArray:
@@ -67,7 +67,7 @@ surprisal = Uncertainty("surprisal", _surprisal)
 """`-logprob` of the sampled token, in nats, capped at 50."""
 
 predictive_variance = Uncertainty("predictive_variance", _predictive_variance)
-"""`p (1 - p)` of the sampled token: highest where the model was undecided, low where it was sure either way."""
+"""`p (1 - p)` of the sampled token: highest where the model was undecided."""
 
 shannon_entropy = Uncertainty("shannon_entropy", _shannon_entropy, needs_entropies=True)
 """Entropy of the whole distribution, in nats, from engines that return it."""

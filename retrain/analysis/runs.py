@@ -21,7 +21,7 @@ from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
-from retrain.storage.logs import EVALS, METRICS, whole_rows
+from retrain.storage.logs import EVALS, METRICS, parse_rows
 
 Row = Mapping[str, Any]
 
@@ -147,7 +147,7 @@ def read_rows(path: Path) -> tuple[dict[int, Row], int]:
     lines = [line for line in text.split("\n") if line.strip()]
     rows: dict[int, Row] = {}
     torn = len(lines)
-    for row in whole_rows(lines):
+    for row in parse_rows(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             rows[int(row["step"])] = row
             torn -= 1

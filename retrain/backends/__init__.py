@@ -1,56 +1,61 @@
-"""Backends: where the weights live and learn."""
+"""Backends: own the weights, train them, and provide an engine that samples from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.types import Datum, StepMetrics
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
+    from retrain.modeling.tokens import Tokenizer
 
-__all__ = ["Backend", "Capabilities", "Closes", "FrozenModel", "LendsFrozen", "ReportsLate"]
+__all__ = ["AsyncBackend", "Backend", "Capabilities", "Closeable", "FrozenModel", "FrozenModelProvider"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the rest of the run needs to know about a backend."""
+    """Properties of a backend that the rest of the run depends on."""
 
     context_length: int
-    """Most tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     gives_entropies: bool
     """Whether completions carry true entropies."""
     reports_late: bool = False
-    """Whether `train_step` returns before its step has finished: what it says of the loss is of the step before. Such a
-    backend is also a `ReportsLate`, or the rows before its checkpoints hold the step before's numbers."""
+    """Whether `train_step` returns before its step has finished and reports the previous step. Such a backend should be
+    an `AsyncBackend`; otherwise the last row before a checkpoint keeps the previous step's numbers."""
     checks_rows: bool = False
     """Whether `train_step` compares the log-probs of rows that have a `check_T` with its own."""
     sampled_logprobs: bool = True
-    """Whether log-probs are of the distribution that was sampled from, so that they tell how likely a repeat was."""
+    """Whether log-probs are those of the sampled distribution, so that they give the probability of a repeat."""
 
 
 class Backend(Protocol):
-    """Trains the policy and lends an engine that samples from it."""
+    """Trains the policy and provides an engine that samples from it."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend is and gives."""
+        """Properties of this backend."""
         ...
 
     def sampler(self, step: int) -> InferenceEngine:
-        """An engine that holds the weights which `step` is to be sampled from."""
+        """An engine with the weights that `step` is sampled from."""
         ...
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """One optimiser step over all datums; none leaves the weights as they are. Returns loss, grad_norm, ratios."""
+        """One optimizer step over all datums; without datums the weights stay unchanged.
+
+        All returned metrics are logged; `loss`, `grad_norm`, `ratio_mean`, `ratio_max` and `kl_sample_train` are
+        expected.
+        """
         ...
 
     def save(self, path: Path) -> None:
-        """Write all that a resume needs into the empty folder `path`; `path`/adapter has the adapter in PEFT layout."""
+        """Write the state for a resume into the empty folder `path`; the PEFT adapter goes to `path`/adapter."""
         ...
 
     def load(self, path: Path) -> None:
@@ -59,38 +64,38 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class ReportsLate(Protocol):
-    """A backend whose `train_step` returns while its step is under way."""
+class AsyncBackend(Protocol):
+    """A backend whose `train_step` returns while its step is still running."""
 
     def settle(self) -> StepMetrics:
-        """Wait for the step under way; gives what `train_step` would have said of it, had it waited."""
+        """Wait for the running step; returns its metrics."""
         ...
 
 
 @runtime_checkable
-class Closes(Protocol):
-    """A backend that holds something outside this process, or a thread."""
+class Closeable(Protocol):
+    """A backend that holds threads or resources outside this process."""
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """Let go of it; called once, however the run ends: None is the kind of end one hopes for."""
+        """Release them; called once, however the run ends. `ended_by` is None after a regular end."""
         ...
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that is sampled from and never trained."""
+    """A model that is sampled from but never trained."""
 
     engine: InferenceEngine
-    """What it draws for a prompt depends on the seed and the prompt alone, not on the prompt's place in the batch."""
+    """Completions depend on the seed and the prompt only, not on the position in the batch."""
     context_length: int
 
 
 @runtime_checkable
-class LendsFrozen(Protocol):
-    """A backend that also samples from a frozen model beside the policy."""
+class FrozenModelProvider(Protocol):
+    """A backend that can also sample from a frozen model."""
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
-        """The model of `[teaching] student_model`; where that is empty, the weights that the policy started from."""
+        """The model of `[teaching] student_model`; if empty, the policy's initial weights."""
         ...

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
-from retrain.storage.logs import EVALS, METRICS, whole_rows
+from retrain.storage.logs import EVALS, METRICS, parse_rows
 
 # Enough for the last steps of a log of any length.
 _TAIL_BYTES = 1 << 17
@@ -138,7 +138,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
     except OSError:
         return []
     # Reading from the middle of the file, the first line is incomplete.
-    return list(whole_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
+    return list(parse_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
 
 
 def _status(folder: Path, state: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from retrain.config.unsupported import check_supported
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.devices import check_devices
 from retrain.runtime.interrupts import SIGNALS
-from retrain.runtime.ranks import refuse_alone
+from retrain.runtime.ranks import check_single_process
 from retrain.runtime.text import plural
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
@@ -55,7 +55,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         check_supported(run.config)
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
-        refuse_alone(run.config)
+        check_single_process(run.config)
         check_before_loading(run.config)
     if config.campaign is not None and config.campaign.stop_when:
         require_enough_seeds(len(config.campaign.seeds))

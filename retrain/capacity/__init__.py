@@ -1,1 +1,1 @@
-"""What a step needs: memory, time at the roofline, and cost."""
+"""Memory, time and cost of a step."""

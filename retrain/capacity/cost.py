@@ -1,4 +1,4 @@
-"""What a run costs on a service that bills tokens: how many of each kind, times the prices that were given."""
+"""Cost of a run on a service that bills tokens: tokens of each kind times their prices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTED = ("tokens_per_s", "sample_time_s", "num_datums")
 
 @dataclass(frozen=True)
 class Prices:
-    """Of a million tokens of each kind, in whatever money they were given."""
+    """Prices per million tokens of each kind, in any currency."""
 
     prefill: float
     sample: float
@@ -25,35 +25,35 @@ class Prices:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens by how they are billed."""
+    """Tokens by billing category."""
 
     prefill: float
-    """Prompts that were read before sampling, once for all completions of a group."""
+    """Prompt tokens, counted once per group."""
     sample: float
     train: float
-    """Prompt and completion of every row that was trained on."""
+    """Prompt and completion tokens of all trained rows."""
 
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens(self.prefill + other.prefill, self.sample + other.sample, self.train + other.train)
 
     def times(self, count: float) -> Tokens:
-        """So many of these."""
+        """Multiplied by a count."""
         return Tokens(self.prefill * count, self.sample * count, self.train * count)
 
     def cost(self, prices: Prices) -> float:
-        """What they come to."""
+        """Total cost."""
         billed = self.prefill * prices.prefill + self.sample * prices.sample + self.train * prices.train
         return billed / MILLION
 
 
-def most_tokens(work: Workload) -> Tokens:
-    """A step in which every completion runs to `max_tokens` and every group is trained on."""
+def max_tokens_per_step(work: Workload) -> Tokens:
+    """A step in which every completion reaches `max_tokens` and every group is trained on."""
     sampled = work.completions * work.max_tokens
     return Tokens(work.prompts * work.prompt_tokens, sampled, sampled + work.completions * work.prompt_tokens)
 
 
 def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens | None:
-    """The mean over logged steps, of which prompts alone are taken from `work`; None where too little was logged."""
+    """Mean over logged steps, with prompt tokens from `work`; None without enough data."""
     if not rows or not all(isinstance(row.get(key), int | float) for row in rows for key in _COUNTED):
         return None
     sampled = sum(float(row["tokens_per_s"]) * float(row["sample_time_s"]) for row in rows) / len(rows)
@@ -63,7 +63,7 @@ def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens |
 
 
 def evaluation_tokens(config: TrainConfig, work: Workload, step: Tokens, steps: int) -> Tokens:
-    """All evaluations of a run: before the first step, every so many steps, and after the last."""
+    """All evaluations of a run: before the first step, every `eval.every` steps, and after the last."""
     if not config.eval.every:
         return Tokens(0, 0, 0)
     count = math.ceil(steps / config.eval.every) + 1

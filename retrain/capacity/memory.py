@@ -1,7 +1,7 @@
-"""What a step needs: bytes by part and seconds by roofline, from a model's shape and a configuration alone.
+"""Memory of a step by component, from the model's shape and the configuration.
 
-Nothing here imports torch or touches a device. `retrain plan` and `explain` print it; the local learner plans its
-micro-batches by the same arithmetic and corrects it by what it measures.
+Imports no torch. `retrain plan` and `explain` print it; the local learner plans micro-batches with the same formulas
+and corrects them by measurements.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from retrain.config import TrainConfig
 from retrain.runtime.devices import is_on_cpu
+from retrain.types import JsonObject
 
-# Tokens a micro-batch has where memory allows: enough to keep the largest GPUs busy.
+# Tokens per micro-batch where memory allows: enough to saturate the largest GPUs.
 MICRO_BATCH = 9216
-# Below this a GPU idles between kernels; recomputing activations then costs less than still smaller micro-batches.
+# Below this a GPU idles between kernels: recomputing activations is cheaper than smaller micro-batches.
 SMALL_MICRO_BATCH = 4096
-# Float32 bytes of logits that one slice of the vocabulary product may stand for.
+# Maximum float32 bytes of one slice of logits.
 LOGITS_SLICE = 512 << 20
-# Part of a card's memory that a plan leaves alone: CUDA's own, the allocator's gaps.
+# Share of GPU memory reserved for CUDA and allocator fragmentation.
 SPARE = 0.06
-# Weight, gradient, float32 master, its gradient, and the two moments of AdamW; float32 adapters are their own masters.
+# Weight, gradient, float32 master, its gradient, and two AdamW moments; float32 adapters are their own masters.
 ADAPTER_BYTES = {2: 2 + 2 + 4 + 4 + 8, 4: 4 + 4 + 8}
-# How long a prompt is taken to be by those who cannot know.
+# Assumed prompt length where it is unknown.
 PROMPT_TOKENS = 256
 MEMORY_PARTS = ("weights", "sampling_copy", "adapter", "kv_cache", "activations", "logits")
 _CACHE_BLOCK = 128
@@ -33,7 +33,7 @@ _CACHE_SPARE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder as its config.json tells it. Sizes are of one layer."""
+    """Shape of a dense decoder, from its config.json. Sizes are per layer."""
 
     hidden: int
     layers: int
@@ -47,11 +47,11 @@ class Shape:
     gated: bool
     """Whether the MLP multiplies two projections."""
     norms_queries: bool
-    """Whether queries and keys are normalised, which keeps them a second time for the backward pass."""
+    """Whether queries and keys are normalised, which stores them twice for the backward pass."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Linear maps of a layer, (in, out), by the names that most families give them."""
+        """Linear layers (in, out) by their usual names."""
         attention = {
             "q_proj": (self.hidden, self.queries),
             "k_proj": (self.hidden, self.keys),
@@ -64,54 +64,54 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's linear maps."""
+        """Parameters of one layer's linear layers."""
         return sum(rows * columns for rows, columns in self.matrices.values())
 
     @property
     def parameters(self) -> int:
-        """All weights: layers, norms and embeddings."""
+        """All parameters: layers, norms and embeddings."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.layers * (self.layer_parameters + 2 * self.hidden) + self.hidden + embeddings
 
     @property
     def cached_values(self) -> int:
-        """Numbers that the KV cache holds for one token."""
+        """Values per token in the KV cache."""
         return 2 * self.layers * self.keys
 
     def adapter_parameters(self, rank: int, target_modules: str) -> int:
-        """rank × (in + out) for each adapted map."""
+        """rank × (in + out) per adapted layer."""
         names = [name.strip() for name in target_modules.split(",")]
         sizes = [sum(size) for name, size in self.matrices.items() if names == ["all-linear"] or name in names]
         return self.layers * rank * sum(sizes)
 
     def adapted_parameters(self, target_modules: str) -> int:
-        """Weights of the maps that are adapted, of which sampling keeps a folded copy."""
+        """Parameters of the adapted layers, of which sampling keeps a merged copy."""
         names = [name.strip() for name in target_modules.split(",")]
         chosen = [a * b for name, (a, b) in self.matrices.items() if names == ["all-linear"] or name in names]
         return self.layers * sum(chosen)
 
 
-# Families that keep a normed and an unnormed copy of queries and keys.
+# Families that normalise queries and keys.
 _NORMED_FAMILIES = ("qwen3", "gemma3", "gemma3_text", "olmo2", "cohere2")
 _UNGATED_FAMILIES = ("gpt2", "gpt_neox", "phi", "opt", "gptj", "falcon")
 
 
-def read_shape(config: Mapping[str, Any]) -> Shape | None:
-    """The shape in a config.json; None where it is not that of a dense decoder."""
-    told = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
-    assert isinstance(told, Mapping)
-    family = str(told.get("model_type", ""))
+def read_shape(config: JsonObject) -> Shape | None:
+    """The shape in a config.json; None if it is not a dense decoder."""
+    settings = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    assert isinstance(settings, Mapping)
+    family = str(settings.get("model_type", ""))
 
     def first(*names: str) -> int:
-        return int(next(told[name] for name in names if told.get(name) is not None))
+        return int(next(settings[name] for name in names if settings.get(name) is not None))
 
-    if any(told.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(settings.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
     try:
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
-        head = int(told.get("head_dim") or hidden // heads)
-        key_heads = int(told.get("num_key_value_heads") or heads)
-        intermediate = int(told.get("intermediate_size") or told.get("n_inner") or 4 * hidden)
+        head = int(settings.get("head_dim") or hidden // heads)
+        key_heads = int(settings.get("num_key_value_heads") or heads)
+        intermediate = int(settings.get("intermediate_size") or settings.get("n_inner") or 4 * hidden)
         layers, vocabulary = first("num_hidden_layers", "n_layer"), first("vocab_size")
     except (StopIteration, TypeError, ValueError, ZeroDivisionError):
         return None
@@ -119,7 +119,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape | None:
         return None
     return Shape(
         hidden, layers, heads * head, key_heads * head, intermediate, vocabulary,
-        tied=bool(told.get("tie_word_embeddings", family == "gpt2")),
+        tied=bool(settings.get("tie_word_embeddings", family == "gpt2")),
         gated=family not in _UNGATED_FAMILIES,
         norms_queries=family in _NORMED_FAMILIES,
     )  # fmt: skip
@@ -127,22 +127,22 @@ def read_shape(config: Mapping[str, Any]) -> Shape | None:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Bytes of a forward and backward pass in compiled layers."""
+    """Activation memory of a forward and backward pass in compiled layers."""
 
     shape: Shape
     rank: int
     width: int
-    """Bytes of a number."""
+    """Bytes per value."""
     correction: float = 1.0
-    """What was measured over what was estimated."""
+    """Measured over estimated memory."""
 
     @property
     def layer(self) -> float:
-        """Kept for the backward pass by one layer for one token.
+        """Bytes per token that a layer keeps for the backward pass.
 
-        Both norms' inputs and outputs; queries, keys and values as attention takes them and its output; their
-        projections once more where they are normed; the MLP's projections and their product; what lies between the two
-        adapter matrices of each map. The frozen matrices themselves need no inputs, but the adapters do.
+        Inputs and outputs of both norms; queries, keys, values and output of attention; their projections again where
+        they are normalised; the MLP's projections and their product; the output of each LoRA A matrix. Frozen
+        matrices need no inputs, but the adapters do.
         """
         s = self.shape
         attention = 2 * s.queries + 2 * s.keys + (s.queries + s.keys if s.norms_queries else 0)
@@ -152,17 +152,17 @@ class TrainingCost:
 
     @property
     def boundary(self) -> float:
-        """Kept by one recomputed layer for one token: its input."""
+        """Bytes per token that a recomputed layer keeps: its input."""
         return self.correction * self.width * self.shape.hidden
 
     def logits(self, tokens: int) -> int:
-        """Logits of one slice of rows and their slope."""
+        """One slice of logits and its gradient."""
         return 2 * self.width * min(LOGITS_SLICE // 4, tokens * self.shape.vocabulary)
 
     def bytes(self, tokens: int, recomputed: int = 0) -> int:
-        """Activations of a micro-batch at their largest, the first `recomputed` layers keeping their inputs alone.
+        """Peak activations of a micro-batch, with the first `recomputed` layers keeping their inputs only.
 
-        On top comes one layer's worth: of the gradients that flow through a layer, or of a layer computed again.
+        Includes one more layer, for gradients in flight or the layer being recomputed.
         """
         s = self.shape
         kept = (s.layers - recomputed) * self.layer + recomputed * self.boundary
@@ -172,7 +172,7 @@ class TrainingCost:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a step is cut up."""
+    """Micro-batch size and recomputed layers of a step."""
 
     micro_batch_tokens: int
     recomputed_layers: int
@@ -207,7 +207,7 @@ def _tokens_that_fit(cost: TrainingCost, room: float, recomputed: int, most: int
 
 @dataclass(frozen=True)
 class Workload:
-    """As much of a run as memory and time depend on."""
+    """The parameters of a run that memory and time depend on."""
 
     prompts: int
     group: int
@@ -220,17 +220,17 @@ class Workload:
     micro_batch_tokens: int = 0
     recompute: bool = False
     samples_here: bool = True
-    """Whether this process samples as well, with a folded copy of the adapted matrices and a cache."""
+    """Whether this process also samples, with a merged copy of the adapted matrices and a KV cache."""
     keeps_reference: bool = False
-    """Whether a frozen copy of the whole model stays beside the one that learns."""
+    """Whether a frozen copy of the model is kept as the reference."""
 
     @property
     def completions(self) -> int:
-        """Completions a step."""
+        """Completions per step."""
         return self.prompts * self.group
 
     def trained_parameters(self, shape: Shape) -> int:
-        """Weights that learn: the adapter's, or all of them for rank 0."""
+        """Trainable parameters: the adapter's, or all for rank 0."""
         return shape.adapter_parameters(self.rank, self.target_modules) if self.rank else shape.parameters
 
     @property
@@ -240,7 +240,7 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
-    """The workload of a configuration; how long prompts are it cannot know."""
+    """The workload of a configuration, given the prompt length."""
     width = {"fp32": 4, "bf16": 2, "auto": 4 if is_on_cpu(config.backend.devices) else 2}[config.model.dtype]
     return Workload(
         config.training.batch_size, config.training.group_size, prompt_tokens, config.training.max_tokens,
@@ -255,12 +255,12 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one device by part, at the moment of a step that needs most."""
+    """Peak memory of a step by component."""
 
     weights: int
     sampling_copy: int
     adapter: int
-    """What learns, with its gradient, float32 master and moments."""
+    """Trainable parameters with gradients, float32 masters and moments."""
     kv_cache: int
     activations: int
     logits: int
@@ -268,22 +268,22 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return self.weights + self.sampling_copy + self.adapter + self.kv_cache + self.activations + self.logits
 
 
 def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> MemoryPlan:
-    """What a step of this workload holds at its peak, on a card of `memory` bytes or one that is large enough."""
+    """Peak memory of a step, on a GPU with `memory` bytes or one that is large enough."""
     cost = TrainingCost(shape, work.rank, work.width)
     weights = shape.parameters * work.width * (2 if work.keeps_reference else 1)
-    # A model that is trained as a whole is sampled from as it is, and its weights are counted already.
+    # In full fine-tuning the model itself is sampled from, and its weights are already counted.
     copy = shape.adapted_parameters(work.target_modules) * work.width if work.samples_here and work.rank else 0
     held = ADAPTER_BYTES[work.width] - (0 if work.rank else work.width)
     adapter = work.trained_parameters(shape) * held
     cache = cache_bytes(shape, work) if work.samples_here else 0
     room = math.inf if memory is None else memory * (1 - SPARE) - weights - copy - adapter - cache
     training = plan_training(cost, room, work.longest, work.micro_batch_tokens, work.recompute)
-    # A step may have fewer tokens than a micro-batch holds.
+    # A step may have fewer tokens than a micro-batch.
     tokens = min(training.micro_batch_tokens, work.completions * work.longest)
     activations = cost.bytes(tokens, training.recomputed_layers)
     logits = cost.logits(tokens)
@@ -291,13 +291,13 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> Memo
 
 
 def cache_bytes(shape: Shape, work: Workload) -> int:
-    """A dense cache: every completion has room for the longest prompt and all its tokens."""
+    """A dense KV cache: every completion has room for the longest prompt and `max_tokens`."""
     capacity = -(-(work.longest + _CACHE_SPARE_TOKENS) // _CACHE_BLOCK) * _CACHE_BLOCK
     return work.completions * capacity * shape.cached_values * work.cache_width
 
 
 def largest_batch(shape: Shape, work: Workload, memory: int) -> int:
-    """Most prompts a step whose completions are sampled in one wave and trained on within `memory`; 0 when none fit."""
+    """Maximum prompts per step whose completions fit into `memory` at once; 0 if none fit."""
 
     def fits(prompts: int) -> bool:
         plan = plan_memory(shape, _with_prompts(work, prompts), memory)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of each phase of a step, and how fast a card could do them at best."""
+"""Roofline model: FLOPs and bytes of each phase of a step, and its minimum time on a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from retrain.capacity.memory import Shape, Workload
 
-# Part of the roofline that whole steps reach; 0.5 was seen on an H200 with a 4B model (docs/benchmarks.md).
-REACHED = 0.5
+# Share of the roofline that complete steps reach; measured 0.5 on an H200 with a 4B model (docs/benchmarks.md).
+ROOFLINE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a device can do at best, by its data sheet: dense bf16 products, memory traffic, memory."""
+    """Data sheet values of a GPU: dense bf16 throughput, memory bandwidth, memory."""
 
     name: str
     tflops: float
@@ -24,7 +24,7 @@ class Card:
     """GB."""
 
 
-# The longest name that a device's name contains counts.
+# The longest matching name is used.
 CARDS = (
     Card("B200", 2250, 8000, 180),
     Card("H200", 989, 4800, 141),
@@ -43,19 +43,19 @@ CARDS = (
 
 
 def find_card(name: str) -> Card | None:
-    """The card of the table that a name such as `NVIDIA H200` or `h200` means."""
+    """The GPU with a name such as `NVIDIA H200` or `h200`."""
     known = [card for card in CARDS if card.name.lower() in name.lower()]
     return max(known, key=lambda card: len(card.name), default=None)
 
 
 def detect_card() -> Card | None:
-    """The first GPU here, by nvidia-smi, with its own memory; None where there is none or the table lacks it."""
+    """The first GPU according to nvidia-smi, with its actual memory; None if there is none or it is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        name, mebibytes = told.splitlines()[0].rsplit(",", 1)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        name, mebibytes = output.splitlines()[0].rsplit(",", 1)
         card = find_card(name)
         return card and Card(name.strip(), card.tflops, card.bandwidth, int(mebibytes) * 2**20 / 1e9)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -64,24 +64,24 @@ def detect_card() -> Card | None:
 
 @dataclass(frozen=True)
 class Phase:
-    """Work that is done in one go."""
+    """One phase of a step."""
 
     name: str
     flops: float
     bytes: float
 
     def seconds(self, tflops: float, bandwidth: float) -> float:
-        """At best: whichever of arithmetic and memory takes longer. Bandwidth is in GB/s."""
+        """Minimum time: the longer of compute and memory traffic. Bandwidth is in GB/s."""
         return max(self.flops / (tflops * 1e12), self.bytes / (bandwidth * 1e9))
 
 
 def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
-    """Prompts once a group, then a token of every completion at a time, if all of them run to the end."""
+    """Prefill once per group, then decode all completions to `max_tokens`."""
     layers, head = shape.layers * shape.layer_parameters, shape.vocabulary * shape.hidden
     prompts = work.prompts * work.prompt_tokens
     prefill = 2 * layers * prompts + _attention(shape, work.prompt_tokens, 0) * work.prompts
     sampled = work.completions * work.max_tokens
-    # Keys and values are read once a token, over a row that grows.
+    # Keys and values of a growing row are read for every token.
     cached = shape.cached_values * work.cache_width * sampled * (work.prompt_tokens + work.max_tokens / 2)
     weights = (layers + head) * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
@@ -94,7 +94,7 @@ def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
 
 
 def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) -> list[Phase]:
-    """One step over all completions, prompts computed once a group; frozen matrices have no gradient of their own."""
+    """One step over all completions, prompts once per group; frozen matrices have no weight gradients."""
     head = shape.vocabulary * shape.hidden
     trained = work.trained_parameters(shape)
     adapter, whole = (trained, 1) if work.rank else (0, 2)
@@ -107,9 +107,9 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
     )
     forward = 2 * (layers + adapter) * tokens + attention
     again = forward * recomputed_layers / shape.layers
-    # Flash attention's backward pass does five products where its forward pass does two.
+    # Flash attention: five products in the backward pass, two in the forward pass.
     backward = (2 * whole * layers + 4 * adapter) * tokens + 2.5 * attention
-    # Numbers that a layer writes and reads again, roughly those it keeps.
+    # Activations that a layer writes and reads, approximately those it keeps.
     traffic = 2 * tokens * shape.layers * work.width * (6 * shape.hidden + 3 * shape.queries + 3 * shape.intermediate)
     return [
         Phase("train forward", forward + 2 * head * predicted, traffic + layers * work.width),
@@ -121,26 +121,26 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
 
 
 def _attention(shape: Shape, queries: int, before: int) -> float:
-    """Causal attention of `queries` tokens that follow `before` others, in all layers: two products."""
+    """FLOPs of causal attention of `queries` tokens after `before` others, in all layers."""
     seen = queries * before + queries * queries / 2
     return 4.0 * shape.layers * shape.queries * seen
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step at the roofline."""
+    """Minimum seconds of a step."""
 
     sample: float
     train: float
 
     @property
     def likely(self) -> float:
-        """What a step takes where it reaches as much of the roofline as was seen."""
-        return (self.sample + self.train) / REACHED
+        """Expected seconds, at the measured share of the roofline."""
+        return (self.sample + self.train) / ROOFLINE_SHARE
 
 
 def step_time(shape: Shape, work: Workload, card: Card, recomputed_layers: int = 0) -> StepTime:
-    """The roofline of a step's two halves."""
+    """Minimum time of sampling and training."""
     halves = (sampling_phases(shape, work), training_phases(shape, work, recomputed_layers))
     sample, train = (sum(phase.seconds(card.tflops, card.bandwidth) for phase in half) for half in halves)
     return StepTime(sample, train)

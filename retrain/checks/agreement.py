@@ -1,8 +1,7 @@
-"""Whether sampler and trainer agree on every row: a row whose log-probs do not fit its tokens has a wrong gradient.
+"""Checks that sampler and trainer agree on every row: wrong log-probs make wrong gradients.
 
-Log-probs that agree with the trainer's on every token are those of a sample of the policy, up to a ratio within the
-tolerance. So whatever was altered on the way, one log-prob, one token, the prompt or the weights, either shows here or
-is no larger than what rounding does. A few rows that disagree are left out of the loss; more of them stop the run.
+An altered log-prob, token, prompt or weight shows up as a difference between the sampler's and the trainer's
+log-probs, or is no larger than rounding. A few mismatched rows are excluded from the loss; more of them stop the run.
 """
 
 from __future__ import annotations
@@ -17,44 +16,44 @@ import numpy as np
 from retrain.errors import RolloutError
 from retrain.types import BoolArray, Datum, FloatArray, IntArray, StepMetrics
 
-# Share of a step's rows that may be left out before the step is refused; one row always may.
+# Share of a step's rows that may be excluded before the step is rejected; one row always may.
 MOST_EXCLUDED = 0.05
-# How far beyond the median row a row stands out, where the sampler is noisier than its tolerance. Seen under drift: 5.
+# Multiple of the median gap that counts as an outlier when the sampler is noisier than its tolerance. Drift reaches 5.
 SPREAD = 10.0
-# Mean ratio of all tokens: 1 where both sides are one policy, whatever the noise. Standard errors that are allowed.
+# The mean ratio of all tokens is 1 for the same policy, whatever the noise: allowed deviation, and standard errors.
 RATIO_LIMIT, RATIO_ERRORS = 0.02, 5.0
 
 
 class DisagreementError(RolloutError):
-    """Too many rows of a step have log-probs that are not the policy's; nothing was trained on them."""
+    """Too many rows of a step have log-probs that do not match the policy; nothing was trained on them."""
 
-    def __init__(self, message: str, is_whole: bool = True) -> None:
+    def __init__(self, message: str, state_intact: bool = True) -> None:
         super().__init__(message)
-        self.is_whole = is_whole
-        """Whether the backend still holds the state from before the step."""
+        self.state_intact = state_intact
+        """Whether the backend still has the state from before the step."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Differences of log-probs that are rounding: of one token, and of a long row's mean."""
+    """Log-prob differences that rounding explains: for one token, and for the mean of a long row."""
 
     largest: float
     mean: float
     ceiling: bool = True
-    """Whether the weights are the same on both sides, so that noise has an upper limit as well."""
+    """Whether both sides have the same weights, which bounds the noise."""
 
     @property
     def with_drift(self) -> Tolerance:
-        """For rows that older weights have sampled."""
+        """For rows sampled from older weights."""
         return Tolerance(max(self.largest, DRIFT.largest), max(self.mean, DRIFT.mean), ceiling=False)
 
     @property
     def most(self) -> Tolerance:
-        """What no noise explains, however much of it the other rows have."""
+        """The limit beyond which no noise explains a gap."""
         return Tolerance(3.0 * self.largest, 3.0 * self.mean) if self.ceiling else Tolerance(math.inf, math.inf)
 
     def at(self, temperature: float) -> Tolerance:
-        """For a sampling temperature: below 1, it divides logits and their rounding."""
+        """Scaled for a sampling temperature below 1, which divides logits and their rounding errors."""
         times = 1.0 / min(1.0, temperature) if temperature > 0 else 1.0
         return Tolerance(times * self.largest, times * self.mean, self.ceiling)
 
@@ -64,13 +63,13 @@ class Tolerance:
 FLOAT32 = Tolerance(0.02, 0.005)
 HALF = Tolerance(0.7, 0.05)
 EIGHT_BITS = Tolerance(1.0, 0.1)
-# Other weights, or dropout: what is sound follows from the rows. A learning rate of 1e-4 moves single tokens by 0.1.
+# Older weights, or dropout: the limits follow the median row. A learning rate of 1e-4 moves single tokens by 0.1.
 DRIFT = Tolerance(0.5, 0.1, ceiling=False)
 
 
 @dataclass(frozen=True)
-class Gaps:
-    """How far the sampler's log-probs are from the trainer's, one entry a row."""
+class LogprobGaps:
+    """Differences between the sampler's and the trainer's log-probs, one entry per row."""
 
     groups: IntArray
     indices: IntArray
@@ -79,31 +78,33 @@ class Gaps:
     largest: FloatArray
 
     @classmethod
-    def of(cls, datums: Sequence[Datum], sums: FloatArray) -> Gaps:
+    def of(cls, datums: Sequence[Datum], sums: FloatArray) -> LogprobGaps:
         """From (rows, 3): tokens compared, the sum of |Δ|, and the largest."""
         table = np.asarray(sums, np.float64).reshape(-1, 3)
         groups = np.array([datum.group for datum in datums], np.int64)
         return cls.from_table(np.column_stack([groups, [datum.index for datum in datums], table]))
 
     @classmethod
-    def from_table(cls, table: FloatArray) -> Gaps:
+    def from_table(cls, table: FloatArray) -> LogprobGaps:
         """From (rows, 5): group, completion, tokens compared, the sum of |Δ|, and the largest."""
         tokens = table[:, 2]
         mean = table[:, 3] / np.maximum(tokens, 1)
         return cls(table[:, 0].astype(int), table[:, 1].astype(int), tokens.astype(int), mean, table[:, 4])
 
     @classmethod
-    def between(cls, datums: Sequence[Datum], own: Sequence[FloatArray]) -> Gaps:
-        """Of rows whose log-probs under the trainer are given."""
+    def between(cls, datums: Sequence[Datum], own: Sequence[FloatArray]) -> LogprobGaps:
+        """From the trainer's log-probs of each row."""
         rows = []
         for datum, own_T in zip(datums, own, strict=True):
             gap = np.abs(own_T.astype(np.float64) - datum.logprobs_T)[compared(datum)]
             rows.append([len(gap), gap.sum(), gap.max(initial=0.0)])
         return cls.of(datums, np.array(rows).reshape(-1, 3))
 
-    def joined(self, other: Gaps) -> Gaps:
-        """Both, one after the other."""
-        return Gaps(*(np.concatenate([mine, theirs]) for mine, theirs in zip(self._arrays, other._arrays, strict=True)))
+    def joined(self, other: LogprobGaps) -> LogprobGaps:
+        """Both, concatenated."""
+        return LogprobGaps(
+            *(np.concatenate([mine, theirs]) for mine, theirs in zip(self._arrays, other._arrays, strict=True))
+        )
 
     @property
     def table(self) -> FloatArray:
@@ -116,16 +117,16 @@ class Gaps:
 
     @property
     def sampled(self) -> BoolArray:
-        """Rows with anything to compare; one that belongs to no group has log-probs that the caller made up."""
+        """Rows with tokens to compare; rows without a group have synthetic log-probs."""
         return (self.tokens > 0) & (self.groups >= 0)
 
     @property
     def are_all_sampled(self) -> bool:
-        """Whether no row was made up."""
+        """Whether no row is synthetic."""
         return not ((self.tokens > 0) & (self.groups < 0)).any()
 
     def disagreeing(self, tolerance: Tolerance) -> BoolArray:
-        """Rows that differ by more than rounding, and by far more than the median row."""
+        """Rows that differ by more than rounding, and by much more than the median row."""
         there = self.sampled
         if not there.any():
             return there
@@ -133,110 +134,113 @@ class Gaps:
         usual_largest, usual_mean = (float(np.median(values[there])) for values in (self.largest, self.mean))
         largest = min(most.largest, max(tolerance.largest, SPREAD * usual_largest))
         mean = min(most.mean, max(tolerance.mean, SPREAD * usual_mean))
-        # The mean of a few tokens scatters more than that of many.
-        off: BoolArray = (self.largest > largest) | (self.mean > mean * (1 + 8 / np.sqrt(np.maximum(self.tokens, 1))))
-        return off & there
+        # The mean of a few tokens has a larger variance.
+        mismatched: BoolArray = (self.largest > largest) | (
+            self.mean > mean * (1 + 8 / np.sqrt(np.maximum(self.tokens, 1)))
+        )
+        return mismatched & there
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a comparison of a step's rows came to."""
+class AgreementReport:
+    """The result of comparing a step's rows."""
 
-    gaps: Gaps
-    off: BoolArray
+    gaps: LogprobGaps
+    mismatched: BoolArray
     trained: int
-    """How many of the rows, the first ones, are trained on; the others were only looked at."""
+    """Number of trained rows, which come first; the others are only checked."""
     shift: float = 0.0
-    """By how much the mean ratio of all tokens is off 1, where that is no chance."""
+    """Deviation of the mean ratio of all tokens from 1, if significant; else 0."""
 
     @cached_property
-    def left_out(self) -> BoolArray:
-        """Which of the rows that are trained on are left out: whole groups, whose advantages rest on every reward."""
-        groups, off = self.gaps.groups[: self.trained], self.off[: self.trained]
-        return np.isin(groups, groups[off])
+    def excluded_rows(self) -> BoolArray:
+        """Trained rows to exclude: complete groups, since advantages depend on every reward of a group."""
+        groups, mismatched = self.gaps.groups[: self.trained], self.mismatched[: self.trained]
+        return np.isin(groups, groups[mismatched])
 
     @property
     def excluded(self) -> int:
-        """How many they are."""
-        return int(self.left_out.sum())
+        """Number of excluded rows."""
+        return int(self.excluded_rows.sum())
 
     @property
-    def refused(self) -> bool:
+    def rejected(self) -> bool:
         """Whether the step must not be applied."""
-        return int(self.off.sum()) > max(1, int(MOST_EXCLUDED * self.gaps.sampled.sum())) or bool(self.shift)
+        return int(self.mismatched.sum()) > max(1, int(MOST_EXCLUDED * self.gaps.sampled.sum())) or bool(self.shift)
 
     @cached_property
     def worst(self) -> int:
-        """The row that differs most, among those that are off if there are any."""
-        return int(np.argmax(np.where(self.off, self.gaps.largest + 1e6, self.gaps.largest)))
+        """Index of the row with the largest gap, among the mismatched rows if there are any."""
+        return int(np.argmax(np.where(self.mismatched, self.gaps.largest + 1e6, self.gaps.largest)))
 
     @property
-    def place(self) -> str:
-        """What to call that row in a message."""
+    def worst_row(self) -> str:
+        """That row's name in messages."""
         return f"group {self.gaps.groups[self.worst]}, completion {self.gaps.indices[self.worst]}"
 
     def metrics(self) -> StepMetrics:
-        """How many rows were compared and left out, and the largest difference of all."""
+        """Rows compared, rows excluded, and the largest difference."""
         there = self.gaps.sampled
         largest = float(self.gaps.largest[there].max()) if there.any() else None
         return {"rows_checked": int(there.sum()), "rows_excluded": self.excluded, "rows_mismatch_max": largest}
 
-    def describe(self) -> str:
-        """The rows that are off, and the worst of them, in one sentence."""
-        gaps, at, rows = self.gaps, self.worst, int(self.off.sum())
+    def summary(self) -> str:
+        """One sentence on the mismatched rows and the worst of them."""
+        gaps, at, rows = self.gaps, self.worst, int(self.mismatched.sum())
         return (
-            f"the sampler's log-probs of {rows} of {len(self.off)} rows are not the trainer's: {self.place} is "
-            f"{gaps.largest[at]:.3g} off at one token and {gaps.mean[at]:.3g} on average over {gaps.tokens[at]} tokens"
+            f"the sampler's log-probs of {rows} of {len(self.mismatched)} rows do not match the trainer's: "
+            f"{self.worst_row} is off by {gaps.largest[at]:.3g} at one token and by {gaps.mean[at]:.3g} on average "
+            f"over {gaps.tokens[at]} tokens"
         )
 
-    def cause(self) -> str:
-        """What it looks like."""
+    def likely_cause(self) -> str:
+        """The most likely cause."""
         gaps, at = self.gaps, self.worst
-        if self.off.mean() > 0.5 or not self.off.any():
-            return "other weights, another temperature or other cuts on the sampler's side than were asked for"
+        if self.mismatched.mean() > 0.5 or not self.mismatched.any():
+            return "a sampler with other weights, temperature or top-k/top-p settings than requested"
         if gaps.tokens[at] > 1 and gaps.largest[at] > 0.8 * gaps.mean[at] * gaps.tokens[at]:
-            return "one log-prob or one token id that was altered on its way"
+            return "one log-prob or one token id that was altered in transit"
         return "token ids that were altered, or the completion of another prompt"
 
-    def error(self, is_whole: bool = True) -> DisagreementError:
-        """What stops the run."""
-        what = self.describe()
-        if not self.off.any():
-            what = f"the sampler's log-probs are shifted as a whole: the mean ratio is {1 + self.shift:.3f}, not 1"
+    def error(self, state_intact: bool = True) -> DisagreementError:
+        """The error that stops the run."""
+        what = self.summary()
+        if not self.mismatched.any():
+            what = f"all of the sampler's log-probs are shifted: the mean ratio is {1 + self.shift:.3f}, not 1"
         return DisagreementError(
-            f"{what}. It looks like {self.cause()}. Nothing was trained on this step.  "
-            "Try: see what stands between the sampler and the trainer, restart the server, and resume",
-            is_whole,
+            f"{what}. It looks like {self.likely_cause()}. Nothing was trained on this step.  "
+            "Try: check what lies between the sampler and the trainer, restart the server, and resume",
+            state_intact,
         )
 
 
 class Agreement:
-    """Compares the rows of each step, within the tolerance of the sampler's precision."""
+    """Compares the rows of each step, with a tolerance for the sampler's precision."""
 
-    def __init__(self, tolerance: Tolerance, say: Callable[[str], None]) -> None:
+    def __init__(self, tolerance: Tolerance, log: Callable[[str], None]) -> None:
         self.tolerance = tolerance
-        self.say = say
+        self.log = log
 
-    def judge(self, trained: Gaps, looked_at: Gaps | None, staleness: int) -> Finding:
-        """Which rows are off; with samples of older weights only those that stand out from the rest."""
+    def check(self, trained: LogprobGaps, checked: LogprobGaps | None, staleness: int) -> AgreementReport:
+        """Find mismatched rows; with samples of older weights, only outliers."""
         tolerance = self.tolerance if not staleness else self.tolerance.with_drift
-        gaps = trained if looked_at is None else trained.joined(looked_at)
-        finding = Finding(gaps, gaps.disagreeing(tolerance), len(trained.tokens))
-        if finding.off.any() and not finding.refused:
-            left_out = f"the {finding.excluded} rows of its group are left out of the loss"
-            fate = left_out if finding.excluded else "not part of the loss in any case"
-            self.say(f"Warning: {finding.describe()}; {fate}. It looks like {finding.cause()}.")
-        return finding
+        gaps = trained if checked is None else trained.joined(checked)
+        report = AgreementReport(gaps, gaps.disagreeing(tolerance), len(trained.tokens))
+        if report.mismatched.any() and not report.rejected:
+            excluded = f"the {report.excluded} rows of its group are excluded from the loss"
+            outcome = excluded if report.excluded else "it is not part of the loss"
+            self.log(f"Warning: {report.summary()}; {outcome}. It looks like {report.likely_cause()}.")
+        return report
 
-    def shift(self, told: StepMetrics, tokens: float, staleness: int) -> float:
-        """By how much the mean ratio is off 1, beyond chance; 0 where it is not, or cannot be known."""
-        ratio, kl = told["ratio_mean"], told["kl_sample_train"]
+    def shift(self, metrics: StepMetrics, tokens: float, staleness: int) -> float:
+        """Deviation of the mean ratio from 1 if significant; 0 if it is not, or cannot be determined."""
+        ratio, kl = metrics["ratio_mean"], metrics["kl_sample_train"]
         if staleness or not self.tolerance.ceiling or ratio is None or kl is None:
             return 0.0
-        # For small differences the variance of the ratio is twice the divergence.
+        # For small differences the variance of the ratio is twice the KL divergence.
         error = math.sqrt(2 * max(float(kl), 0.0) / max(tokens, 1.0))
-        off = float(ratio) - 1.0
-        return off if abs(off) > RATIO_LIMIT + RATIO_ERRORS * error else 0.0
+        deviation = float(ratio) - 1.0
+        return deviation if abs(deviation) > RATIO_LIMIT + RATIO_ERRORS * error else 0.0
 
 
 def compared(datum: Datum) -> BoolArray:
@@ -244,8 +248,8 @@ def compared(datum: Datum) -> BoolArray:
     return datum.mask_T if datum.check_T is None else datum.check_T
 
 
-def unsignalled(datums: Sequence[Datum], trained_tokens: int, seed: int) -> list[Datum]:
-    """Some rows that are not trained on, drawn at random: at least one, and about a hundredth of what is trained."""
+def sample_unsignalled(datums: Sequence[Datum], trained_tokens: int, seed: int) -> list[Datum]:
+    """A random sample of rows that are not trained on: at least one, about 1 % of the trained tokens."""
     chosen: list[Datum] = []
     left = trained_tokens / 100
     for at in np.random.default_rng(seed).permutation(len(datums)):

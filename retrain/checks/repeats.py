@@ -1,4 +1,4 @@
-"""Completions that repeat another of their group: by chance where they are likely, else somebody sent one twice."""
+"""Detects completions that repeat another of their group more often than chance explains."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy as np
 from retrain.errors import RolloutError
 from retrain.types import Completion, Group
 
-# Short answers repeat all the time; longer ones are counted. What is beyond chance is said of any length.
+# Short completions often repeat and are not counted. Repeats beyond chance are an error at any length.
 LONGER_THAN = 16
-# Odds of one repeat, and of all of a step's together, beyond which they are no chance.
+# Probability of one repeat, or of all repeats of a step, below which they are not chance.
 BEYOND_CHANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One completion that has the tokens of an earlier one."""
+    """A completion with the same tokens as an earlier one."""
 
     group: int
     index: int
     earlier: int
     tokens: int
     log_odds: float
-    """Logarithm of the chance that one of the completions before it was drawn again."""
+    """Log-probability that one of the earlier completions is drawn again."""
 
 
 def find_repeats(groups: Sequence[Group]) -> tuple[list[Repeat], float]:
-    """Completions that repeat another, and how many of them chance lets one expect."""
+    """Completions that repeat another, and the expected number of them."""
     found, expected = [], 0.0
     for at, group in enumerate(groups):
         first: dict[bytes, int] = {}
@@ -38,7 +38,7 @@ def find_repeats(groups: Sequence[Group]) -> tuple[list[Repeat], float]:
             written = _written(completion)
             if not written.any():
                 continue
-            # Each of those before it is drawn again with the probability that it was drawn with.
+            # Each earlier completion is drawn again with its own probability.
             log_odds = math.log(max(1, index)) + float(completion.logprobs_T[written].sum(dtype=np.float64))
             expected += min(1.0, math.exp(min(0.0, log_odds)))
             earlier = first.setdefault(np.asarray(completion.token_ids_T, np.int64).tobytes(), index)
@@ -47,11 +47,11 @@ def find_repeats(groups: Sequence[Group]) -> tuple[list[Repeat], float]:
     return found, expected
 
 
-def refuse_repeats(groups: Sequence[Group], knows_odds: bool) -> int:
-    """How many completions repeat another; raises where that is no chance. Without odds they are only counted."""
+def check_repeats(groups: Sequence[Group], has_probabilities: bool) -> int:
+    """Count completions that repeat another; raises if chance does not explain them (only with `has_probabilities`)."""
     repeats, expected = find_repeats(groups)
     counted = sum(repeat.tokens > LONGER_THAN for repeat in repeats)
-    if not repeats or not knows_odds:
+    if not repeats or not has_probabilities:
         return counted
     rows = sum(len(group.completions_G) for group in groups)
     worst = min(repeats, key=lambda repeat: repeat.log_odds)
@@ -63,8 +63,8 @@ def refuse_repeats(groups: Sequence[Group], knows_odds: bool) -> int:
         raise RolloutError(
             f"completion {worst.index} of group {worst.group} repeats completion {worst.earlier}, all {tokens} tokens "
             f"of it, where the odds are 1 to 1e{-worst.log_odds / math.log(10):.0f} ({count} such repeats in this "
-            "step). Whoever samples sent it twice, or gave two requests one seed. Nothing was trained on this step.  "
-            "Try: see what stands between the server and the trainer, restart the server, and resume"
+            "step). The sampler sent it twice, or used one seed for two requests. Nothing was trained on this step.  "
+            "Try: check what lies between the server and the trainer, restart the server, and resume"
         )
     return counted
 

@@ -12,7 +12,7 @@ from retrain.config import load_config
 from retrain.config.flags import overrides_from
 from retrain.config.unsupported import check_supported
 from retrain.distributed.launch import launch
-from retrain.runtime.ranks import refuse_on_ranks
+from retrain.runtime.ranks import check_multi_process
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
@@ -31,6 +31,6 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     train.load_environment(announce=False)
     loaded = load_config(train.find_config(parameters["config"], overrides), overrides, strict)
     check_supported(loaded)
-    refuse_on_ranks(loaded, {})
+    check_multi_process(loaded, {})
     check_before_loading(loaded, click.echo)
     return launch(processes, arguments, Path(loaded.logging.log_dir).expanduser())

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import click
 
-from retrain.capacity.cost import Prices, evaluation_tokens, logged_tokens, most_tokens
+from retrain.capacity.cost import Prices, evaluation_tokens, logged_tokens, max_tokens_per_step
 from retrain.capacity.memory import (
     MEMORY_PARTS,
     PROMPT_TOKENS,
@@ -18,7 +18,7 @@ from retrain.capacity.memory import (
     largest_batch,
     workload_of,
 )
-from retrain.capacity.roofline import CARDS, REACHED, Card, detect_card, find_card, step_time
+from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, detect_card, find_card, step_time
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
@@ -216,7 +216,7 @@ def _cost(config: TrainConfig, file: str, work: Workload, prices: Prices | None)
         return None
     logged, where = logged_steps(config)
     measured = logged_tokens(logged, work)
-    step = measured or most_tokens(work)
+    step = measured or max_tokens_per_step(work)
     steps = steps_per_run(config)
     run = step.times(steps) + evaluation_tokens(config, work, step, steps)
     runs = len(list_runs(config, file)) if config.campaign is not None else 1
@@ -283,7 +283,7 @@ def _step(
         step["roofline_sample_seconds"], step["roofline_train_seconds"] = at_best.sample, at_best.train
         if seconds is None:
             step["seconds"] = at_best.likely
-            step["seconds_from"] = f"the roofline of {card.name}, assuming {REACHED:.0%} of it is reached"
+            step["seconds_from"] = f"the roofline of {card.name}, assuming {ROOFLINE_SHARE:.0%} of it is reached"
     return step
 
 

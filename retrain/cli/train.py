@@ -17,7 +17,7 @@ from retrain.config import TrainConfig, find_notes, load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.unsupported import check_supported
 from retrain.errors import ConfigError, RetrainError
-from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
+from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_process, find_rank_info
 from retrain.runtime.text import plural
 from retrain.storage.publishing import RECORD
 
@@ -45,11 +45,11 @@ class _Train(click.Command):
 @click.option("--strict", is_flag=True, help="Treat options that are set but not used as errors instead of notes.")
 def command(config: str | None, force_resume: bool, strict: bool, **parameters: object) -> int:
     """Train from CONFIG (default: ./retrain.toml)."""
-    place = find_place()
-    path, loaded = read_config(config, parameters, strict=strict, show=place is None or place.leads)
+    rank_info = find_rank_info()
+    path, loaded = read_config(config, parameters, strict=strict, show=rank_info is None or rank_info.is_main)
     if loaded.kind == "campaign":
-        if place is not None:
-            refuse_on_ranks(loaded)
+        if rank_info is not None:
+            check_multi_process(loaded)
         from retrain.campaign.run import run_campaign  # noqa: PLC0415  (only a campaign needs it)
 
         return run_campaign(loaded, force_resume, str(path))
@@ -121,11 +121,11 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
 def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     """Run a configuration: training or a LoRA rank analysis."""
     check_supported(config)
-    place = find_place()
-    if place is not None:
-        refuse_on_ranks(config)
+    rank_info = find_rank_info()
+    if rank_info is not None:
+        check_multi_process(config)
     elif config.kind == "train":
-        refuse_alone(config)
+        check_single_process(config)
     if config.squeeze is not None and config.kind == "squeeze":
         if force_resume or config.resume.from_:
             raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")
@@ -136,7 +136,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     # Before PyTorch is imported, which takes seconds; runs from Python check it too.
     check_before_loading(config, _echo)
     try:
-        result = _train(config, force_resume, place)
+        result = _train(config, force_resume, rank_info)
     except KeyboardInterrupt:
         _echo(f"Interrupted. {resume_hint(config)}".rstrip(), err=True)
         return 130
@@ -159,23 +159,23 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     return 0
 
 
-def _train(config: TrainConfig, force_resume: bool, place: Place | None) -> TrainResult:
+def _train(config: TrainConfig, force_resume: bool, rank_info: RankInfo | None) -> TrainResult:
     # Imported here: an invalid file must fail before PyTorch loads, and a run on a service needs no PyTorch.
-    if place is None:
+    if rank_info is None:
         from retrain.trainer import train  # noqa: PLC0415
 
         return train(config, force_resume)
     from retrain.distributed.run import train_on_ranks  # noqa: PLC0415
 
-    return train_on_ranks(config, place, force_resume)
+    return train_on_ranks(config, rank_info, force_resume)
 
 
 def resume_hint(config: TrainConfig) -> str:
     """The command that resumes the run, or "" when nothing was saved."""
     log_dir = Path(config.logging.log_dir).expanduser()
     saved = (log_dir / "trainer_state.json").exists()
-    place = find_place()
-    command = f"retrain launch --processes {place.world}" if place is not None else "retrain"
+    rank_info = find_rank_info()
+    command = f"retrain launch --processes {rank_info.world}" if rank_info is not None else "retrain"
     return f"To resume: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""
 
 

@@ -209,9 +209,9 @@ def _try_service(config: TrainConfig) -> str:
 
 
 def _try_servers(config: TrainConfig) -> str:
-    from retrain.inference_engine.http import wire  # noqa: PLC0415
+    from retrain.inference_engine.http import servers  # noqa: PLC0415
 
-    kinds = {kind.name: kind for kind in (wire.VLLM, wire.SGLANG, wire.MLX, wire.MAX, wire.OPENAI)}
+    kinds = {kind.name: kind for kind in (servers.VLLM, servers.SGLANG, servers.MLX, servers.MAX, servers.OPENAI)}
     kind = kinds[config.inference.engine]
     named = [part.strip().rstrip("/").removesuffix("/v1") for part in config.inference.url.split(",") if part.strip()]
     if kind.name == "max" and not named:

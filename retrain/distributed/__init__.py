@@ -1,4 +1,4 @@
-"""Several processes: rank 0 runs the whole program, the others sample and train for it.
+"""Multi-process runs: rank 0 runs the program, the other ranks sample and train for it.
 
-Rollouts are shared out over the ranks; rewards, credit, logs and checkpoints are rank 0's alone.
+Prompts and datums are split over the ranks; rewards, credit, logs and checkpoints stay on rank 0.
 """

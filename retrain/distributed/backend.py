@@ -1,61 +1,61 @@
-"""Rank 0's backend: it has the others sample and train along, and is one Backend to the program above it."""
+"""Rank 0's backend: a single Backend to the training loop, which sends commands to the other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from retrain.backends import FrozenModel
 from retrain.backends.local import LocalBackend
-from retrain.backends.local.learner import Size
-from retrain.backends.local.split import watched
+from retrain.backends.local.learner import StepSize
+from retrain.backends.local.split import engine_metrics
 from retrain.config import TrainConfig
+from retrain.distributed.balance import balance_datums, split_prompts
+from retrain.distributed.commands import Load, Sample, Save, Sync, Train
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.links import Hub
-from retrain.distributed.orders import Load, Sample, Save, Sync, Train
-from retrain.distributed.shares import share_datums, share_prompts
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.modeling.tokens import Tokenizer
 from retrain.runtime.interrupts import deferred
 from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
 
 
 class RankedEngine:
-    """Every rank samples a stretch of the prompts; what is drawn does not depend on how many ranks there are."""
+    """Each rank samples a slice of the prompts; completions do not depend on the number of ranks."""
 
     def __init__(self, own: InferenceEngine, hub: Hub) -> None:
         self.own = own
         self.hub = hub
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Draw completions of all prompts, in order."""
-        parts = share_prompts(len(prompts), self.hub.place.world)
-        asked = {
+        """Sample completions for all prompts, in order."""
+        parts = split_prompts(len(prompts), self.hub.rank_info.world)
+        samples = {
             rank: Sample(prompts[part], replace(sampling, first=sampling.first + part.start * sampling.n))
             for rank, part in enumerate(parts)
             if part.start < part.stop
         }
-        own = asked.pop(0, None)
-        self.hub.tell(asked)
+        own = samples.pop(0, None)
+        self.hub.send(samples)
         try:
             drawn = self.own.generate(own.prompts, own.sampling) if own is not None else []
-            answers = self.hub.collect()
+            results = self.hub.collect()
         except BaseException:
             self.hub.abandon()
             raise
-        return [*drawn, *(group for rank in sorted(asked) for group in answers[rank])]
+        return [*drawn, *(group for rank in sorted(samples) for group in results[rank])]
 
     def sync(self, weights: object) -> None:
-        """The backend lets every rank do so before it lends this engine."""
+        """Nothing: the backend syncs every rank before it returns this engine."""
 
     def shutdown(self) -> None:
-        """Free this rank's engine; the others free their own as they end."""
+        """Shut down this rank's engine; the other ranks shut down their own."""
         self.own.shutdown()
 
 
 class RankedBackend:
-    """A Backend over the ranks of a run; `on_all`: every one of them samples, not rank 0 alone."""
+    """A Backend over all ranks of a run. `on_all`: every rank samples, not only rank 0."""
 
     def __init__(self, own: LocalBackend, hub: Hub, on_all: bool) -> None:
         self.own = own
@@ -67,53 +67,53 @@ class RankedBackend:
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine, with the newest weights on every rank."""
-        # A rank that left a collective half-way would leave the others waiting in it.
+        # A rank interrupted inside a collective would leave the others waiting in it.
         with deferred():
-            self.hub.tell_all(Sync(step))
-            with self.hub.explained():
+            self.hub.broadcast(Sync(step))
+            with self.hub.blaming_failed_rank():
                 self.own.sampler(step)
             self.hub.collect()
         return self.engine
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
-        """The student, on this rank alone."""
-        return self.own.frozen(config, tokenizer, say, progress)
+        """The student model, on this rank only."""
+        return self.own.frozen(config, tokenizer, log, progress)
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """One optimiser step: every rank computes the gradient of its share, and all take the step of their sum."""
+        """One optimizer step: each rank computes gradients on its share; all apply their sum."""
         usable = [datum for datum in datums if datum.mask_T.any()]
-        size = Size.of(usable)
-        parts = share_datums(usable, self.hub.place.world)
-        if self.learner.is_whole:
-            # A pass of sharded ranks takes all of them, so there nobody looks at rows that are not trained on.
+        size = StepSize.of(usable)
+        parts = balance_datums(usable, self.hub.rank_info.world)
+        if self.learner.is_replicated:
+            # With sharded weights a forward pass involves every rank, so rows that are not trained on are not checked.
             parts[0] += [datum for datum in datums if datum.check_T is not None]
-        self.hub.tell({rank: Train(part, size, step) for rank, part in enumerate(parts) if rank})
-        with self.hub.explained():
-            told = self.learner.take_step(parts[0], size, step)
+        self.hub.send({rank: Train(part, size, step) for rank, part in enumerate(parts) if rank})
+        with self.hub.blaming_failed_rank():
+            metrics = self.learner.take_step(parts[0], size, step)
         self.hub.collect()
-        self.learner.refuse_disagreement()
-        return told | {"staleness": 0} | watched(self.own.engine)
+        self.learner.raise_if_rejected()
+        return metrics | {"staleness": 0} | engine_metrics(self.own.engine)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint like that of a single process; where every rank holds a part, all of them give theirs."""
-        if self.learner.is_whole:
+        """Write the checkpoint that a single process would write; sharded ranks are gathered."""
+        if self.learner.is_replicated:
             with self.hub.writing():
                 self.own.save(path)
             return
-        self.hub.tell_all(Save(path))
-        with self.hub.explained():
+        self.hub.broadcast(Save(path))
+        with self.hub.blaming_failed_rank():
             self.own.save(path)
         self.hub.collect()
 
     def load(self, path: Path) -> None:
-        """Restore it on every rank."""
-        self.hub.tell_all(Load(path))
-        with self.hub.explained():
+        """Restore a checkpoint on every rank."""
+        self.hub.broadcast(Load(path))
+        with self.hub.blaming_failed_rank():
             self.own.load(path)
         self.hub.collect()
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """Free this rank's engine; the others are told that the run is over by whoever holds the hub."""
+        """Shut down this rank's engine; the owner of the hub stops the other ranks."""
         self.own.close(ended_by)

@@ -1,7 +1,7 @@
-"""FSDP2: the decoder layers lie sharded over the ranks, gradients and optimiser with them.
+"""FSDP2: decoder layers, their gradients and optimizer states are sharded over the ranks.
 
-Embeddings, the last norm and the head stay whole on every rank: their matrix is used a slice of tokens at a time, as
-often as a rank has tokens for, and a collective must be called equally often by all.
+Embeddings, the last norm and the head are replicated: they run on slices of tokens, a different number of times per
+rank, and a collective must be called equally often by all ranks.
 """
 
 from __future__ import annotations
@@ -16,83 +16,83 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
-from retrain.backends.local.trained import Trained
-from retrain.distributed.even import EvenLearner
+from retrain.backends.local.trainable import TrainableParams
+from retrain.distributed.lockstep import LockstepLearner
 from retrain.modeling.policy import Policy
+from retrain.modeling.transformers_internals import decoder_layers
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """Shard the layers of a policy, which may have been loaded into main memory, and move the rest to the device."""
+    """Shard the layers of a policy, which may have been loaded into CPU memory, and move the rest to the device."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     backbone = policy.causal_lm.base_model
-    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(backbone)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=in_float32)
-    whole = {parameter for parameter in policy.adapted.parameters() if parameter not in inside}
-    for tensor in (*whole, *policy.adapted.buffers()):
+    replicated = {parameter for parameter in policy.adapted.parameters() if parameter not in inside}
+    for tensor in (*replicated, *policy.adapted.buffers()):
         tensor.data = tensor.data.to(device)
-    fully_shard(backbone, mesh=mesh, ignored_params=whole & set(backbone.parameters()))
+    fully_shard(backbone, mesh=mesh, ignored_params=replicated & set(backbone.parameters()))
     for module in (*layers, backbone):
         assert isinstance(module, FSDPModule)
-        # Gradients are sums: the loss is divided by the size of the whole step already.
+        # Gradients are summed: the loss is already divided by the size of the global step.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return replace(policy, device=device)
 
 
-class Shards(Trained):
-    """This rank's part of each parameter that learns, and how parts become a whole."""
+class Shards(TrainableParams):
+    """This rank's shard of each trainable parameter."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        # Views: what the optimiser writes into one is in the sharded parameter.
-        self.parts = {
+        # Views: the optimizer updates the sharded parameters through them.
+        self.shards = {
             name: nn.Parameter(p.to_local().detach()) if isinstance(p, DTensor) else p
             for name, p in self.parameters.items()
         }
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """All ranks' parts of something shaped like a parameter; every rank must call this."""
+    def gather(self, name: str, shard: Tensor) -> Tensor:
+        """The full tensor from the shards of all ranks; every rank must call this."""
         parameter = self.parameters[name]
-        if not isinstance(parameter, DTensor) or not part.ndim:
-            return part
+        if not isinstance(parameter, DTensor) or not shard.ndim:
+            return shard
         mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-        own = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+        own = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
         return own.full_tensor()
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole."""
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's shard of a full tensor."""
         parameter = self.parameters[name]
-        if not isinstance(parameter, DTensor) or not whole.ndim:
-            return whole
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        if not isinstance(parameter, DTensor) or not full.ndim:
+            return full
+        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 class ShardedOptimizer(MasterOptimizer):
-    """AdamW on this rank's parts."""
+    """AdamW on this rank's shards."""
 
     @property
-    def common(self) -> list[nn.Parameter]:
-        """Masters of parameters that every rank holds as a whole."""
-        pairs = zip(self.masters, self.trained.parameters.values(), strict=True)
+    def replicated(self) -> list[nn.Parameter]:
+        """Masters of replicated parameters."""
+        pairs = zip(self.masters, self.trainable.parameters.values(), strict=True)
         return [master for master, parameter in pairs if not isinstance(parameter, DTensor)]
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Drop all gradients."""
         super().clear()
-        for parameter in self.trained.parameters.values():
+        for parameter in self.trainable.parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Take the gradients that were scattered to this rank."""
-        for parameter, part in zip(self.trained.parameters.values(), self.learning, strict=True):
+        """Collect the gradients that were reduce-scattered to this rank."""
+        for parameter, part in zip(self.trainable.parameters.values(), self.parameters, strict=True):
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
                 fresh = parameter.grad.to_local()
@@ -101,24 +101,24 @@ class ShardedOptimizer(MasterOptimizer):
         super().gather()
 
     def norm(self) -> Tensor:
-        """Over all parts, those that every rank holds counted once."""
-        common = {id(master) for master in self.common}
+        """Over all shards; replicated parameters count once."""
+        replicated = {id(master) for master in self.replicated}
         squares = torch.zeros(2, dtype=torch.float32, device=self.masters[0].device)
         for master in self.masters:
             if master.grad is not None:
-                squares[int(id(master) in common)] += master.grad.square().sum()
+                squares[int(id(master) in replicated)] += master.grad.square().sum()
         sharded = squares[:1].clone()
         dist.all_reduce(sharded)
         return (sharded[0] + squares[1]).sqrt()
 
 
 class ShardedReference(Reference):
-    """The reference's parts. Their values take the policy's place, since the sharded storage itself is FSDP's."""
+    """Shards of the reference. Values are copied in, since FSDP owns the sharded storage."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the policy be the reference for a while."""
-        own = [part.detach().clone() for part in self.learning]
+        """Swap the reference weights in for a while."""
+        own = [part.detach().clone() for part in self.parameters]
         try:
             self._put(self.tensors)
             with torch.no_grad():
@@ -128,23 +128,23 @@ class ShardedReference(Reference):
 
     @torch.no_grad()
     def _put(self, tensors: Sequence[Tensor]) -> None:
-        for part, tensor in zip(self.learning, tensors, strict=True):
+        for part, tensor in zip(self.parameters, tensors, strict=True):
             part.copy_(tensor)
 
 
-class ShardedLearner(EvenLearner):
+class ShardedLearner(LockstepLearner):
     """A Learner over sharded layers."""
 
-    make_trained = Shards
+    make_trainable = Shards
     make_optimizer = ShardedOptimizer
     make_reference = ShardedReference
 
-    def common(self) -> list[nn.Parameter]:
-        """Masters that every rank holds alike."""
+    def replicated(self) -> list[nn.Parameter]:
+        """Masters of replicated parameters."""
         assert isinstance(self.optimizer, ShardedOptimizer)
-        return self.optimizer.common
+        return self.optimizer.replicated
 
-    def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter that learns, gathered one by one."""
-        for name, part in self.trained.parts.items():
-            yield name, self.trained.whole(name, part.detach())
+    def gathered_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable parameter, gathered one by one."""
+        for name, shard in self.trainable.shards.items():
+            yield name, self.trainable.gather(name, shard.detach())

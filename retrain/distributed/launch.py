@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, shows rank 0's output and ends all of them when one is gone."""
+"""Starts the ranks of a run on this machine, shows rank 0's output, and ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from retrain.runtime.child import CHILD, PARENT
 from retrain.runtime.interrupts import SIGNALS
 from retrain.storage.publishing import make_temporary
 
-# A rank is gone: rank 0 says so and ends by itself; else it is told to, and then it is killed with all the others.
-TELL_AFTER_S, KILL_AFTER_S = 20.0, 45.0
-_BEAT_S = 0.1
+# When a rank fails, rank 0 reports it and ends; if it does not, it is sent SIGTERM, then all ranks are killed.
+TERMINATE_AFTER_S, KILL_AFTER_S = 20.0, 45.0
+_POLL_S = 0.1
 _LAST_CHARACTERS = 6000
 
 
 class Ranks:
-    """The processes of one run. Each has a group of its own, so that Ctrl-C reaches the launcher alone."""
+    """The processes of one run. Each has its own process group, so that only the launcher receives Ctrl-C."""
 
     def __init__(self, processes: int, command: Sequence[str], logs: Path) -> None:
         self.command = command
@@ -49,7 +49,7 @@ class Ranks:
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         if rank == 0:
-            # Without a terminal: what reads from it would be stopped, in a group of its own as it is.
+            # No terminal: a background process group that reads from it would be stopped.
             return subprocess.Popen(self.command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
         with self.log_of(rank).open("wb") as log:
             return subprocess.Popen(
@@ -57,45 +57,45 @@ class Ranks:
             )
 
     def log_of(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """Log file of a rank."""
         return self.logs / f"rank_{rank}.log"
 
     def forward(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on to rank 0, which saves and then lets the others go."""
+        """Forward a signal to rank 0, which saves and then stops the other ranks."""
         if self.processes[0].poll() is None:
             self.processes[0].send_signal(number)
 
     def watch(self) -> int:
-        """Wait for the run's end; its exit code."""
-        fallen, since, told = 0, 0.0, False
+        """Wait until the run ends; returns its exit code."""
+        failed, since, terminated = 0, 0.0, False
         while (code := self.processes[0].poll()) is None:
             if not since:
-                # One that ended with 0 was told that the run is over.
+                # Ranks exit with 0 only when the run is over.
                 gone = [rank for rank, process in enumerate(self.processes) if rank and process.poll()]
-                fallen, since = (gone[0], time.monotonic()) if gone else (0, 0.0)
+                failed, since = (gone[0], time.monotonic()) if gone else (0, 0.0)
             elif time.monotonic() - since > KILL_AFTER_S:
                 break
-            elif time.monotonic() - since > TELL_AFTER_S and not told:
-                told = True
-                self._show(fallen)
+            elif time.monotonic() - since > TERMINATE_AFTER_S and not terminated:
+                terminated = True
+                self._show(failed)
                 self.forward(signal.SIGTERM, None)
-            time.sleep(_BEAT_S)
+            time.sleep(_POLL_S)
         if code is not None and code < 0:
             click.echo(f"error: rank 0 was ended by {signal.Signals(-code).name}.", err=True)
         self.end(patient=code is not None)
-        return code if code is not None and code >= 0 and not told else 1
+        return code if code is not None and code >= 0 and not terminated else 1
 
     def _show(self, rank: int) -> None:
-        said = self.log_of(rank).read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+        output = self.log_of(rank).read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
         code = self.processes[rank].returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        click.echo(f"\nRank {rank} {how}. The last it said:\n{said or '(nothing)'}\n", err=True)
+        click.echo(f"\nRank {rank} {how}. Its last output:\n{output or '(nothing)'}\n", err=True)
 
     def end(self, patient: bool) -> None:
-        """Let the processes that are left end by themselves, then kill them."""
-        until = time.monotonic() + (TELL_AFTER_S if patient else 0.0)
+        """Wait for the remaining processes to end, then kill them."""
+        until = time.monotonic() + (TERMINATE_AFTER_S if patient else 0.0)
         while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
-            time.sleep(_BEAT_S)
+            time.sleep(_POLL_S)
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -103,7 +103,7 @@ class Ranks:
 
 
 def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
-    """Run `retrain` with these arguments in several processes; its exit code."""
+    """Run `retrain` with these arguments in several processes; returns the exit code."""
     command = [sys.executable, *CHILD, *arguments]
     folder = make_temporary("retrain-ranks")
     try:
@@ -115,7 +115,7 @@ def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
             ranks.end(patient=False)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            # Only now: a run that finds an earlier one in its folder moves it away as it starts.
+            # Copied last: a starting run moves an earlier run in its folder away.
             if log_dir.is_dir():
                 shutil.copytree(folder, log_dir / "ranks", dirs_exist_ok=True)
     finally:

@@ -1,4 +1,4 @@
-"""A Learner that is one of several: its gradients are summed with the others' before the optimiser moves."""
+"""Data-parallel learner: gradients are all-reduced before the optimizer step."""
 
 from __future__ import annotations
 
@@ -10,55 +10,57 @@ import torch.distributed as dist
 from torch import nn
 
 from retrain.backends.local.learner import Learner, Totals
-from retrain.checks.agreement import Agreement, Finding, Gaps
+from retrain.checks.agreement import Agreement, AgreementReport, LogprobGaps
 from retrain.config import TrainConfig
-from retrain.distributed.sums import agree_on, sum_gradients
+from retrain.distributed.collectives import all_reduce_gradients, broadcast
 from retrain.modeling.policy import Policy
 
 
 class RankedLearner(Learner):
-    """Data parallelism: the whole model on every rank, each with a share of the datums."""
+    """A replica of the model on every rank, each with a share of the datums."""
 
-    is_whole = True
-    """Whether this rank alone holds all that a checkpoint needs."""
+    is_replicated = True
+    """Whether this rank holds everything that a checkpoint needs."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> None:
-        super().__init__(policy, config, say)
-        agree_on([master.data for master in self.common()])
+    def __init__(self, policy: Policy, config: TrainConfig, log: Callable[[str], None]) -> None:
+        super().__init__(policy, config, log)
+        broadcast([master.data for master in self.replicated()])
         self.optimizer.round()
 
-    def common(self) -> list[nn.Parameter]:
-        """Masters that every rank holds alike, and whose gradients must be summed."""
+    def replicated(self) -> list[nn.Parameter]:
+        """Masters of replicated parameters, whose gradients are all-reduced."""
         return self.optimizer.masters
 
-    def whole_policy(self) -> Policy | None:
-        """The policy to sample from and to save, where this rank has it."""
+    def gathered_policy(self) -> Policy | None:
+        """The full policy to sample from and to save; None if this rank has none."""
         return self.policy
 
     def share(self, totals: Totals) -> None:
-        """Add gradients and totals up over the ranks."""
-        sum_gradients(self.common())
+        """All-reduce gradients and totals."""
+        all_reduce_gradients(self.replicated())
         dist.all_reduce(totals.sums)
         dist.all_reduce(totals.largest, dist.ReduceOp.MAX)
         totals.has_reference = self.reference is not None
 
-    def judge(self, agreement: Agreement, own: Gaps, looked_at: Gaps | None, staleness: int) -> tuple[Finding, slice]:
-        """Rank 0, which alone may know the engine's precision, judges the rows of all; the others do as it finds."""
+    def check_agreement(
+        self, agreement: Agreement, own: LogprobGaps, checked: LogprobGaps | None, staleness: int
+    ) -> tuple[AgreementReport, slice]:
+        """Rank 0 checks the rows of all ranks and broadcasts the result; only it may know the engine's precision."""
         gaps, part = self._gather_gaps(own)
         verdict = torch.zeros(len(gaps.tokens) + 1, dtype=torch.int32, device=self.policy.device)
-        finding = Finding(gaps, np.zeros(len(gaps.tokens), bool), len(gaps.tokens))
+        report = AgreementReport(gaps, np.zeros(len(gaps.tokens), bool), len(gaps.tokens))
         if dist.get_rank() == 0:
-            finding = agreement.judge(gaps, looked_at, staleness)
-            verdict[:-1] = torch.from_numpy(finding.off[: finding.trained]).to(verdict)
-            verdict[-1] = int(finding.refused)
+            report = agreement.check(gaps, checked, staleness)
+            verdict[:-1] = torch.from_numpy(report.mismatched[: report.trained]).to(verdict)
+            verdict[-1] = int(report.rejected)
         dist.broadcast(verdict, src=0)
         if dist.get_rank() != 0:
             off = verdict[:-1].bool().cpu().numpy()
-            finding = Finding(gaps, off, len(off), shift=float(verdict[-1]))
-        return finding, part
+            report = AgreementReport(gaps, off, len(off), shift=float(verdict[-1]))
+        return report, part
 
-    def _gather_gaps(self, own: Gaps) -> tuple[Gaps, slice]:
-        """The gaps of all ranks, one rank's after another's, and where this one's are."""
+    def _gather_gaps(self, own: LogprobGaps) -> tuple[LogprobGaps, slice]:
+        """The gaps of all ranks, concatenated, and the slice of this rank."""
         counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self.policy.device)
         counts[dist.get_rank()] = len(own.tokens)
         dist.all_reduce(counts)
@@ -67,4 +69,4 @@ class RankedLearner(Learner):
         table = torch.zeros(int(edges[-1]), 5, dtype=torch.float64, device=self.policy.device)
         table[part] = torch.from_numpy(own.table).to(table)
         dist.all_reduce(table)
-        return Gaps.from_table(table.cpu().numpy()), part
+        return LogprobGaps.from_table(table.cpu().numpy()), part

@@ -1,8 +1,8 @@
-"""How rank 0 talks to the others: a connection to each, on which commands go out and answers come back.
+"""Control connections between rank 0 and the other ranks: commands go out, results come back.
 
-Threads read and write, never the main one, which a signal may interrupt in the middle of a message. A process that dies
-closes its connection, so that the other end knows at once; a machine that vanishes is missed by TCP's keep-alive.
-Tensors do not travel here: that is torch.distributed's business.
+Background threads read and write, because a signal may interrupt the main thread in the middle of a message. A process
+that dies closes its connection, so the other end notices at once; a lost machine is noticed by TCP keep-alive.
+Tensors are not sent here but by torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from retrain.distributed.commands import RankCommand
 from retrain.errors import BackendError
 from retrain.runtime.interrupts import deferred
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 
-# A process that does not end by itself, since it hangs in a collective with one that is gone, is ended after this.
+# A process that hangs in a collective with a lost rank is ended after this time.
 GRACE_S = 40.0
-# Several ranks may fail at once: one of them is the cause, the others have lost it.
+# When several ranks fail at once, one is the cause and the others lost their connection to it.
 _SETTLING_S = 1.0
 _LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Who has connected."""
+    """Identifies the process that connected."""
 
     rank: int
     pid: int
@@ -46,15 +48,15 @@ class Hello:
 
 @dataclass(frozen=True)
 class Command:
-    """A numbered order."""
+    """A command with its sequence number."""
 
     number: int
-    order: Any
+    command: RankCommand
 
 
 @dataclass(frozen=True)
 class Abandon:
-    """The answers to commands up to this number are not wanted any more."""
+    """Results of commands up to this number are no longer needed."""
 
     number: int
 
@@ -65,21 +67,21 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """Rank 0 has ended without saying so."""
+class MainRankLost:
+    """Rank 0 ended without sending `Stop`."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of a command."""
+class CommandResult:
+    """The result of a command."""
 
     number: int
-    result: Any
+    result: object
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A rank's last words. `lost_peer`: it failed only because another had gone."""
+    """A rank failed. `lost_peer`: only because another rank was gone."""
 
     trace: str
     lost_peer: bool
@@ -87,7 +89,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first, and what it said."""
+    """The rank that failed first, with its traceback."""
 
     who: Hello
     trace: str
@@ -97,28 +99,28 @@ class Failure:
         return f"rank {self.who.rank} (process {self.who.pid} on {self.who.host})"
 
 
-class AbandonedError(Exception):
-    """Raised in a worker whose answer is not wanted any more."""
+class CommandAbandoned(Exception):
+    """Raised in a worker whose result is no longer needed."""
 
 
-def has_lost_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that a collective lost one of its members."""
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only means that a collective lost one of its ranks."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST)
 
 
 class Hub:
-    """Rank 0's end of every connection."""
+    """Rank 0's end of all connections."""
 
-    def __init__(self, place: Place, connections: dict[Connection, Hello]) -> None:
-        self.place = place
+    def __init__(self, rank_info: RankInfo, connections: dict[Connection, Hello]) -> None:
+        self.rank_info = rank_info
         self.connections = connections
         self.by_rank = {who.rank: connection for connection, who in connections.items()}
-        self.inbox: queue.Queue[tuple[int, Answer] | None] = queue.Queue()
+        self.inbox: queue.Queue[tuple[int, CommandResult] | None] = queue.Queue()
         self.number = 0
-        self.owed: dict[int, int] = {}
-        """Ranks that have yet to answer, and to which command."""
+        self.pending: dict[int, int] = {}
+        """Ranks that have not replied yet, and the number of their command."""
         self.failure: Failure | None = None
-        self.told = False
+        self.reported = False
         self.busy_writing = False
         self.closing = False
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrain-ranks-out")
@@ -127,67 +129,67 @@ class Hub:
         self.reader.start()
 
     @classmethod
-    def open(cls, place: Place) -> Hub:
+    def open(cls, rank_info: RankInfo) -> Hub:
         """Wait for every other rank to connect."""
         local = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
         key = secrets.token_bytes(32)
-        with Listener(("127.0.0.1" if local else "0.0.0.0", 0), "AF_INET", place.world, authkey=key) as listener:
+        with Listener(("127.0.0.1" if local else "0.0.0.0", 0), "AF_INET", rank_info.world, authkey=key) as listener:
             dist.broadcast_object_list([listener.address[1], key], src=0)
             connections: dict[Connection, Hello] = {}
-            while len(connections) < place.world - 1:
+            while len(connections) < rank_info.world - 1:
                 connection = listener.accept()
                 keep_alive(connection)
                 connections[connection] = connection.recv()
-        return cls(place, connections)
+        return cls(rank_info, connections)
 
-    def tell(self, orders: dict[int, Any]) -> None:
-        """Give ranks their orders, once they have answered the ones before."""
+    def send(self, commands: Mapping[int, RankCommand]) -> None:
+        """Send commands to ranks, once they have replied to the previous ones."""
         self.collect()
         self.number += 1
         with deferred():
-            for rank, order in orders.items():
-                self.owed[rank] = self.number
-                self._send(rank, Command(self.number, order))
+            for rank, command in commands.items():
+                self.pending[rank] = self.number
+                self._send(rank, Command(self.number, command))
 
-    def tell_all(self, order: Any) -> None:
-        """Give every other rank the same order."""
-        self.tell(dict.fromkeys(self.by_rank, order))
+    def broadcast(self, command: RankCommand) -> None:
+        """Send the same command to every other rank."""
+        self.send(dict.fromkeys(self.by_rank, command))
 
     def collect(self) -> dict[int, Any]:
-        """Wait for the answers that are owed."""
-        answers = {}
-        while self.owed:
+        """Wait for the pending results."""
+        results = {}
+        while self.pending:
             self.check()
             try:
-                told = self.inbox.get(timeout=1.0)
+                reply = self.inbox.get(timeout=1.0)
             except queue.Empty:
                 continue
-            if told is not None and self.owed.get(told[0]) == told[1].number:
-                answers[told[0]] = told[1].result
-                del self.owed[told[0]]
-        return answers
+            if reply is not None and self.pending.get(reply[0]) == reply[1].number:
+                results[reply[0]] = reply[1].result
+                del self.pending[reply[0]]
+        return results
 
     def abandon(self) -> None:
-        """Let the ranks stop what they are doing; their answers are dropped when the next order is given."""
-        for rank in self.owed:
+        """Cancel the pending commands; their results are dropped before the next command is sent."""
+        for rank in self.pending:
             self._send(rank, Abandon(self.number))
 
     def check(self) -> None:
-        """Raise when a rank has failed."""
+        """Raise if a rank has failed."""
         if self.failure is not None:
             raise self._broken()
 
     def _broken(self) -> BackendError:
-        self.told = True
-        return BackendError(f"{self.failure} failed, so the run cannot go on.")
+        self.reported = True
+        return BackendError(f"{self.failure} failed, so the run cannot continue.")
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn an error of a collective into one that names the rank that is gone."""
+    def blaming_failed_rank(self) -> Iterator[None]:
+        """Turn an error of a collective into one that names the lost rank."""
         try:
             yield
         except RuntimeError as error:
-            until = time.monotonic() + (5 * _SETTLING_S if has_lost_peer(error) else 0.0)
+            until = time.monotonic() + (5 * _SETTLING_S if is_lost_peer(error) else 0.0)
             while self.failure is None and time.monotonic() < until:
                 time.sleep(0.05)
             if self.failure is None:
@@ -196,7 +198,7 @@ class Hub:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """What is written here is finished although a rank fails."""
+        """Let a write finish even if a rank fails."""
         self.busy_writing = True
         try:
             yield
@@ -204,35 +206,35 @@ class Hub:
             self.busy_writing = False
 
     def close(self) -> None:
-        """Tell everybody that the run is over."""
+        """Tell all ranks that the run is over."""
         self.closing = True
         for rank in self.by_rank:
             self._send(rank, Stop())
         self.writer.shutdown(wait=self.failure is None)
         signal.signal(signal.SIGUSR1, self.previous)
 
-    def _send(self, rank: int, message: Any) -> None:
+    def _send(self, rank: int, message: object) -> None:
         def send() -> None:
-            # A connection that is gone is noticed by the reader.
+            # The reader notices a closed connection.
             with suppress(OSError, ValueError):
                 self.by_rank[rank].send(message)
 
         self.writer.submit(send)
 
     def _read(self) -> None:
-        open_ones = list(self.connections)
+        connections = list(self.connections)
         failures: list[Failure] = []
         since = 0.0
-        while open_ones and not (failures and time.monotonic() - since > _SETTLING_S):
-            for ready in wait(open_ones, timeout=0.2):
+        while connections and not (failures and time.monotonic() - since > _SETTLING_S):
+            for ready in wait(connections, timeout=0.2):
                 assert isinstance(ready, Connection)
                 who = self.connections[ready]
                 try:
                     message = ready.recv()
                 except (EOFError, OSError):
-                    open_ones.remove(ready)
+                    connections.remove(ready)
                     message = Failed("", lost_peer=False)
-                if isinstance(message, Answer):
+                if isinstance(message, CommandResult):
                     self.inbox.put((who.rank, message))
                 elif not self.closing and who.rank not in [failure.who.rank for failure in failures]:
                     since = since or time.monotonic()
@@ -241,8 +243,8 @@ class Hub:
             self._announce(min(failures, key=lambda failure: failure.lost_peer))
 
     def _announce(self, failure: Failure) -> None:
-        """Show what happened, interrupt the main thread, and end the process if that does not help."""
-        trace = failure.trace or "It ended without a word: it was killed, perhaps for want of memory.\n"
+        """Print the failure, interrupt the main thread, and end the process if it hangs."""
+        trace = failure.trace or "It ended without a message; it may have been killed for lack of memory.\n"
         with suppress(OSError, ValueError):
             print(f"\n{failure} failed:\n{trace}", file=sys.stderr, flush=True)
         self.failure = failure
@@ -253,8 +255,8 @@ class Hub:
             time.sleep(0.5)
         os._exit(1)
 
-    def _on_failure(self, number: int, frame: Any) -> None:
-        if not self.told and not self.busy_writing and not self.closing:
+    def _on_failure(self, number: int, frame: FrameType | None) -> None:
+        if not self.reported and not self.busy_writing and not self.closing:
             self.check()
 
 
@@ -263,47 +265,47 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.commands: queue.Queue[Command | Stop | Gone] = queue.Queue()
+        self.commands: queue.Queue[Command | Stop | MainRankLost] = queue.Queue()
         self.abandoned = 0
         self.current = 0
         threading.Thread(target=self._read, name="retrain-rank", daemon=True).start()
 
     @classmethod
-    def open(cls, place: Place) -> Link:
+    def open(cls, rank_info: RankInfo) -> Link:
         """Connect to rank 0."""
-        told: list[Any] = [None, None]
-        dist.broadcast_object_list(told, src=0)
-        connection = Client((os.environ.get("MASTER_ADDR", "localhost"), told[0]), "AF_INET", authkey=told[1])
+        address: list[Any] = [None, None]
+        dist.broadcast_object_list(address, src=0)
+        connection = Client((os.environ.get("MASTER_ADDR", "localhost"), address[0]), "AF_INET", authkey=address[1])
         keep_alive(connection)
-        connection.send(Hello(place.rank, os.getpid(), socket.gethostname()))
+        connection.send(Hello(rank_info.rank, os.getpid(), socket.gethostname()))
         return cls(connection)
 
-    def next(self) -> Any | None:
-        """The next order; None when the run is over."""
+    def next(self) -> RankCommand | None:
+        """The next command; None when the run is over."""
         command = self.commands.get()
-        if isinstance(command, Gone):
-            raise BackendError("rank 0 is gone.")
+        if isinstance(command, MainRankLost):
+            raise BackendError("rank 0 ended unexpectedly.")
         if isinstance(command, Stop):
             return None
         self.current = command.number
-        return command.order
+        return command.command
 
-    def answer(self, result: Any) -> None:
-        """Answer the order under way."""
-        self.connection.send(Answer(self.current, result))
+    def reply(self, result: object) -> None:
+        """Send the result of the current command."""
+        self.connection.send(CommandResult(self.current, result))
 
     def fail(self, trace: str, lost_peer: bool) -> None:
-        """Say what went wrong before this process ends."""
+        """Report a failure before this process ends."""
         with suppress(OSError):
             self.connection.send(Failed(trace, lost_peer))
 
     def raise_if_abandoned(self) -> None:
-        """Raise AbandonedError if rank 0 no longer waits for the command under way."""
+        """Raise CommandAbandoned if rank 0 no longer waits for the current command."""
         if self.abandoned >= self.current:
-            raise AbandonedError
+            raise CommandAbandoned
 
     def _read(self) -> None:
-        """Pass orders on; when there are no more, end this process if it does not end by itself."""
+        """Queue commands; when the connection ends, end this process if it does not end by itself."""
         message: Any = None
         while not isinstance(message, Stop):
             try:
@@ -316,15 +318,15 @@ class Link:
             else:
                 self.commands.put(message)
         if not isinstance(message, Stop):
-            print("Rank 0 is gone.", file=sys.stderr, flush=True)
+            print("Rank 0 ended unexpectedly.", file=sys.stderr, flush=True)
             self.abandoned = sys.maxsize
-            self.commands.put(Gone())
+            self.commands.put(MainRankLost())
         time.sleep(GRACE_S / 2)
         os._exit(1)
 
 
 def keep_alive(connection: Connection) -> None:
-    """Let the system look after an idle connection: a machine that vanished is missed within half a minute."""
+    """Enable TCP keep-alive: a lost machine is noticed within half a minute."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

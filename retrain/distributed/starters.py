@@ -1,4 +1,4 @@
-"""Files to start from: configurations for `accelerate launch`, and scripts for torchrun and Slurm."""
+"""Starter files: configurations for `accelerate launch`, and scripts for torchrun and Slurm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 _ACCELERATE = """\
 # {use}
 #   accelerate launch --config_file {folder}/{name} -m retrain config.toml
-# config.toml says the same: {toml}
+# config.toml must match: {toml}
 compute_environment: LOCAL_MACHINE
 {own}distributed_type: {kind}
 machine_rank: 0
@@ -59,7 +59,7 @@ _SLURM = """\
 #SBATCH --gpus-per-node={processes}
 #SBATCH --cpus-per-task=16
 #SBATCH --time=24:00:00
-# A minute before the time is up rank 0 is asked to save; `retrain --resume` goes on from there.
+# A minute before the time is up rank 0 gets SIGTERM and saves; `retrain --resume` continues from there.
 #SBATCH --signal=TERM@60
 
 export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -78,18 +78,18 @@ def starter_files(folder: Path, processes: int) -> dict[str, str]:
 
     return {
         "ddp.yaml": accelerate(
-            "ddp.yaml", "The whole model on every GPU.", "no [distributed] table is needed", "MULTI_GPU"
+            "ddp.yaml", "The full model on every GPU.", "no [distributed] table is needed", "MULTI_GPU"
         ),
         "fsdp2.yaml": accelerate(
-            "fsdp2.yaml", "Layers, gradients and optimiser sharded.", "[distributed] fsdp = true", "FSDP", _FSDP2
+            "fsdp2.yaml", "Layers, gradients and optimizer states sharded.", "[distributed] fsdp = true", "FSDP", _FSDP2
         ),
         "zero1.yaml": accelerate(
-            "zero1.yaml", "The optimiser sharded, by DeepSpeed.",
+            "zero1.yaml", "Optimizer states sharded, by DeepSpeed.",
             "[distributed] zero_stage = 1, [loss] grad_clip = 1.0",
             "DEEPSPEED", _ZERO.format(stage=1, offload="none"),
         ),
         "zero3.yaml": accelerate(
-            "zero3.yaml", "Everything sharded and in main memory, by DeepSpeed.",
+            "zero3.yaml", "Everything sharded and offloaded to CPU memory, by DeepSpeed.",
             "[distributed] zero_stage = 3, offload_optimizer = true, offload_parameters = true, [loss] grad_clip = 1.0",
             "DEEPSPEED", _ZERO.format(stage=3, offload="cpu"),
         ),

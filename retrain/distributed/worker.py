@@ -1,4 +1,4 @@
-"""What every rank but the first does: obey orders until the run is over."""
+"""The loop of every rank but the first: execute commands until the run is over."""
 
 from __future__ import annotations
 
@@ -6,62 +6,61 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from retrain.backends.local import LocalBackend
 from retrain.config import TrainConfig
 from retrain.distributed.build import build_rank
+from retrain.distributed.commands import Build, Load, RankCommand, Sample, Save, Sync, Train
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.links import AbandonedError, Link, has_lost_peer
-from retrain.distributed.orders import Build, Load, Order, Sample, Save, Sync, Train
+from retrain.distributed.links import CommandAbandoned, Link, is_lost_peer
 from retrain.errors import BackendError
 from retrain.modeling.tokens import load_tokenizer
 from retrain.runtime.interrupts import SIGNALS
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 from retrain.seeding import derive_seed
 
 
 class Worker:
-    """One rank's model, and how it is used."""
+    """Executes commands on one rank's backend."""
 
-    def __init__(self, place: Place, link: Link) -> None:
-        self.place = place
+    def __init__(self, rank_info: RankInfo, link: Link) -> None:
+        self.rank_info = rank_info
         self.link = link
         self.config: TrainConfig | None = None
         self.backend: LocalBackend | None = None
 
     def serve(self) -> None:
-        """Obey until the run is over."""
-        while (order := self.link.next()) is not None:
+        """Execute commands until the run is over."""
+        while (command := self.link.next()) is not None:
             try:
-                answer = self.obey(order)
-            except AbandonedError:
-                answer = None
-            self.link.answer(answer)
+                result = self.execute(command)
+            except CommandAbandoned:
+                result = None
+            self.link.reply(result)
 
-    def obey(self, order: Order) -> Any:
-        """Do what is asked and give what came of it."""
-        if isinstance(order, Build):
-            self._build(order.config)
+    def execute(self, command: RankCommand) -> object:
+        """Execute a command; returns its result."""
+        if isinstance(command, Build):
+            self._build(command.config)
             return None
         assert self.backend is not None and self.config is not None
-        match order:
+        match command:
             case Sync():
-                self.backend.sampler(order.step)
+                self.backend.sampler(command.step)
             case Sample():
-                return self.backend.engine.generate(order.prompts, order.sampling)
+                return self.backend.engine.generate(command.prompts, command.sampling)
             case Train():
-                # Dropout: what ranks draw must differ from one another, and be the same when the step is repeated.
-                torch.manual_seed(derive_seed(self.config.training.seed, f"rank/{self.place.rank}", order.step))
+                # Dropout masks must differ between ranks, and be the same when the step is repeated.
+                torch.manual_seed(derive_seed(self.config.training.seed, f"rank/{self.rank_info.rank}", command.step))
                 assert isinstance(self.backend.learner, RankedLearner)
-                self.backend.learner.take_step(order.datums, order.size, order.step)
+                self.backend.learner.take_step(command.datums, command.size, command.step)
             case Save():
-                self.backend.save(order.path)
+                self.backend.save(command.path)
             case Load():
-                self._require(order.path)
-                self.backend.load(order.path)
+                self._require(command.path)
+                self.backend.load(command.path)
         return None
 
     def _build(self, config: TrainConfig) -> None:
@@ -72,31 +71,29 @@ class Worker:
             print(line, flush=True)
 
         def progress(phase: str, done: int, total: int) -> None:
-            # Engines report while they sample: the place to stop when nobody waits for the completions.
+            # Engines report while they sample: sampling is cancelled here if rank 0 no longer waits for it.
             self.link.raise_if_abandoned()
 
-        self.backend = build_rank(config, self.place, tokenizer, log, progress)
+        self.backend = build_rank(config, self.rank_info, tokenizer, log, progress)
 
     def _require(self, path: Path) -> None:
         if not path.is_dir():
-            raise BackendError(
-                f"rank {self.place.rank} cannot see {path}.  Try: a log_dir on a file system that all machines share"
-            )
+            raise BackendError(f"rank {self.rank_info.rank} cannot see {path}.  Try: a log_dir on a shared file system")
 
 
-def serve(place: Place) -> int:
-    """Run a worker; its exit code."""
+def serve(rank_info: RankInfo) -> int:
+    """Run a worker; returns its exit code."""
     for number in SIGNALS:
-        # The run's end is rank 0's to decide; it will say so.
+        # Rank 0 decides when the run ends.
         signal.signal(number, signal.SIG_IGN)
-    link = Link.open(place)
-    worker = Worker(place, link)
+    link = Link.open(rank_info)
+    worker = Worker(rank_info, link)
     try:
         worker.serve()
     except Exception as error:
         trace = traceback.format_exc()
-        print(f"Rank {place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
-        link.fail(trace, has_lost_peer(error))
+        print(f"Rank {rank_info.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        link.fail(trace, is_lost_peer(error))
         return 1
     finally:
         if worker.backend is not None:

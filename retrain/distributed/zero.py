@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
-from retrain.backends.local.trained import Trained
+from retrain.backends.local.trainable import TrainableParams
 from retrain.config import TrainConfig
 from retrain.config.schema import Kl
-from retrain.distributed.even import EvenLearner
+from retrain.distributed.lockstep import LockstepLearner
 from retrain.errors import MissingExtraError
 from retrain.modeling.packing import MicroBatch, packed_logprobs
 from retrain.modeling.policy import Policy
@@ -49,7 +49,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def engine_config(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What DeepSpeed is told. Batch sizes are a formality: micro-batches are ours, and so is their number."""
+    """What DeepSpeed is metrics. Batch sizes are a formality: micro-batches are ours, and so is their number."""
     own = config.distributed
     zero: dict[str, Any] = {"stage": own.zero_stage}
     if own.offload_optimizer:
@@ -86,17 +86,17 @@ class Pass(nn.Module):
 
 
 class ZeroOptimizer(MasterOptimizer):
-    """DeepSpeed's engine in an optimiser's place."""
+    """DeepSpeed's engine in an optimizer's place."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, trained: Trained) -> None:
-        self.trained = trained
-        self.names = list(self.trained.parts)
-        self.learning = list(self.trained.parts.values())
+    def __init__(self, policy: Policy, config: TrainConfig, trained: TrainableParams) -> None:
+        self.trainable = trained
+        self.names = list(self.trainable.shards)
+        self.parameters = list(self.trainable.shards.values())
         self.masters: list[nn.Parameter] = []
         self.stage = config.distributed.zero_stage
         self.deepspeed = import_deepspeed(policy.device)
         self.adam = torch.optim.AdamW(
-            self.learning,
+            self.parameters,
             lr=config.training.lr,
             betas=(config.optimizer.beta1, config.optimizer.beta2),
             eps=config.optimizer.eps,
@@ -117,7 +117,7 @@ class ZeroOptimizer(MasterOptimizer):
         """Keep the head on every rank: it is used a slice of tokens at a time, on some ranks more often than others."""
         zero = self.engine.optimizer
         for parameter in policy.causal_lm.get_output_embeddings().parameters():
-            parameter.ds_persist = True
+            parameter.ds_persist = True  # type: ignore[attr-defined]
             zero.persistent_parameters.append(parameter)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
@@ -157,8 +157,8 @@ class ZeroOptimizer(MasterOptimizer):
         """Masters and moments by name, on the CPU; every rank must call this."""
         utils = self.deepspeed.utils
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.trained.parameters.items():
-            shape = self.trained.shapes[name]
+        for name, parameter in self.trainable.parameters.items():
+            shape = self.trainable.shapes[name]
             tensors[f"parameter/{name}"] = utils.safe_get_full_fp32_param(parameter).detach().cpu().view(shape)
             if not self.steps:
                 continue
@@ -171,8 +171,8 @@ class ZeroOptimizer(MasterOptimizer):
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `state` gave, or a single process."""
-        utils, device = self.deepspeed.utils, self.learning[0].device
-        for name, parameter in self.trained.parameters.items():
+        utils, device = self.deepspeed.utils, self.parameters[0].device
+        for name, parameter in self.trainable.parameters.items():
             whole = tensors[f"parameter/{name}"].to(device)
             with self.gathered([parameter], modified=True):
                 parameter.data.copy_(whole)
@@ -195,7 +195,7 @@ class ZeroOptimizer(MasterOptimizer):
             yield
 
 
-class ZeroTrained(Trained):
+class ZeroTrained(TrainableParams):
     """Parameters whose shapes are kept from before DeepSpeed emptied them."""
 
     def __init__(self, policy: Policy) -> None:
@@ -211,8 +211,8 @@ class ZeroTrained(Trained):
 class ZeroReference(Reference):
     """The base model under stage 3: the adapter is scaled to nothing, so that no sharded tensor is touched."""
 
-    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: Trained) -> None:
-        self.kl, self.names, self.learning, self.tensors = kl, [], [], []
+    def __init__(self, policy: Policy, kl: Kl, offload: bool, trained: TrainableParams) -> None:
+        self.kl, self.names, self.parameters, self.tensors = kl, [], [], []
         self.layers = [module for module in policy.adapted.modules() if isinstance(module, LoraLayer)]
 
     @contextmanager
@@ -229,21 +229,21 @@ class ZeroReference(Reference):
                 layer.scaling["default"] = scaling
 
 
-class ZeroLearner(EvenLearner):
+class ZeroLearner(LockstepLearner):
     """A Learner whose passes and steps are DeepSpeed's."""
 
-    make_trained = ZeroTrained
+    make_trainable = ZeroTrained
     make_optimizer = ZeroOptimizer
     optimizer: ZeroOptimizer
 
-    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None], mirror: Policy | None) -> None:
+    def __init__(self, policy: Policy, config: TrainConfig, log: Callable[[str], None], mirror: Policy | None) -> None:
         if config.distributed.zero_stage == 3:
             self.make_reference = ZeroReference
-        super().__init__(policy, config, say, mirror)
+        super().__init__(policy, config, log, mirror)
         self.left = 0
         """Micro-batches of the step that are still to come."""
 
-    def common(self) -> list[nn.Parameter]:
+    def replicated(self) -> list[nn.Parameter]:
         """None: DeepSpeed sums gradients."""
         return []
 
@@ -264,12 +264,12 @@ class ZeroLearner(EvenLearner):
         self.optimizer.engine.backward(loss * dist.get_world_size())
         self.left -= 1
 
-    def whole_policy(self) -> Policy | None:
+    def gathered_policy(self) -> Policy | None:
         """The mirror, or under stage 1, which has the weights whole, the policy itself."""
-        return super().whole_policy() if self.optimizer.stage == 3 else self.policy
+        return super().gathered_policy() if self.optimizer.stage == 3 else self.policy
 
-    def wholes(self) -> Iterator[tuple[str, Tensor]]:
+    def gathered_params(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter that learns, gathered while it is looked at."""
-        for name, parameter in self.trained.parameters.items():
+        for name, parameter in self.trainable.parameters.items():
             with self.optimizer.gathered([parameter]):
                 yield name, parameter.data

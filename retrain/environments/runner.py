@@ -76,13 +76,13 @@ class EnvironmentRunner:
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
         rollouts = [self._rollout(number, example, queue) for number, example in enumerate(jobs)]
         results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts, self.rules.in_rounds)
-        self.failures.mind([score for _, score in results])
+        self.failures.check([score for _, score in results])
         groups = [
             _group(example, results[at * sampling.n : (at + 1) * sampling.n]) for at, example in enumerate(examples)
         ]
         return Rollouts(groups, time.perf_counter() - started, 0.0)
 
-    def describe(self, groups: Sequence[Group]) -> StepMetrics:
+    def group_metrics(self, groups: Sequence[Group]) -> StepMetrics:
         """Means of the environment's metrics, and counts of truncated and failed rollouts."""
         scores = [score for group in groups for score in group.scores_G]
         counted = [score for score in scores if isinstance(score, RolloutScore) and score.counts]
@@ -105,7 +105,7 @@ class EnvironmentRunner:
                 self.loop.submit(self.environment.close()).result(timeout=CLOSING_S)
             except Exception as error:
                 # The run is over; a failure to clean up does not affect its result.
-                self.failures.say(f"The environment could not be closed: {error!r}")
+                self.failures.log(f"The environment could not be closed: {error!r}")
         self.loop.close()
         self.loop = None
 

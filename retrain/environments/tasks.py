@@ -12,7 +12,7 @@ from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import EnvironmentRunner, Rules
 from retrain.environments.template import ChatTemplate
-from retrain.rollout import SamplesAndScores
+from retrain.rollout import RolloutScorer
 from retrain.tracking.console import Console
 from retrain.types import Example
 
@@ -25,12 +25,12 @@ class EnvironmentTasks:
         self.console = console
         self.section = config.environment
         self.runner: EnvironmentRunner | None = None
-        console.say(f"Loading environment {self.section.id or self.section.provider} ...")
-        self.environment = RemoteEnvironment(self.section, config.plugins.search_paths, console.say)
+        console.print(f"Loading environment {self.section.id or self.section.provider} ...")
+        self.environment = RemoteEnvironment(self.section, config.plugins.search_paths, console.print)
         try:
             self.examples: Sequence[Example] = self.environment.examples("train")
             many = "an unlimited number of" if isinstance(self.examples, Endless) else str(len(self.examples))
-            console.say(f"Loaded {many} examples")
+            console.print(f"Loaded {many} examples")
             self.held_out = self._held_out() if config.eval.every else []
         except BaseException:
             self.environment.end()
@@ -40,10 +40,12 @@ class EnvironmentTasks:
         """The tasks for training and for evaluation."""
         self.template = ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:
-            self.console.say("Warning: the tokenizer has no chat template; conversations are formatted as plain text.")
+            self.console.print(
+                "Warning: the tokenizer has no chat template; conversations are formatted as plain text."
+            )
         return self.examples, self.held_out
 
-    def scorer(self, backend: Backend) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> RolloutScorer:
         """The runner, which needs the model's context length."""
         training = self.config.training
         limits = Limits(
@@ -51,7 +53,9 @@ class EnvironmentTasks:
         )
         in_rounds = self.config.training.deterministic is True
         rules = Rules(limits, self.section.timeout_s, self.config.reward.correct_from, in_rounds)
-        self.runner = EnvironmentRunner(self.environment, self.template, rules, self.console.say, self.console.progress)
+        self.runner = EnvironmentRunner(
+            self.environment, self.template, rules, self.console.print, self.console.progress
+        )
         return self.runner
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from retrain.errors import RolloutError
-from retrain.inference_engine import InferenceEngine, Progress, ServesTurns, Turn
+from retrain.inference_engine import InferenceEngine, Progress, StreamingEngine, Turn
 from retrain.rollout import check_completions
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
@@ -149,7 +149,7 @@ def play(
     """Run rollouts, sampling their turns in this thread; returns their results in order."""
     running = loop.submit(_run_all(queue, rollouts))
     try:
-        if isinstance(engine, ServesTurns) and not in_rounds:
+        if isinstance(engine, StreamingEngine) and not in_rounds:
             engine.serve(queue)
         else:
             _serve_in_rounds(engine, queue)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.assemble import DataProblems
+from retrain.assemble import DataTasks
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.data.rows import ANSWER_FIELDS, BadRow, raise_for_rows, read_answer, read_prompt
@@ -19,7 +19,7 @@ from retrain.errors import CheckpointError, ConfigError, ConfigIssue
 from retrain.grpo.rewards import GIVEN, ScriptReward, Term, describe_terms
 from retrain.inference_engine import InferenceEngine
 from retrain.modeling.tokens import PromptEncoder
-from retrain.rollout import Rollouts, SamplesAndScores
+from retrain.rollout import Rollouts, RolloutScorer
 from retrain.tracking.console import Console
 from retrain.types import Example, Group, IntArray, Metric, Sampling, StepMetrics
 
@@ -132,7 +132,7 @@ class RowEncoder(PromptEncoder):
 class NamesRewards:
     """Samples and scores as another does, and tells the mean of each reward of a step."""
 
-    def __init__(self, inner: SamplesAndScores, terms: Sequence[Term]) -> None:
+    def __init__(self, inner: RolloutScorer, terms: Sequence[Term]) -> None:
         self.inner = inner
         self.terms = terms
 
@@ -144,27 +144,27 @@ class NamesRewards:
         told = {"reward": mean, **describe_terms(self.terms, scores)}
         return replace(rollouts, metrics={**rollouts.metrics, **told})
 
-    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+    def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """What the other tells of a step's groups, and the mean of each reward."""
         scores = [score for group in groups for score in group.scores_G]
-        return {**describe_terms(self.terms, scores), **self.inner.describe(groups)}
+        return {**describe_terms(self.terms, scores), **self.inner.group_metrics(groups)}
 
 
-class ScriptProblems(DataProblems):
+class ScriptProblems(DataTasks):
     """The examples of a script, scored by its functions."""
 
     def __init__(self, data: ScriptData, config: TrainConfig, console: Console) -> None:
-        super().__init__(config, console, ScriptReward(data.terms, data.state, console.say))
+        super().__init__(config, console, ScriptReward(data.terms, data.state, console.print))
         self.data = data
 
     def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
         """The problems to train on and those to evaluate on."""
         longest = self.config.training.max_prompt_tokens
-        self.encoder = RowEncoder(tokenizer, "", longest, self.console.say, self.data.template_kwargs)
+        self.encoder = RowEncoder(tokenizer, "", longest, self.console.print, self.data.template_kwargs)
         self.examples, self.held_out = self.data.examples, self.data.held_out
-        self.console.say(f"Loaded {len(self.examples)} examples")
+        self.console.print(f"Loaded {len(self.examples)} examples")
         return self.examples, self.held_out
 
-    def scorer(self, backend: Backend) -> SamplesAndScores:
+    def scorer(self, backend: Backend) -> RolloutScorer:
         """What samples and scores them, and names each reward."""
         return NamesRewards(super().scorer(backend), self.data.terms)

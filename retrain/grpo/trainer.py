@@ -28,7 +28,7 @@ from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, rea
 from retrain.grpo.rewards import read_terms
 from retrain.modeling.tokens import load_tokenizer
 from retrain.runtime.control import StopRequested
-from retrain.runtime.ranks import Place, find_place, refuse_alone
+from retrain.runtime.ranks import RankInfo, check_single_process, find_rank_info
 from retrain.storage.checkpoint import Checkpoints
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, resume, train
@@ -119,16 +119,16 @@ class GRPOTrainer:
         Under torchrun or `accelerate launch`, rank 0 goes on with the script; the others serve it and end here.
         """
         config = self.config(self._find_resume(resume_from_checkpoint))
-        place = find_place()
+        rank_info = find_rank_info()
         self._trained = None
         self.state.log_history.clear()
-        if place is None or place.leads:
+        if rank_info is None or rank_info.is_main:
             self.keeper.start(config)
             self._find_step(config.resume.from_)
         started = time.perf_counter()
         try:
             with contextlib.suppress(StopRequested):
-                self.callbacks.evaluate_last(self._run(config, place).last_evaluation)
+                self.callbacks.evaluate_last(self._run(config, rank_info).last_evaluation)
             self.callbacks.raise_failure()
         finally:
             self.callbacks.end()
@@ -144,11 +144,11 @@ class GRPOTrainer:
         self.state.global_step = step
         self.state.epoch = step / self.callbacks.epoch_steps
 
-    def _run(self, config: TrainConfig, place: Place | None) -> TrainResult:
-        if place is None:
-            refuse_alone(config)
+    def _run(self, config: TrainConfig, rank_info: RankInfo | None) -> TrainResult:
+        if rank_info is None:
+            check_single_process(config)
             return train(config, overrides=self._overrides())
-        return train_on_ranks(config, place, overrides=self._overrides())
+        return train_on_ranks(config, rank_info, overrides=self._overrides())
 
     def _train_in_place(self) -> None:
         """A whole model that was given loaded is the trained one from here on, as a script for TRL expects."""

@@ -7,17 +7,17 @@ max._entrypoints.llm: its generate() takes text and a length, gives text, and ha
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.engine import HttpEngine
-from retrain.inference_engine.http.wire import MAX
+from retrain.inference_engine.http.servers import MAX
 from retrain.modeling.policy import Policy
+from retrain.modeling.tokens import Tokenizer
 
 
-def build(policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> HttpEngine:
+def build(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> HttpEngine:
     """A client of the servers at [inference] url, which MAX cannot do without."""
     if inference.url:
         return HttpEngine(MAX, policy, inference, tokenizer, progress)

@@ -1,1 +1,1 @@
-"""What the learner and the sampler share: policy, attention, packing, log-probs, tokens, sampling."""
+"""Shared by learner and sampler: policy, attention, packing, log-probs, tokens, sampling."""

@@ -1,7 +1,7 @@
-"""Our attention inside Hugging Face models, plugged in through their attention registry.
+"""Our attention in Hugging Face models, registered through transformers' attention interface.
 
-A forward pass is given an object that knows how its tokens attend (`model(..., attend=...)`): over packed sequences
-when training and prefilling, over a KV cache when decoding. Layers, norms and rotary embeddings stay Hugging Face's.
+Every forward pass gets an attention object (`model(..., attend=...)`): over packed sequences for training and prefill,
+over a KV cache for decoding. Layers, norms and rotary embeddings are those of Hugging Face.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ATTENTION_NAME = "retrain"
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer turns queries and keys into weights."""
+    """How a layer scores queries against keys."""
 
     scale: float
     window: int | None = None
-    """Tokens a query sees, itself included; None sees all before it."""
+    """Sliding window in tokens, the query included; None for full attention."""
     softcap: float | None = None
 
 
 class Attention(Protocol):
-    """How the tokens of one forward pass attend. Tensors are (batch, heads, tokens, head size)."""
+    """Attention of one forward pass. Tensors are (batch, heads, tokens, head size)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """The attention output, shaped like `query`."""
@@ -37,10 +37,10 @@ class Attention(Protocol):
 
 
 def register() -> None:
-    """Make `attn_implementation="retrain"` known to transformers; doing so twice is harmless.
+    """Register `attn_implementation="retrain"` with transformers; idempotent.
 
-    There is no entry in the mask registry on purpose: transformers then makes no mask, which over a packed row would be
-    quadratic in it. Who sees whom is the attention object's business. Compiled layers call it as it is.
+    There is deliberately no entry in the mask registry: transformers then builds no mask, which would be quadratic in
+    the packed length. The attention object does the masking. It is excluded from compilation.
     """
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_forward))  # type: ignore[no-untyped-call]
 
@@ -64,10 +64,10 @@ def _forward(
 
 
 class PackedAttention:
-    """Causal attention within each of several sequences that lie end to end in one row.
+    """Causal attention within each sequence of a packed row.
 
-    Sequences are padded on the right for this one operation: a causal query never sees padding that comes after it, so
-    no mask is needed and the fused kernels apply.
+    Sequences are padded on the right for this operation only: a causal query never sees later padding, so no mask is
+    needed and fused kernels apply.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -90,7 +90,7 @@ class PackedAttention:
         return flat.transpose(0, 1).unsqueeze(0)
 
     def run_padded(self, backbone: Any, token_ids: Tensor) -> Tensor:
-        """Last hidden states of a packed row from a model that attends by itself: sequences as rows under a mask."""
+        """Last hidden states of a packed row, from a model with its own attention: sequences become padded rows."""
         if self.is_dense:
             rows = token_ids.reshape(self.rows, self.longest)
             states = backbone(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).last_hidden_state
@@ -107,7 +107,7 @@ class PackedAttention:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, prefix: int = 0) -> Tensor:
-    """Attention of sequences on themselves; queries begin after `prefix` of the keys."""
+    """Causal self-attention; queries start after the first `prefix` keys."""
     length = key.shape[2]
     if not prefix and scoring.softcap is None and (scoring.window is None or scoring.window >= length):
         grouped = query.shape[1] != key.shape[1]
@@ -120,13 +120,13 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 
 
 def visible(query_position: Tensor, key_position: Tensor, window: int | None) -> Tensor:
-    """Which keys a query may see, by position."""
+    """Mask of the keys that each query sees, by position."""
     sees = key_position <= query_position
     return sees if window is None else sees & (key_position > query_position - window)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scoring: Scoring) -> Tensor:
-    """Attention under a boolean mask, with the score cap that some models use."""
+    """Attention with a boolean mask, and logit soft-capping for models that use it."""
     grouped = query.shape[1] != key.shape[1]
     if scoring.softcap is None:
         return F.scaled_dot_product_attention(

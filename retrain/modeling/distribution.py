@@ -1,8 +1,6 @@
-"""From logits to the distribution that is sampled, shared by the engine and the trainer so that both mean the same."""
+"""From logits to the sampled distribution, shared by engine and trainer."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,23 +8,11 @@ from torch import Tensor
 from retrain.types import Sampling
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Everything one batch drew: (rows, most tokens) each, of which the first `lengths` of a row count."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    entropies: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    """Rows that ended with a stop token, not at the cap."""
-
-
 def shape_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
     """Logits of the sampled distribution, in float32 and -inf outside the kept support.
 
-    `seen` marks tokens already in the row, for the repetition penalty. `keep` names one token a row that stays in the
-    support whatever the filters say: rounding may put the trainer's cut a hair away from the engine's.
+    `seen` marks tokens already in the row, for the repetition penalty. `keep` is one token per row that always stays in
+    the support: rounding may move the trainer's cutoff slightly from the engine's.
     """
     logits = logits.float()
     if sampling.repetition_penalty != 1.0:
@@ -46,7 +32,7 @@ def shape_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None,
 
 
 def _outside_support(logits: Tensor, sampling: Sampling) -> Tensor | None:
-    """Tokens that top-k, top-p or min-p cut, in that order, each over what the one before left."""
+    """Tokens removed by top-k, top-p and min-p, applied in this order."""
     dropped: Tensor | None = None
     if 0 < sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k, dim=1).values[:, -1:]
@@ -55,7 +41,7 @@ def _outside_support(logits: Tensor, sampling: Sampling) -> Tensor | None:
         left = logits if dropped is None else logits.masked_fill(dropped, float("-inf"))
         ordered, order = left.sort(dim=1, descending=True)
         mass = ordered.softmax(1)
-        # A token stays when the mass before it has not yet reached top_p; so the likeliest one always stays.
+        # A token stays if the mass before it is below top_p, so the likeliest one always stays.
         tail = mass.cumsum(1) - mass >= sampling.top_p
         dropped = _union(dropped, torch.zeros_like(tail).scatter(1, order, tail))
     if sampling.min_p > 0.0:
@@ -70,14 +56,14 @@ def _union(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token a row by inverting the cumulative distribution at `uniforms`; gives ids, log-probs, entropies."""
+    """Sample one token per row by inverting the CDF at `uniforms`; returns ids, log-probs and entropies."""
     logprobs = logits.log_softmax(1)
     probabilities = logprobs.exp()
-    # Double precision: in float32 the running sum over a large vocabulary would lose the rare tokens.
+    # Double precision: a float32 cumulative sum over a large vocabulary would lose rare tokens.
     cumulative = probabilities.double().cumsum(1)
     target = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
     # "right" skips tokens of zero mass, whose cumulative value equals that of the token before them.
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1).squeeze(1)
-    # A token without mass adds nothing, but 0 · -inf would be NaN.
+    # 0 · -inf would be NaN.
     entropies = -(probabilities * logprobs.clamp_min(-1e4)).sum(1)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1), entropies

@@ -1,20 +1,21 @@
-"""What a model's files alone tell: where they are, how many weights, how large its cache. Imports no torch."""
+"""Facts about a model from its files: location, parameters, shapes, context length. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from retrain.builtin import PREFIX, resolve_model
 from retrain.capacity.memory import Shape, read_shape
+from retrain.types import JsonObject
 
-# A header is a few hundred kilobytes for the largest models; more means that the file is not what it says.
-_LONGEST_HEADER = 100_000_000
+# Headers of the largest models have a few hundred kilobytes; a longer one means a broken file.
+_MAX_HEADER = 100_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
 
 Shapes = dict[str, tuple[int, ...]]
@@ -22,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model's files are. `download`: nowhere here, and the name may be a Hugging Face id."""
+    """Location of a model's files. `download`: not on this machine, possibly a Hugging Face id."""
 
     name: str
     found: Literal["builtin", "folder", "cache", "download", "missing"]
@@ -31,17 +32,17 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the files say; None where they do not."""
+    """Facts from the files; None where unknown."""
 
     parameters: int | None
     parameters_from: str
     shapes: Shapes
     shape: Shape | None
-    """What its config.json tells of a dense decoder."""
+    """Shape of a dense decoder, from its config.json."""
 
 
 def find_model(name: str) -> ModelFiles:
-    """Look for an embedded model, a folder, then the Hugging Face cache; goes to no network."""
+    """Look for an embedded model, a folder, then the Hugging Face cache, without network access."""
     if name.startswith(PREFIX):
         folder = Path(resolve_model(name))
         return ModelFiles(name, "builtin", folder) if folder.is_dir() else ModelFiles(name, "missing")
@@ -51,7 +52,7 @@ def find_model(name: str) -> ModelFiles:
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         return ModelFiles(name, "missing")
     snapshots = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    # The newest snapshot that has weights: a half-finished download has none.
+    # The newest snapshot with weights: an incomplete download has none.
     complete = [path for path in snapshots.glob("*") if any((*path.glob("*.safetensors"), *path.glob("*.bin")))]
     if complete:
         return ModelFiles(name, "cache", max(complete, key=lambda path: path.stat().st_mtime))
@@ -59,7 +60,7 @@ def find_model(name: str) -> ModelFiles:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloads, by the variables it reads."""
+    """The cache folder of huggingface_hub."""
     if os.environ.get("HF_HUB_CACHE"):
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     default_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
@@ -67,16 +68,16 @@ def hub_cache() -> Path:
 
 
 def read_facts(files: ModelFiles) -> ModelFacts:
-    """Read weight shapes and sizes; fall back on a size in the name, marked as the guess it is."""
+    """Read weight shapes and sizes; falls back on a size in the name, marked as a guess."""
     shapes: Shapes = {}
     if files.folder is not None:
         for path in sorted(files.folder.glob("*.safetensors")):
             shapes |= _read_shapes(path)
-    told = read_shape(_read_json(_find_settings(files)))
+    shape = read_shape(_read_json(_find_settings(files)))
     if shapes:
-        return ModelFacts(sum(_size(shape) for shape in shapes.values()), "its files", shapes, told)
-    if told is not None:
-        return ModelFacts(told.parameters, "its config.json", {}, told)
+        return ModelFacts(sum(map(math.prod, shapes.values())), "its files", shapes, shape)
+    if shape is not None:
+        return ModelFacts(shape.parameters, "its config.json", {}, shape)
     size = _SIZE_IN_NAME.search(files.name.rpartition("/")[2])
     if size:
         scale = 1e9 if size[2].upper() == "B" else 1e6
@@ -85,17 +86,17 @@ def read_facts(files: ModelFiles) -> ModelFacts:
 
 
 def read_context_length(files: ModelFiles) -> int | None:
-    """Tokens that its config.json says a model holds; None where it does not."""
+    """Context length in config.json; None if it has none."""
     settings = _read_json(_find_settings(files))
     text = settings.get("text_config")
     settings = text if isinstance(text, dict) else settings
-    # GPT-2 and its like have a name of their own for it.
+    # GPT-2 and similar models use another name.
     found = settings.get("max_position_embeddings", settings.get("n_positions"))
     return found if isinstance(found, int) else None
 
 
 def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | None:
-    """Weights that learn: rank × (in + out) for each adapted layer, or all of them for rank 0."""
+    """Trainable parameters: rank × (in + out) per adapted layer, or all for rank 0."""
     if rank == 0:
         return facts.parameters
     if not facts.shapes:
@@ -115,13 +116,13 @@ def _read_shapes(path: Path) -> Shapes:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
+            header = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
         return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -130,15 +131,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _find_settings(files: ModelFiles) -> Path:
-    """Its config.json; of a model that is yet to be downloaded, the one that somebody fetched ahead, if any."""
+    """Its config.json; for a model without weights here, one that was downloaded earlier, if any."""
     if files.folder is not None:
         return files.folder / "config.json"
     snapshots = hub_cache() / f"models--{files.name.replace('/', '--')}" / "snapshots"
     return max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=Path("config.json.none"))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    count = 1
-    for side in shape:
-        count *= side
-    return count

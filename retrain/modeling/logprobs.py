@@ -1,7 +1,7 @@
-"""Log-probs of given tokens, a slice of the vocabulary matrix product at a time.
+"""Log-probs of given tokens, computed in slices of rows.
 
-Logits of a whole batch would be tokens × vocabulary floats, gigabytes for a large vocabulary. Here only one slice of
-rows exists at any moment, in the backward pass too, where it is computed again.
+The logits of a batch are tokens × vocabulary floats, gigabytes for a large vocabulary. Only one slice exists at a time;
+the backward pass recomputes it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from retrain.modeling.distribution import shape_logits
 from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
-# Bytes of float32 logits that may exist at once.
+# Maximum bytes of float32 logits at once.
 SLICE_BYTES = {"cpu": 32 << 20, "cuda": LOGITS_SLICE}
 
-# Bytes of logits and what becomes of them that may be kept for the backward pass instead of being computed again.
+# Maximum bytes of logits and their intermediates kept for the backward pass instead of recomputing them.
 KEPT_BYTES = {"cpu": 1 << 30}
 
 
 def token_logprobs(
     policy: Policy, hidden: Tensor, targets: Tensor, sampling: Sampling, history: History | None
 ) -> Tensor:
-    """Log-prob of each target under the sampled distribution, given the hidden state (tokens, size) before it."""
+    """Log-prob of each target under the sampled distribution, from the (tokens, size) hidden state before it."""
     rows = max(1, SLICE_BYTES.get(hidden.device.type, 64 << 20) // (4 * policy.vocabulary))
     if hidden.device.type == "cuda" and policy.has_plain_head and only_tempered(sampling):
         weight = policy.causal_lm.get_output_embeddings().weight
@@ -39,7 +39,7 @@ def token_logprobs(
         logits = shape_logits(policy.head(states), sampling, seen, keep=wanted)
         return logits.log_softmax(1).gather(1, wanted[:, None]).squeeze(1)
 
-    # Three float32 copies: as they come, tempered, and normalised.
+    # Three float32 copies: raw, tempered and normalised.
     keep = 3 * 4 * len(targets) * policy.vocabulary <= KEPT_BYTES.get(hidden.device.type, 0)
     pieces = []
     for start in range(0, len(targets), rows):
@@ -53,19 +53,19 @@ def token_logprobs(
 
 
 def only_tempered(sampling: Sampling) -> bool:
-    """Whether the sampled distribution is the softmax of logits over temperature, with nothing cut or penalised."""
+    """Whether the sampled distribution is softmax(logits / temperature), without filters or penalties."""
     return (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
 
 
 class TemperedLogprobs(torch.autograd.Function):
     """log softmax(hidden · Wᵀ / temperature) at the targets.
 
-    Logits stay in the model's precision and are read once in each direction; float32 copies of them never exist.
+    Logits stay in the model's precision and are read once per direction, without float32 copies.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
-        """One slice after the other; only the normalisers are kept."""
+        """Slice by slice; only the normalisers are kept."""
         normalise, _ = _fused_functions()
         pairs = [
             normalise(hidden[at : at + rows] @ weight.T, targets[at : at + rows], temperature)
@@ -82,7 +82,7 @@ class TemperedLogprobs(torch.autograd.Function):
         hidden, weight, targets, normalisers = ctx.saved_tensors
         _, differentiate = _fused_functions()
         result = torch.empty_like(hidden)
-        # Summed up in float32, as the gradients of micro-batches are.
+        # Accumulated in float32, like the gradients of micro-batches.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for at in range(0, len(targets), ctx.rows):
             part = slice(at, at + ctx.rows)
@@ -114,7 +114,7 @@ _FUSED: list[Callable[..., Any]] = []
 
 
 def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Both functions compiled into single passes, once a process; plain ones where there is no GPU to compile for."""
+    """Both functions, compiled once per process; uncompiled without a GPU."""
     if not torch.cuda.is_available():
         return _normalise, _differentiate
     if not _FUSED:
@@ -123,11 +123,11 @@ def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class History:
-    """Which tokens stand before each predicted one, for the repetition penalty."""
+    """Tokens before each predicted one, for the repetition penalty."""
 
     def __init__(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> None:
         self.sequences = sequences
-        # (sequence, tokens before it) of every predicted token, in the order of `token_logprobs`' rows.
+        # (sequence, number of tokens before) of every predicted token, in the row order of `token_logprobs`.
         self.rows = [
             (i, t) for i, (s, p) in enumerate(zip(sequences, prompt_lengths, strict=True)) for t in range(p, len(s))
         ]

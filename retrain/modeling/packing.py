@@ -1,6 +1,6 @@
-"""Datums into micro-batches: sequences laid end to end, so that no padding is ever computed on.
+"""Packs datums into micro-batches without padding.
 
-Completions of one prompt stay together where they can; their prompt then lies in the row once for all of them.
+Completions of one prompt stay together where possible and share one copy of it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from retrain.modeling.attention import Attention, PackedAttention
 from retrain.modeling.determinism import gather_rows
 from retrain.modeling.logprobs import History, token_logprobs
 from retrain.modeling.policy import Policy
-from retrain.modeling.prefix import SharedPrefixAttention, Stretch
-from retrain.types import Datum, IntArray, Sampling
+from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
+from retrain.types import Datum, FloatArray, IntArray, Sampling
 
-# Share of a micro-batch's tokens that one copy of each prompt must save to be worth the copying of its keys.
-WORTH_SHARING = 0.02
+# Minimum share of a micro-batch's tokens that prompt sharing must save to be worth copying keys.
+MIN_SHARED = 0.02
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Several datums in one row of tokens, and where their completion tokens are predicted."""
+    """Several datums packed into one row of tokens."""
 
     token_ids: Tensor
     positions: Tensor
@@ -44,23 +44,23 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Load:
-    """How much a micro-batch holds."""
+class BatchLoad:
+    """Size of a micro-batch."""
 
     rows: int
     longest: int
     tokens: int
     repeated: int
-    """Tokens of prompts that stand in it once already."""
+    """Tokens of repeated prompts."""
 
     @classmethod
-    def of(cls, group: Sequence[Datum]) -> Load:
-        """That of completions of one prompt."""
+    def of(cls, group: Sequence[Datum]) -> BatchLoad:
+        """Load of the completions of one prompt."""
         lengths = [length_of(datum) for datum in group]
         return cls(len(group), max(lengths), sum(lengths), len(group[0].prompt_ids) * (len(group) - 1))
 
-    def __add__(self, other: Load) -> Load:
-        return Load(
+    def __add__(self, other: BatchLoad) -> BatchLoad:
+        return BatchLoad(
             self.rows + other.rows,
             max(self.longest, other.longest),
             self.tokens + other.tokens,
@@ -69,27 +69,27 @@ class Load:
 
     @property
     def saved(self) -> int:
-        """Tokens that sharing prompts spares; 0 where that is not worth it, and prompts are then not shared."""
-        return self.repeated if self.repeated >= WORTH_SHARING * self.tokens else 0
+        """Tokens saved by sharing prompts; 0 where that is not worthwhile, and prompts are not shared."""
+        return self.repeated if self.repeated >= MIN_SHARED * self.tokens else 0
 
     def fed(self) -> int:
-        """Tokens that the forward pass sees."""
+        """Tokens of the forward pass."""
         return self.tokens - self.saved
 
     def padded(self) -> int:
-        """Tokens where attention pads every sequence to the longest."""
+        """Tokens if attention pads every sequence to the longest."""
         return self.rows * self.longest
 
 
-Cost = Callable[[Load], int]
+Cost = Callable[[BatchLoad], int]
 
 
 def split_by_tokens(
-    datums: Sequence[Datum], most: int, cost: Cost = Load.padded, most_rows: int = 0
+    datums: Sequence[Datum], most: int, cost: Cost = BatchLoad.padded, most_rows: int = 0
 ) -> list[list[Datum]]:
-    """Batches that cost at most `most` tokens, completions of one prompt together; a datum that costs more is alone.
+    """Batches of at most `most` tokens, completions of one prompt together; a longer datum gets its own batch.
 
-    As few batches as that allows, and as even as can be: a small last one would cost nearly as much as a full one.
+    As few and as even as possible: a small last batch costs nearly as much as a full one.
     """
     if most_rows:
         cost = _limited(cost, most_rows, most + 1)
@@ -108,34 +108,34 @@ def _limited(cost: Cost, most_rows: int, too_much: int) -> Cost:
 
 
 def _fill(groups: Sequence[Sequence[Datum]], most: int, cost: Cost) -> list[list[Datum]]:
-    """Put groups into batches until the next would exceed `most`; only a group that is too large itself is cut."""
+    """Fill batches with groups up to `most`; only groups that exceed it by themselves are cut."""
     batches: list[list[Datum]] = []
-    load: Load | None = None
+    load: BatchLoad | None = None
     for group in groups:
-        for piece in [group] if cost(Load.of(group)) <= most else _cut(group, most, cost):
-            both = Load.of(piece) + load if load is not None else None
+        for piece in [group] if cost(BatchLoad.of(group)) <= most else _cut(group, most, cost):
+            both = BatchLoad.of(piece) + load if load is not None else None
             if both is not None and cost(both) <= most:
                 batches[-1] += piece
                 load = both
             else:
                 batches.append(list(piece))
-                load = Load.of(piece)
+                load = BatchLoad.of(piece)
     return batches
 
 
 def _cut(group: Sequence[Datum], most: int, cost: Cost) -> list[Sequence[Datum]]:
-    """A group in pieces, longest completions first."""
+    """Split a group, longest completions first."""
     pieces: list[Sequence[Datum]] = []
     start = 0
     for stop in range(1, len(group) + 1):
-        if stop == len(group) or cost(Load.of(group[start : stop + 1])) > most:
+        if stop == len(group) or cost(BatchLoad.of(group[start : stop + 1])) > most:
             pieces.append(group[start:stop])
             start = stop
     return pieces
 
 
 def by_prompt(datums: Sequence[Datum]) -> list[list[Datum]]:
-    """Datums that share a prompt, in the order in which prompts first come."""
+    """Datums grouped by prompt, in order of first occurrence."""
     groups: dict[bytes, list[Datum]] = {}
     for datum in datums:
         groups.setdefault(_prompt_key(datum), []).append(datum)
@@ -152,12 +152,12 @@ def length_of(datum: Datum) -> int:
 
 
 def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, share: bool = True) -> MicroBatch:
-    """Lay datums end to end. The last token predicts nothing, so it is not fed to the model.
+    """Pack datums into one row. The last token of a sequence predicts nothing and is not fed to the model.
 
-    Without `share` every sequence is whole, which is all that a model with an attention of its own understands.
+    Without `share` every sequence is complete, as models with their own attention require.
     """
     layout = _lay_out(datums, share)
-    lengths = [stretch.length for stretch in layout.stretches]
+    lengths = [span.length for span in layout.spans]
 
     def joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.concatenate(parts), dtype=dtype).to(device)
@@ -169,7 +169,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, shar
     return MicroBatch(
         token_ids=joined(layout.token_ids, torch.long)[None],
         positions=joined(layout.positions, torch.long)[None],
-        attend=SharedPrefixAttention(layout.stretches, device) if share else PackedAttention(lengths, device),
+        attend=SharedPrefixAttention(layout.spans, device) if share else PackedAttention(lengths, device),
         predicting=joined(layout.predicting, torch.long),
         targets=joined([d.completion_ids_T for d in datums], torch.long),
         sampled_logprobs=joined([d.logprobs_T for d in datums], torch.float32),
@@ -182,45 +182,45 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, shar
 
 
 class _Layout:
-    """The row of a micro-batch as it is filled: tokens, their positions, and who attends to what."""
+    """The row of a micro-batch under construction."""
 
     def __init__(self) -> None:
         self.token_ids: list[IntArray] = []
         self.positions: list[IntArray] = []
-        self.stretches: list[Stretch] = []
+        self.spans: list[TokenSpan] = []
         self.predicting: list[IntArray] = []
-        """For each datum, the tokens of the row that predict its completion."""
+        """For each datum, indices of the row that predict its completion."""
         self.tokens = 0
 
-    def add(self, tokens: IntArray, before: Stretch | None = None) -> Stretch:
-        """Append tokens that follow an earlier stretch, or none."""
+    def add(self, tokens: IntArray, before: TokenSpan | None = None) -> TokenSpan:
+        """Append tokens, after an optional prefix span."""
         prefix = before.length if before is not None else 0
-        stretch = Stretch(self.tokens, len(tokens), before.start if before is not None else 0, prefix)
-        # The prompt's last token may predict all there is of a completion; then there is nothing to lay down.
+        span = TokenSpan(self.tokens, len(tokens), before.start if before is not None else 0, prefix)
+        # A one-token completion is predicted by the prompt's last token and adds none.
         if len(tokens):
             self.token_ids.append(tokens)
             self.positions.append(prefix + np.arange(len(tokens)))
-            self.stretches.append(stretch)
+            self.spans.append(span)
             self.tokens += len(tokens)
-        return stretch
+        return span
 
 
 def _lay_out(datums: Sequence[Datum], share: bool) -> _Layout:
-    """Shared prompts first, then everything else, in the order of the datums."""
-    layout, prompts, groups = _Layout(), dict[bytes, Stretch](), by_prompt(datums)
-    if share and functools.reduce(operator.add, map(Load.of, groups)).saved:
+    """Shared prompts first, then the rest in the order of the datums."""
+    layout, prompts, groups = _Layout(), dict[bytes, TokenSpan](), by_prompt(datums)
+    if share and functools.reduce(operator.add, map(BatchLoad.of, groups)).saved:
         for group in groups:
             if len(group) > 1:
                 prompts[_prompt_key(group[0])] = layout.add(np.asarray(group[0].prompt_ids))
     for datum in datums:
         length, targets = len(datum.prompt_ids), np.arange(len(datum.completion_ids_T))
-        prompt_stretch = prompts.get(_prompt_key(datum))
-        if prompt_stretch is None:
-            whole = layout.add(_sequence(datum)[:-1])
-            layout.predicting.append(whole.start + length - 1 + targets)
+        prompt_span = prompts.get(_prompt_key(datum))
+        if prompt_span is None:
+            sequence = layout.add(_sequence(datum)[:-1])
+            layout.predicting.append(sequence.start + length - 1 + targets)
         else:
-            own = layout.add(np.asarray(datum.completion_ids_T[:-1]), before=prompt_stretch)
-            last = prompt_stretch.start + length - 1
+            own = layout.add(np.asarray(datum.completion_ids_T[:-1]), before=prompt_span)
+            last = prompt_span.start + length - 1
             layout.predicting.append(np.where(targets == 0, last, own.start + targets - 1))
     return layout
 
@@ -229,13 +229,18 @@ def _sequence(datum: Datum) -> IntArray:
     return np.concatenate([datum.prompt_ids, datum.completion_ids_T])
 
 
+def split_rows(values: Tensor, lengths: Sequence[int]) -> list[FloatArray]:
+    """Per-row arrays of a flat tensor with one value per completion token."""
+    return np.split(values.float().cpu().numpy(), np.cumsum(lengths)[:-1])
+
+
 def packed_logprobs(policy: Policy, packed: MicroBatch, sampling: Sampling) -> Tensor:
-    """Log-probs of a micro-batch's completion tokens under a policy as it is now."""
+    """Log-probs of a micro-batch's completion tokens under the current policy."""
     return token_logprobs(policy, predicting_states(policy, packed), packed.targets, sampling, packed.history)
 
 
 def predicting_states(policy: Policy, packed: MicroBatch) -> Tensor:
     """The hidden state before each completion token of a micro-batch."""
     hidden = policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
-    # The first tokens of a group's completions are all predicted by one state, the last of their shared prompt.
+    # One state, the last of a shared prompt, predicts the first token of all its completions.
     return gather_rows(hidden, packed.predicting)

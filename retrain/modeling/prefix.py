@@ -1,8 +1,8 @@
-"""Attention over a packed row in which the completions of a group may share one copy of their prompt.
+"""Attention over a packed row in which completions of a group share one copy of their prompt.
 
-A prompt lies in the row once; each of its completions attends to it and to itself. Norms, projections and MLPs then see
-a prompt's tokens once a group instead of once a completion, and the gradients of all completions meet in its keys and
-values: the numbers are those of whole sequences laid end to end.
+A prompt is in the row once; each of its completions attends to it and to itself. Norms, projections and MLPs process a
+prompt once per group instead of once per completion, and the gradients of all completions accumulate in its keys and
+values. Results equal those of complete sequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 from retrain.modeling.attention import Scoring, causal_attention
 from retrain.modeling.determinism import sum_by_row
 from retrain.modeling.policy import Policy
+from retrain.modeling.torch_internals import flash_attention_varlen
 
-# The largest head that flash attention's kernels take, in steps of eight.
-_FLASH_HEAD = 256
+# Largest head size of flash attention; sizes are multiples of 8.
+_MAX_FLASH_HEAD = 256
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Tokens `start` to `start + length` of the row, preceded in their sequence by an earlier stretch's tokens."""
+class TokenSpan:
+    """Tokens `start` to `start + length` of the row, with an earlier span as prefix."""
 
     start: int
     length: int
@@ -35,71 +36,71 @@ class Stretch:
 
     @property
     def seen(self) -> int:
-        """Tokens that its last query sees."""
+        """Tokens visible to its last query."""
         return self.prefix + self.length
 
 
 class SharedPrefixAttention:
-    """Causal attention of each stretch on its prefix and itself. Stretches lie end to end, in order, and fill the row.
+    """Causal attention of each span over its prefix and itself. Spans are contiguous and fill the row.
 
-    Flash attention takes stretches of any lengths as they lie. Where it cannot be used, those with prefixes of one
-    length are padded on the right to the longest of them for this one operation; a query never sees what is after it.
+    Flash attention takes spans of any length. Elsewhere, spans with prefixes of equal length are padded on the right
+    for this operation.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
-        self.stretches = stretches
+    def __init__(self, spans: Sequence[TokenSpan], device: torch.device) -> None:
+        self.spans = spans
         self.device = device
-        self.longest = max(stretch.seen for stretch in stretches)
-        self.longest_query = max(stretch.length for stretch in stretches)
-        self.spread = _Spread.plan(stretches, device) if any(stretch.prefix for stretch in stretches) else None
+        self.longest = max(span.seen for span in spans)
+        self.longest_query = max(span.length for span in spans)
+        self.prefix_index = _PrefixIndex.plan(spans, device) if any(span.prefix for span in spans) else None
         self.ends_q, self.ends_k = (
             torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-            for lengths in ([s.length for s in stretches], [s.seen for s in stretches])
+            for lengths in ([s.length for s in spans], [s.seen for s in spans])
         )
         self._padding: _Padding | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
-        if len(self.stretches) == 1:
-            # One sequence needs no packing, and PyTorch then chooses among more kernels.
+        if len(self.spans) == 1:
+            # A single sequence needs no packing and can use more kernels.
             return causal_attention(query, key, value, scoring)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if self.spread is not None:
-            k, v = (_Spreading.apply(tensor, self.spread) for tensor in (k, v))  # type: ignore[no-untyped-call]
+        if self.prefix_index is not None:
+            k, v = (GatherPrefix.apply(tensor, self.prefix_index) for tensor in (k, v))  # type: ignore[no-untyped-call]
         output = self._flash(q, k, v, scoring) if can_flash(q, scoring) else self._padded(q, k, v, scoring)
         return output.transpose(0, 1).unsqueeze(0)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Queries are aligned with the end of their keys, which is what `is_causal` means to this operation."""
+        """Queries are aligned with the end of their keys, as `is_causal` means here."""
         window = -1 if scoring.window is None or scoring.window >= self.longest else scoring.window - 1
-        output: Tensor = torch.ops.aten._flash_attention_forward(
-            query, key, value, self.ends_q, self.ends_k, self.longest_query, self.longest, 0.0, True, False,
-            scale=scoring.scale, window_size_left=window, window_size_right=0,
-        )[0]  # fmt: skip
-        return output
+        return flash_attention_varlen(
+            query, key, value, (self.ends_q, self.ends_k), (self.longest_query, self.longest), scoring.scale, window
+        )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        self._padding = self._padding or _Padding.plan(self.stretches, self.device)
+        self._padding = self._padding or _Padding.plan(self.spans, self.device)
         outputs = [rows.attend(query, key, value, scoring) for rows in self._padding.rows]
         return torch.cat(outputs).index_select(0, self._padding.cells)
 
 
 def can_flash(query: Tensor, scoring: Scoring) -> bool:
-    """Whether flash attention takes these queries (tokens, heads, head size)."""
+    """Whether flash attention supports these queries (tokens, heads, head size)."""
     size = query.shape[2]
-    return scoring.softcap is None and size <= _FLASH_HEAD and size % 8 == 0 and _has_flash(query.device, query.dtype)
+    return (
+        scoring.softcap is None and size <= _MAX_FLASH_HEAD and size % 8 == 0 and _has_flash(query.device, query.dtype)
+    )
 
 
 def takes_uneven_lengths(policy: Policy) -> bool:
-    """Whether a model's sequences are attended to as they lie, so that padding need not be reckoned with."""
-    told = policy.causal_lm.config.get_text_config().to_dict()
-    by_us = not policy.own_attention and not told.get("attn_logit_softcapping")
-    return by_us and _has_flash(policy.device, policy.dtype)
+    """Whether attention runs without padding for this model."""
+    settings = policy.causal_lm.config.get_text_config().to_dict()
+    uses_ours = not policy.attention_fallback_reason and not settings.get("attn_logit_softcapping")
+    return uses_ours and _has_flash(policy.device, policy.dtype)
 
 
 @functools.cache
 def _has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Flash attention is built for Ampere and newer, and for 16-bit numbers."""
+    """Flash attention needs Ampere or newer, and 16-bit floats."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
@@ -110,17 +111,17 @@ def _has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Stretches with prefixes of one length, as the rows of a table."""
+    """Spans with prefixes of equal length, as padded rows."""
 
     count: int
     prefix: int
     queries: Tensor
-    """The token of the row in each cell; padding repeats the first."""
+    """Index of the token in each cell; padding repeats the first."""
     keys: Tensor
-    """The spread key in each cell."""
+    """Index of the gathered key in each cell."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Outputs of all cells, end to end."""
+        """Outputs of all cells, flattened."""
         q, k, v = (
             flat.index_select(0, cells).reshape(self.count, -1, *flat.shape[1:]).transpose(1, 2)
             for flat, cells in ((query, self.queries), (key, self.keys), (value, self.keys))
@@ -130,17 +131,17 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Padding:
-    """The stretches as tables, and the cell of each token of the row in all of them."""
+    """All spans as padded rows, and the cell of each token."""
 
     rows: list[_Rows]
     cells: Tensor
 
     @classmethod
-    def plan(cls, stretches: Sequence[Stretch], device: torch.device) -> _Padding:
-        keys_at = np.cumsum([0, *(s.seen for s in stretches[:-1])])
-        rows, cells, cell = [], np.empty(sum(s.length for s in stretches), np.int64), 0
-        for prefix in sorted({s.prefix for s in stretches}):
-            alike = [(s, at) for s, at in zip(stretches, keys_at, strict=True) if s.prefix == prefix]
+    def plan(cls, spans: Sequence[TokenSpan], device: torch.device) -> _Padding:
+        keys_at = np.cumsum([0, *(s.seen for s in spans[:-1])])
+        rows, cells, cell = [], np.empty(sum(s.length for s in spans), np.int64), 0
+        for prefix in sorted({s.prefix for s in spans}):
+            alike = [(s, at) for s, at in zip(spans, keys_at, strict=True) if s.prefix == prefix]
             longest = max(s.length for s, _ in alike)
             queries = np.zeros((len(alike), longest), np.int64)
             keys = np.zeros((len(alike), prefix + longest), np.int64)
@@ -156,24 +157,24 @@ class _Padding:
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """How a row's keys become those of every stretch, its prefix before it."""
+class _PrefixIndex:
+    """Indices that gather a row's keys for every span, prefix first."""
 
     index: Tensor
-    """For each spread key, its token in the row."""
+    """For each gathered key, its token in the row."""
     own: Tensor
-    """For each token of the row, its key in its own stretch."""
+    """For each token of the row, its key in its own span."""
     copies: Tensor
     """Spread keys that are copies in a prefix."""
     copied: Tensor
-    """The token of the row that each of them copies."""
+    """Source token of each copy."""
     until: int
-    """Tokens after this one have no copies; prompts that are shared should lie first in the row."""
+    """Tokens from here on have no copies; shared prompts come first in the row."""
 
     @classmethod
-    def plan(cls, stretches: Sequence[Stretch], device: torch.device) -> _Spread:
+    def plan(cls, spans: Sequence[TokenSpan], device: torch.device) -> _PrefixIndex:
         index, is_copy = [], []
-        for s in stretches:
+        for s in spans:
             index += [np.arange(s.prefix_start, s.prefix_start + s.prefix), np.arange(s.start, s.start + s.length)]
             is_copy += [np.ones(s.prefix, bool), np.zeros(s.length, bool)]
         tokens, copy = np.concatenate(index), np.concatenate(is_copy)
@@ -182,21 +183,21 @@ class _Spread:
         return cls(on_device[0], on_device[1], on_device[2], on_device[3], int(parts[3].max()) + 1)
 
 
-class _Spreading(torch.autograd.Function):
-    """Keys or values of a row, copied to every stretch that sees them; their gradients are added up in float32."""
+class GatherPrefix(torch.autograd.Function):
+    """Gathers keys or values of a row for every span that sees them; gradients are summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, row: Tensor, spread: _Spread) -> Tensor:
-        """(tokens, heads, size) to (spread keys, heads, size)."""
-        ctx.spread = spread
-        return row.index_select(0, spread.index)
+    def forward(ctx: Any, row: Tensor, prefix_index: _PrefixIndex) -> Tensor:
+        """(tokens, heads, size) to (gathered keys, heads, size)."""
+        ctx.prefix_index = prefix_index
+        return row.index_select(0, prefix_index.index)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """A token's own gradient, and those of its copies."""
-        spread: _Spread = ctx.spread
-        own = gradient.index_select(0, spread.own)
-        copies = gradient.index_select(0, spread.copies).float().flatten(1)
-        sums = sum_by_row(copies, spread.copied, spread.until).view(-1, *own.shape[1:])
-        own[: spread.until] = sums.add_(own[: spread.until]).to(own.dtype)
+        """A token's own gradient plus those of its copies."""
+        prefix_index: _PrefixIndex = ctx.prefix_index
+        own = gradient.index_select(0, prefix_index.own)
+        copies = gradient.index_select(0, prefix_index.copies).float().flatten(1)
+        sums = sum_by_row(copies, prefix_index.copied, prefix_index.until).view(-1, *own.shape[1:])
+        own[: prefix_index.until] = sums.add_(own[: prefix_index.until]).to(own.dtype)
         return own, None

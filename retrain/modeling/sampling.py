@@ -1,4 +1,4 @@
-"""What the configuration says about drawing completions."""
+"""Sampling options of a configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from retrain.types import Sampling
 
 
 def training_distribution(config: TrainConfig) -> Sampling:
-    """The distribution that training completions are drawn from, and that their log-probs are computed under."""
+    """The distribution of training completions and of their log-probs."""
     training = config.training
     return Sampling(
         max_tokens=training.max_tokens,

@@ -1,11 +1,11 @@
-"""The tokenizer's side of a run: prompts into token ids, and the text of each token."""
+"""Loads tokenizers, encodes prompts, and lists the text of each token."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -14,20 +14,61 @@ from retrain.errors import ConfigError
 from retrain.types import Example, IntArray
 
 
-def load_tokenizer(model: str, where: str = "[model] model") -> Any:
-    """The model's tokenizer, or a sentence that says how to get it; `where` is the option that names the model."""
-    # Without PyTorch the library advises to install it as it is imported; a remote backend needs none.
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, text: str, *, add_special_tokens: bool = ...) -> Mapping[str, Sequence[int]]:
+        """Encode a text; the ids are under `input_ids`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """The text of token ids."""
+        ...
+
+    def batch_decode(self, sequences: Sequence[IntArray | list[int]], *, skip_special_tokens: bool = ...) -> list[str]:
+        """The texts of several sequences."""
+        ...
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **kwargs: object,
+    ) -> str:
+        """Render chat messages."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary entries of token ids."""
+        ...
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write the tokenizer's files."""
+        ...
+
+
+def load_tokenizer(model: str, where: str = "[model] model") -> Tokenizer:
+    """Load the model's tokenizer; `where` is the option that names the model, for errors."""
+    # transformers prints advice to install PyTorch, which a remote backend does not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer  # noqa: PLC0415  (its first word is to be kept from the screen)
+    from transformers import AutoTokenizer  # noqa: PLC0415  (after the variable above is set)
 
     try:
-        return AutoTokenizer.from_pretrained(resolve_model(model))
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:
         raise ConfigError(explain_missing_model(model, error, where)) from error
+    return tokenizer
 
 
 def explain_missing_model(name: str, error: Exception, where: str = "[model] model") -> str:
-    """Why a model could not be loaded, and what to do about it."""
+    """Why a model could not be loaded, and what to try."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "/" in name and not Path(name).expanduser().is_dir():
         reason = f"no such folder, and as a Hub id: {reason}"
@@ -38,21 +79,21 @@ def explain_missing_model(name: str, error: Exception, where: str = "[model] mod
     )
 
 
-def vocabulary_texts(tokenizer: Any) -> list[str]:
-    """The text of every token id, with the tokenizer's own space markers; planning detectors read these."""
+def vocabulary_texts(tokenizer: Tokenizer) -> list[str]:
+    """The text of every token id, with the tokenizer's space markers, for planning detectors."""
     return [token if token is not None else "" for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
 
 
 class PromptEncoder:
-    """Examples into prompt token ids, through the chat template; each distinct prompt is encoded once."""
+    """Encodes examples with the chat template; each distinct prompt is encoded once."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         system_prompt: str,
         max_prompt_tokens: int,
-        say: Callable[[str], None],
-        template_kwargs: Mapping[str, Any] | None = None,
+        log: Callable[[str], None],
+        template_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = template_kwargs or {}
@@ -60,17 +101,17 @@ class PromptEncoder:
         self.max_prompt_tokens = max_prompt_tokens
         self.encoded: dict[object, IntArray] = {}
         if tokenizer.chat_template is None:
-            say("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
+            log("Warning: the tokenizer has no chat template; prompts are given to the model as plain text.")
 
     def encode(self, example: Example) -> IntArray:
-        """Token ids of the prompt, cut from the left where max_prompt_tokens says so."""
+        """Token ids of the prompt, truncated from the left to max_prompt_tokens."""
         key = example.prompt if isinstance(example.prompt, str) else tuple(tuple(m.items()) for m in example.prompt)
         if key not in self.encoded:
             self.encoded[key] = self.encode_once(example)
         return self.encoded[key]
 
     def encode_once(self, example: Example) -> IntArray:
-        """The same for a prompt that is not kept, since it will not come again."""
+        """The same without caching, for prompts that do not repeat."""
         ids = np.asarray(self._ids(self._messages(example)), dtype=np.int64)
         return ids[-self.max_prompt_tokens :] if self.max_prompt_tokens else ids
 

@@ -1,4 +1,4 @@
-"""Which tokens of a completion are planning (steering the solution) and which execution (carrying it out)."""
+"""Detects planning tokens (steering the solution) as opposed to execution tokens (carrying it out)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PlanningDetector(Protocol):
 
 @runtime_checkable
 class DetectorClass(Protocol):
-    """What a detector's class offers, built in or not."""
+    """Interface of detector classes."""
 
     def from_config(self, planning: Planning, strategic_grams: str) -> PlanningDetector:
         """Build one from `[planning]` and `[logging] strategic_grams`; a classmethod on the detector."""
 
 
 def build_detector(planning: Planning, strategic_grams: str = "", search_paths: Sequence[str] = ()) -> PlanningDetector:
-    """The detector that `[planning] detector` names: built in, an installed plug-in, or a dotted path."""
+    """Build `[planning] detector`: a built-in, an installed plug-in, or a dotted path."""
     name = planning.detector
     found = REGISTRIES["planning"].load(name, search_paths)
     if not isinstance(found, DetectorClass):
@@ -52,18 +52,18 @@ def build_detector(planning: Planning, strategic_grams: str = "", search_paths: 
         raise PluginError(
             f"planning plug-in {name!r}: from_config returned {type(detector).__name__}, without detect()."
         )
-    return _Named(name, detector)
+    return _CheckedDetector(name, detector)
 
 
-class _Named:
-    """A detector whose failures say which plug-in it was."""
+class _CheckedDetector:
+    """Validates a plug-in's masks and names the plug-in in errors."""
 
     def __init__(self, name: str, detector: PlanningDetector) -> None:
         self._name = name
         self._detector = detector
 
     def detect(self, token_texts: Sequence[str]) -> BoolArray:
-        """Ask the detector, and see that it answered for every token."""
+        """Detect, and check that there is a value per token."""
         try:
             mask = np.asarray(self._detector.detect(token_texts), dtype=np.bool_)
         except RetrainError:

@@ -1,6 +1,6 @@
-"""Planning tokens by phrase: every token that a strategic gram touches.
+"""Planning tokens by phrase: every token that overlaps a strategic gram.
 
-Fast and predictable; blind to planning in other words than the listed ones, and to other languages.
+Fast and predictable, but blind to other phrases and languages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RegexDetector:
         return mark_spans(token_texts, self._find(_lower(join_tokens(token_texts))))
 
     def _find(self, text: str) -> Iterator[Span]:
-        # The pattern looks ahead without consuming, so that grams which overlap each other are all found.
+        # A lookahead consumes nothing, so that overlapping grams are all found.
         return (match.span(1) for match in self._pattern.finditer(text))
 
 
@@ -73,7 +73,7 @@ def _bad_grams(text: str, why: str) -> ConfigError:
 
 
 def _compile(grams: Sequence[str]) -> re.Pattern[str]:
-    # Longest first: of two grams that begin alike the longer one covers the tokens of both.
+    # Longest first: of two grams with the same start the longer one covers both.
     ordered = sorted({_lower(" ".join(gram.split())) for gram in grams}, key=lambda gram: (-len(gram), gram))
     if not ordered or not all(ordered):
         raise ValueError("a regex detector needs at least one gram, and none may be empty")
@@ -92,5 +92,5 @@ def _lower(text: str) -> str:
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
-    # A few letters (İ) grow when lowered, which would shift every place after them.
+    # A few letters (İ) become longer in lower case, which would shift all positions after them.
     return "".join(low if len(low := char.lower()) == 1 else char for char in text)

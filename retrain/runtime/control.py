@@ -1,4 +1,4 @@
-"""How whoever started a run steers it: the loop calls `after_step` and polls `should_stop`."""
+"""Control of a run by its caller: the loop calls `after_step` and polls `should_stop`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoControl:
 
 
 class StopRequested(KeyboardInterrupt):
-    """A RunControl asked the run to stop. Handled like Ctrl-C: the step under way is discarded, the state saved."""
+    """A RunControl asked the run to stop. Handled like Ctrl-C: the running step is discarded and the state saved."""
 
 
 def raise_if_stopped(control: RunControl) -> None:

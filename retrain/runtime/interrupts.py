@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: stop at once between steps, or as soon as the step under way is whole."""
+"""Handles SIGINT, SIGTERM and SIGHUP: stops at once between steps, or when the running step is complete."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals that end even what should not be interrupted: somebody really means it.
-INSISTING = 3
+# Number of signals that interrupt even a held section.
+FORCE_AFTER = 3
 
 
 class Interrupts:
-    """Turns signals into KeyboardInterrupt, held back while `held` is open. Idle outside the main thread."""
+    """Turns signals into KeyboardInterrupt, deferred while `held` is open. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.holding = False
         self.stopping = False
-        """Whether the run was told to stop already: what it does about that is held too."""
+        """Whether the run is stopping already; further signals are deferred."""
         self.waiting = 0
-        """Signals that came while holding or stopping."""
+        """Signals received while holding or stopping."""
         self.previous: dict[int, Any] = {}
 
     @property
     def between_steps(self) -> bool:
-        """Whether the run stands at a step's boundary, where its state is whole."""
+        """Whether the run is between steps, where its state is consistent."""
         return not self.holding
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            # Whoever started it with nohup wants it to outlive the terminal.
+            # Started with nohup, the run must survive its terminal.
             wanted = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
             self.previous = {number: signal.signal(number, self._handle) for number in wanted}
         return self
@@ -51,24 +51,24 @@ class Interrupts:
             self.stopping = True
             raise KeyboardInterrupt
         self.waiting += 1
-        if self.waiting >= INSISTING:
+        if self.waiting >= FORCE_AFTER:
             raise KeyboardInterrupt
         if self.waiting == 1 and sys.__stderr__ is not None:
-            # Not print: a signal may arrive in the middle of one. A terminal that was closed takes nothing any more.
+            # Not print: a signal may arrive during one. The terminal may be closed.
             with contextlib.suppress(OSError):
                 os.write(2, b"\nFinishing and saving; twice more stops at once.\n")
 
     def hold(self) -> None:
-        """Begin what `held` will go on with and end."""
+        """Start to defer signals, before `held` does."""
         self.holding = True
 
-    def give_up(self) -> None:
-        """What was held never happened: the state is that of the boundary before it."""
+    def cancel(self) -> None:
+        """Stop deferring: the step was undone and the state is that before it."""
         self.holding = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let nothing in between. An error inside leaves `between_steps` false: the step is half done."""
+        """Defer signals. An error inside leaves `between_steps` false: the step is incomplete."""
         self.hold()
         yield
         self.stopping = self.stopping or self.waiting > 0
@@ -79,29 +79,29 @@ class Interrupts:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let signals wait until this is over: what they would cut in two others could not put together again.
+    """Defer signals during a section that must not be interrupted.
 
-    Whoever insists is let through. Idle outside the main thread.
+    Repeated signals interrupt it anyway. Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
+    received: list[tuple[int, FrameType | None]] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append((number, frame))
-        if len(came) >= INSISTING:
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append((number, frame))
+        if len(received) >= FORCE_AFTER:
             raise KeyboardInterrupt
 
     previous = {number: signal.getsignal(number) for number in SIGNALS}
-    # What is ignored stays so.
+    # Ignored signals stay ignored.
     caught = {number: handler for number, handler in previous.items() if callable(handler)}
     for number in caught:
-        signal.signal(number, note)
+        signal.signal(number, receive)
     try:
         yield
     finally:
         for number, handler in caught.items():
             signal.signal(number, handler)
-    for which, frame in came:
+    for which, frame in received:
         caught[signal.Signals(which)](which, frame)

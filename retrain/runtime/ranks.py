@@ -1,6 +1,6 @@
-"""Where a process stands among those of its run, as torchrun, `accelerate launch` and `retrain launch` tell it.
+"""Rank and world size of this process, from the variables that torchrun, accelerate and `retrain launch` set.
 
-All of them set the same variables. This module imports no torch: the command line asks it before anything loads.
+Imports no torch: the command line uses it before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _SHARDED_BY = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepS
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process of a run: its number among all, and among those of its machine."""
+class RankInfo:
+    """Rank and world size of a process, over all machines and on its own."""
 
     rank: int
     world: int
@@ -25,13 +25,13 @@ class Place:
     local_world: int
 
     @property
-    def leads(self) -> bool:
-        """Whether this process runs the program and the others serve it."""
+    def is_main(self) -> bool:
+        """Whether this process runs the training loop and the others serve it."""
         return self.rank == 0
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place, or None when it is alone."""
+def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """This process's rank, or None in a single-process run."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
@@ -39,21 +39,21 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         local_rank = int(environment.get("LOCAL_RANK", rank))
         local_world = int(environment.get("LOCAL_WORLD_SIZE", world))
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE and their LOCAL_ twins must be whole numbers: {error}.") from error
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be integers: {error}.") from error
     if not 0 <= rank < world:
-        raise ConfigError(f"RANK = {rank} does not lie within WORLD_SIZE = {world}.")
-    return Place(rank, world, local_rank, local_world) if world > 1 else None
+        raise ConfigError(f"RANK = {rank} is not below WORLD_SIZE = {world}.")
+    return RankInfo(rank, world, local_rank, local_world) if world > 1 else None
 
 
-def refuse_on_ranks(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise one error for all that a run of several processes cannot do."""
+def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise one error for everything that a multi-process run does not support."""
     problems = tuple(_problems(config, environment))
     if problems:
         raise ConfigError("this configuration cannot be run by several processes:", problems)
 
 
-def refuse_alone(config: TrainConfig) -> None:
-    """Raise when weights are to be sharded over processes that are not there."""
+def check_single_process(config: TrainConfig) -> None:
+    """Raise if weights are to be sharded in a single-process run."""
     own = config.distributed
     if config.backend.backend == "local" and (own.fsdp or own.zero_stage):
         key = "fsdp = true" if own.fsdp else f"zero_stage = {own.zero_stage}"
@@ -76,32 +76,40 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[C
     if config.training.async_steps:
         yield ConfigIssue(
             "[training] async_steps",
-            "does not go with several processes: all of them sample, then all of them train.",
+            "is not supported with several processes: all of them sample, then all of them train.",
             "Try: async_steps = 0",
         )
     yield from _contradictions(config, environment)
 
 
 def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
-    """What `accelerate launch` was told must be what the file says."""
-    told = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
+    """Settings of `accelerate launch` that contradict the configuration."""
+    enabled = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
     own = config.distributed
     ours = {"FSDP"} if own.fsdp else {"DeepSpeed"} if own.zero_stage else set()
-    for name in sorted(told - ours):
+    for name in sorted(enabled - ours):
         hint = "Try: fsdp = true" if name == "FSDP" else "Try: zero_stage = 1 or 3"
         yield ConfigIssue("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
-    if "FSDP" in told & ours and environment.get("FSDP_VERSION", "2") != "2":
+    if "FSDP" in enabled & ours and environment.get("FSDP_VERSION", "2") != "2":
         yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
-    if "DeepSpeed" in told & ours:
+    if "DeepSpeed" in enabled & ours:
         for where, variable, wanted in (
             ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
-            ("[distributed] offload_optimizer", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _place(own.offload_optimizer)),
-            ("[distributed] offload_parameters", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", _place(own.offload_parameters)),
+            (
+                "[distributed] offload_optimizer",
+                "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+                _device(own.offload_optimizer),
+            ),
+            (
+                "[distributed] offload_parameters",
+                "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+                _device(own.offload_parameters),
+            ),
             ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
         ):
-            said = environment.get(f"ACCELERATE_{variable}", wanted)
-            if said != wanted and not _same_number(said, wanted):
-                yield ConfigIssue(where, f"means {wanted} to DeepSpeed, but accelerate's configuration says {said}.")
+            found = environment.get(f"ACCELERATE_{variable}", wanted)
+            if found != wanted and not _same_number(found, wanted):
+                yield ConfigIssue(where, f"means {wanted} to DeepSpeed, but accelerate's configuration has {found}.")
     for variable, harmless, what in (
         ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps"),
@@ -109,12 +117,12 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM"),
     ):
         if environment.get(variable, "").lower() not in harmless:
-            yield ConfigIssue("[distributed]", f"knows nothing of {what}, which accelerate's configuration sets.")
+            yield ConfigIssue("[distributed]", f"does not support {what}, which accelerate's configuration sets.")
     mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no":
         yield ConfigIssue(
             "[model] dtype",
-            f"says what weights are computed in, but accelerate's configuration has mixed_precision {mixed!r}.",
+            f"sets the precision of the weights, but accelerate's configuration has mixed_precision {mixed!r}.",
             "Try: mixed_precision: 'no'",
         )
 
@@ -126,5 +134,5 @@ def _same_number(one: str, other: str) -> bool:
         return False
 
 
-def _place(offloaded: bool) -> str:
+def _device(offloaded: bool) -> str:
     return "cpu" if offloaded else "none"

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder, checkpoints, recorded rollouts and published adapters."""
+"""Files of a run: folder, logs, checkpoints, recorded rollouts and published adapters."""

@@ -1,10 +1,10 @@
-"""What a resume needs: saved atomically, verified when loaded.
+"""Checkpoints: saved atomically, verified on load.
 
-    log_dir/trainer_state.json                which checkpoint is newest, and how the run stands
+    log_dir/trainer_state.json                newest checkpoint and status of the run
     log_dir/checkpoints/step_000020/          checkpoint.json, adapter/ (PEFT layout), learner.safetensors
 
-A checkpoint is written beside its place and renamed into it, so a kill at any instant leaves the last good one. Its
-manifest holds a digest of every file; one that does not match is passed over for the one before.
+A checkpoint is written to a temporary folder and renamed, so a kill always leaves the last good one. Its manifest has
+a digest of every file; a checkpoint that does not match is skipped for an older one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from retrain.errors import CheckpointError
 from retrain.storage.publishing import may_replace, publish_folder
+from retrain.types import JsonObject
 
 MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
@@ -32,24 +32,24 @@ NOTES = "notes.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: `step` training steps are done."""
+    """A verified checkpoint after `step` steps."""
 
     path: Path
     step: int
-    state: dict[str, Any]
+    state: JsonObject
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, log_dir: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, log_dir: Path, keep: int, log: Callable[[str], None]) -> None:
         self.log_dir = log_dir
         self.folder = log_dir / "checkpoints"
         self.keep = keep
-        self.say = say
+        self.log = log
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint after `step` steps; `write` fills its folder. Older ones beyond `keep` go."""
+    def save(self, step: int, state: JsonObject, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint after `step` steps; `write` fills its folder. Older ones beyond `keep` are deleted."""
         target = self.path_of(step)
         draft = self.folder / f".writing_{target.name}"
         try:
@@ -74,38 +74,38 @@ class Checkpoints:
         return target
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps lies, or would."""
+        """Path of the checkpoint after `step` steps."""
         return self.folder / f"step_{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
+        """Steps with a checkpoint, in order."""
         names = [path.name for path in self.folder.glob("step_*")] if self.folder.is_dir() else []
         return sorted(int(name[5:]) for name in names if name[5:].isdigit())
 
     def newest(self) -> Checkpoint:
-        """The newest checkpoint that is whole."""
+        """The newest valid checkpoint."""
         for step in reversed(self.steps()):
             path = self.path_of(step)
             problem, manifest = _verify(path)
             if not problem:
                 return Checkpoint(path, step, manifest["state"])
-            self.say(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
+            self.log(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
         raise CheckpointError(f"{self.log_dir} has no checkpoint to resume from.")
 
     def drop_after(self, step: int) -> None:
-        """Delete checkpoints of later steps, which a resume from `step` will write again."""
+        """Delete checkpoints after `step`, which a resume will rewrite."""
         for later in (s for s in self.steps() if s > step):
             _remove(self.path_of(later))
         self._sweep()
 
     def _sweep(self) -> None:
-        """Delete what a kill left half written or half deleted."""
+        """Delete incomplete checkpoints left by a kill."""
         for leftover in self.folder.glob(".*_step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
-    """Replace trainer_state.json in one go."""
+def write_state_file(log_dir: Path, state: JsonObject) -> None:
+    """Replace trainer_state.json atomically."""
     draft = log_dir / f".{STATE_FILE}"
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -117,15 +117,15 @@ def write_state_file(log_dir: Path, state: dict[str, Any]) -> None:
         raise explain_write_error(error, log_dir) from error
 
 
-def read_notes(checkpoint: Path) -> dict[str, Any]:
-    """What the backend noted of a checkpoint for trainer_state.json: where a service keeps the weights, for one."""
+def read_notes(checkpoint: Path) -> JsonObject:
+    """A backend's notes on a checkpoint for trainer_state.json, e.g. where a service keeps the weights."""
     path = checkpoint / NOTES
-    notes: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    notes: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return notes
 
 
 def explain_write_error(error: Exception, where: Path) -> CheckpointError:
-    """A full disk or the like, in a sentence; the run failed, its input was not wrong."""
+    """Explain a write error such as a full disk; exit code 1, since the configuration is fine."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     explained = CheckpointError(
         f"could not write to {where}: {reason}. Earlier checkpoints are intact.  "
@@ -135,7 +135,7 @@ def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     return explained
 
 
-def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], None]) -> Path | None:
+def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], None]) -> Path | None:
     """Copy the newest adapter to `[backend] adapter_path`; return where the adapter is, if there is one.
 
     A copy that fails loses nothing.
@@ -145,7 +145,7 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
         # A backend of another kind may have none.
         return None
     if not may_replace(adapter_path):
-        say(
+        log(
             f"Warning: {adapter_path} holds files that retrain did not write, so it is left alone. "
             f"The adapter is in {source}."
         )
@@ -153,7 +153,7 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, say: Callable[[str], N
     try:
         publish_folder(adapter_path, lambda draft: _copy_into(source, draft))
     except OSError as error:
-        say(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {source}.")
+        log(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {source}.")
         return source
     return adapter_path
 
@@ -168,16 +168,16 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _seal(manifest: dict[str, Any]) -> str:
-    """A digest of all the rest of a manifest."""
+def _seal(manifest: JsonObject) -> str:
+    """A digest of the manifest."""
     text = json.dumps([manifest["step"], manifest["state"], manifest["files"]], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _verify(path: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with a checkpoint ("" if nothing), and its manifest."""
+def _verify(path: Path) -> tuple[str, JsonObject]:
+    """What is wrong with a checkpoint ("" if valid), and its manifest."""
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: JsonObject = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, this version reads {FORMAT}", {}
         if manifest["seal"] != _seal(manifest) or path.name != f"step_{manifest['step']:06d}":
@@ -192,7 +192,7 @@ def _verify(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        # Renamed first: a kill in the middle of deleting must not leave half a checkpoint under its proper name.
+        # Renamed first: a kill while deleting must not leave an incomplete checkpoint under its name.
         doomed = path.with_name(f".removing_{path.name}_{os.getpid()}")
         os.rename(path, doomed)
         shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
-"""The run's folder: taken by one run at a time, never overwritten, picked up again by a resume."""
+"""The run folder: locked by one run at a time, never overwritten, reused by a resume."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from retrain.storage.recording import drop_recordings
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
-# Folders are searched for runs this deep: logs/sweeps/2026/campaign/runs is found, a whole disk is not read.
+# Depth of the search for runs in folders.
 SEARCH_DEPTH = 4
 
-# What a folder that was trained in holds.
+# Contents of a folder with a run.
 RUN_FILES = (STATE_FILE, *FILES, "checkpoints", "rollouts")
 
 
 class RunFolder:
-    """A locked log_dir with its resolved configuration, and the checkpoint to go on from, if any."""
+    """A locked log_dir with its resolved configuration, and the checkpoint to resume from, if any."""
 
-    def __init__(self, config: TrainConfig, force_resume: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, force_resume: bool, log: Callable[[str], None]) -> None:
         self.path = Path(config.logging.log_dir).expanduser()
         if self.path.is_symlink():
-            # The folder behind a link is the run's; renaming the link would send the next run to another disk.
+            # Renaming the link instead of its target would move the next run to another disk.
             self.path = self.path.resolve()
-        self.say = say
+        self.log = log
         self.checkpoint: Checkpoint | None = None
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
         try:
@@ -52,22 +52,22 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Release the lock."""
         self.lock.close()
 
     def settle(self) -> None:
-        """Make the folder this run's: nothing in it changes before every part is known to load."""
+        """Prepare the folder, once every component has loaded; nothing in it changes before."""
         try:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():
                     _copy_logs(self.resumed, self.path)
                 short = cut_logs(self.path, self.checkpoint.state["log_sizes"])
-                restore_logs(self.path, short, self.checkpoint.step, self.config.condition, self.say)
+                restore_logs(self.path, short, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
-                Checkpoints(self.path, self.config.training.keep, self.say).drop_after(self.checkpoint.step)
-            elif any(_holds_something(self.path / name) for name in RUN_FILES):
+                Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
+            elif any(_is_not_empty(self.path / name) for name in RUN_FILES):
                 self._step_aside_earlier_run()
-            # Whoever starts from this file starts afresh, and says so if it is to go on.
+            # A run started from this file is a new run.
             written = self.config.model_copy(update={"resume": type(self.config.resume)()})
             draft = self.path / f".{CONFIG_FILE}"
             draft.write_text(dump_config(written), encoding="utf-8")
@@ -76,12 +76,12 @@ class RunFolder:
             raise explain_write_error(error, self.path) from error
 
     def _step_aside_earlier_run(self) -> None:
-        """An earlier run in the same place is renamed, never overwritten."""
+        """Rename the folder of an earlier run."""
         aside = step_aside(self.path)
         self.path.mkdir()
         earlier, self.lock = self.lock, lock_folder(self.path)
         earlier.close()
-        self.say(f"{self.path} held an earlier run; it is now {aside} (to go on with it: --resume {aside}).")
+        self.log(f"{self.path} held an earlier run; it is now {aside} (to resume it: --resume {aside}).")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         assert self.resumed is not None
@@ -94,16 +94,16 @@ class RunFolder:
             raise CheckpointError(
                 f"{self.resumed} was trained with other settings:\n"
                 + "\n".join(f"  {line}" for line in differences)
-                + "\nA run that changes its meaning on the way cannot be compared with any other.  "
-                "Try: leave them as they were, start a new run, or insist with --force-resume."
+                + "\nA run with mixed settings cannot be compared with any other.  "
+                "Try: keep the old settings, start a new run, or use --force-resume."
             )
-        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.say).newest()
-        self.say(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
+        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()
+        self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
         return config
 
 
 def step_aside(path: Path) -> str:
-    """Rename a folder that holds an earlier run; returns its new name."""
+    """Rename the folder of an earlier run; returns its new name."""
     number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
     aside = f"{path}.{number}"
     try:
@@ -116,7 +116,7 @@ def step_aside(path: Path) -> str:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The same configuration, readable from any working directory."""
+    """The configuration with absolute paths."""
 
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute()) if path else path
@@ -146,7 +146,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str]:
-    """Options that differ and would change what the run means."""
+    """Differing options that a resume must not change."""
     before, after = values_of(stored), values_of(wanted)
     return [
         f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
@@ -156,14 +156,14 @@ def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str
 
 
 def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
-    """Settle the seed of a run that asked for none."""
+    """Set the seed of a run without one."""
     if config.training.seed >= 0:
         return config
     return config.model_copy(update={"training": config.training.model_copy(update={"seed": seed})})
 
 
 def lock_folder(path: Path) -> TextIO:
-    """Hold the folder for as long as the returned file is open; the system lets go even after a kill."""
+    """Lock the folder while the returned file is open; the system releases it even after a kill."""
     file = (path / LOCK_FILE).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,14 +178,14 @@ def lock_folder(path: Path) -> TextIO:
     return file
 
 
-def _holds_something(path: Path) -> bool:
+def _is_not_empty(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
 def _copy_logs(source: Path, target: Path) -> None:
-    if any(_holds_something(target / name) for name in (*FILES, "checkpoints", "rollouts")):
+    if any(_is_not_empty(target / name) for name in (*FILES, "checkpoints", "rollouts")):
         raise ConfigError(
-            f"{target} already holds a run, so that of {source} cannot go on there.  Try: another --log-dir"
+            f"{target} already holds a run, so the run of {source} cannot continue there.  Try: another --log-dir"
         )
     for name in FILES:
         if (source / name).exists():

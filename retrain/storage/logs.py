@@ -9,7 +9,8 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from retrain.types import JsonObject
 
 METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
     "metrics.jsonl",
@@ -20,11 +21,9 @@ METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
 )
 FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 
-Row = dict[str, Any]
 
-
-def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-    """The rows among lines of a log; one that a kill tore, or that is no object, is left out."""
+def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
+    """Parse the lines of a log; truncated lines and other values than objects are skipped."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -35,9 +34,9 @@ def whole_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
 
 
 def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Shorten the files to what they held at a checkpoint: later steps will be written again.
+    """Truncate the files to their sizes at a checkpoint; later steps will be rewritten.
 
-    Returns the names of those that hold less than that, because somebody else shortened or deleted them.
+    Returns the names of files that are shorter than that.
     """
     short = []
     for name in FILES:
@@ -50,17 +49,17 @@ def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
     return short
 
 
-def restore_logs(log_dir: Path, short: Sequence[str], steps: int, condition: str, say: Callable[[str], None]) -> None:
-    """Bring files that are shorter than their checkpoint says to `steps` steps, as far as the others know of them."""
+def restore_logs(log_dir: Path, short: Sequence[str], steps: int, condition: str, log: Callable[[str], None]) -> None:
+    """Rebuild `steps` steps of files that are too short, as far as the other files allow."""
     for name in (STEPS, METRICS):
         if name in short:
-            _restore(log_dir, name, steps, condition, say)
+            _restore(log_dir, name, steps, condition, log)
     for name in (name for name in short if name not in (STEPS, METRICS)):
         _write(log_dir / name, _rows_before(log_dir / name, steps))
-        say(f"Warning: {log_dir / name} is shorter than at the checkpoint. What it lost cannot be rebuilt.")
+        log(f"Warning: {log_dir / name} is shorter than at the checkpoint. The lost rows cannot be rebuilt.")
 
 
-def _restore(log_dir: Path, name: str, steps: int, condition: str, say: Callable[[str], None]) -> None:
+def _restore(log_dir: Path, name: str, steps: int, condition: str, log: Callable[[str], None]) -> None:
     rows = {row["step"]: row for row in _rows_before(log_dir / name, steps)}
     lost = [step for step in range(steps) if step not in rows]
     found = dict(_metrics_rows(log_dir, steps) if name == METRICS else _summaries(log_dir, steps, condition))
@@ -70,13 +69,13 @@ def _restore(log_dir: Path, name: str, steps: int, condition: str, say: Callable
         return
     text = f"Warning: {log_dir / name} lost the rows of {_list_steps(lost)} since the checkpoint."
     if rebuilt:
-        what = "with rewards and evaluations alone" if name == METRICS else "from the completions"
-        text += f" Those of {_list_steps(rebuilt)} are rebuilt {what}."
-    say(text if rebuilt else f"{text} The other logs do not have them.")
+        what = "with rewards and evaluations only" if name == METRICS else "from the completions"
+        text += f" Those of {_list_steps(rebuilt)} were rebuilt {what}."
+    log(text if rebuilt else f"{text} The other logs do not have them.")
 
 
-def _metrics_rows(log_dir: Path, steps: int) -> Iterator[tuple[int, Row]]:
-    """What the summaries and the evaluations know of each step's metrics."""
+def _metrics_rows(log_dir: Path, steps: int) -> Iterator[tuple[int, JsonObject]]:
+    """Metrics of each step from the summaries and evaluations."""
     evaluations = {row["step"]: row for row in _rows_before(log_dir / EVALS, steps)}
     right = scored = 0
     for row in sorted(_rows_before(log_dir / STEPS, steps), key=lambda row: int(row["step"])):
@@ -96,9 +95,9 @@ def _metrics_rows(log_dir: Path, steps: int) -> Iterator[tuple[int, Row]]:
         )
 
 
-def _summaries(log_dir: Path, steps: int, condition: str) -> Iterator[tuple[int, Row]]:
-    """The summary of every step whose completions were kept."""
-    scores: dict[int, list[Row]] = {}
+def _summaries(log_dir: Path, steps: int, condition: str) -> Iterator[tuple[int, JsonObject]]:
+    """Summaries of the steps whose completions were logged."""
+    scores: dict[int, list[JsonObject]] = {}
     for row in _rows_before(log_dir / GENERATIONS, steps):
         scores.setdefault(row["step"], []).append(row)
     for step, rows in scores.items():
@@ -115,17 +114,17 @@ def _summaries(log_dir: Path, steps: int, condition: str) -> Iterator[tuple[int,
         )
 
 
-def _rows_before(path: Path, steps: int) -> list[Row]:
-    """Whole rows of earlier steps; later ones will be written again."""
+def _rows_before(path: Path, steps: int) -> list[JsonObject]:
+    """Complete rows before `steps`."""
     if not path.exists():
         return []
-    # Only a newline ends a row: completions hold other characters that Unicode calls line breaks.
+    # Only a newline ends a row: completions may contain other Unicode line breaks.
     lines = path.read_bytes().split(b"\n")
-    return [row for row in whole_rows(lines) if isinstance(row.get("step"), int) and row["step"] < steps]
+    return [row for row in parse_rows(lines) if isinstance(row.get("step"), int) and row["step"] < steps]
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a log in one go."""
+def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Replace a log atomically."""
     draft = path.with_name(f".{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -134,7 +133,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _list_steps(steps: Iterable[int]) -> str:
-    """Steps as a reader counts them: step 3, or steps 0-4, 7."""
+    """E.g. `step 3`, or `steps 0-4, 7`."""
     ranges: list[list[int]] = []
     for step in sorted(steps):
         if ranges and step == ranges[-1][1] + 1:

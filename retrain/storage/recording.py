@@ -1,4 +1,4 @@
-"""Rollouts on disk: what was sampled and how it was scored, so that credit can be recomputed without sampling."""
+"""Recorded rollouts: completions and scores on disk, so that credit can be recomputed without sampling."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_recordings(log_dir: Path) -> Iterator[tuple[int, list[Group]]]:
 
 
 def drop_recordings(log_dir: Path, step: int) -> None:
-    """Delete recordings of `step` and later, which a resumed run will make again."""
+    """Delete recordings from `step` on, which a resume will rewrite."""
     for path in (log_dir / FOLDER).glob("step_*.npz"):
         if int(path.stem[5:]) >= step:
             path.unlink()
@@ -82,9 +82,9 @@ def _groups(arrays: dict[str, np.ndarray]) -> list[Group]:
     scores = [Score(float(v), outcome) for v, outcome in zip(arrays["rewards"], texts["outcomes"], strict=True)]
     prompts = np.split(arrays["prompt_ids"].astype(np.int64), np.cumsum(arrays["prompt_lengths"])[:-1])
     groups, at = [], 0
-    for size, prompt_ids, told in zip(arrays["group_sizes"], prompts, texts["groups"], strict=True):
-        prompt = told["prompt"] if isinstance(told["prompt"], str) else tuple(told["prompt"])
-        example = Example(prompt, told["reference"], told["id"])
+    for size, prompt_ids, entry in zip(arrays["group_sizes"], prompts, texts["groups"], strict=True):
+        prompt = entry["prompt"] if isinstance(entry["prompt"], str) else tuple(entry["prompt"])
+        example = Example(prompt, entry["reference"], entry["id"])
         groups.append(Group(example, prompt_ids, tuple(completions[at : at + size]), tuple(scores[at : at + size])))
         at += int(size)
     return groups

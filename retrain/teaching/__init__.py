@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retrain.backends import Backend, LendsFrozen
+from retrain.backends import Backend, FrozenModelProvider
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.tokens import PromptEncoder, load_tokenizer
@@ -22,7 +22,7 @@ def build_teaching_scorer(
     config: TrainConfig, backend: Backend, encoder: PromptEncoder, reward: BatchReward, console: Console
 ) -> TeachingScorer:
     """Build the scorer of a policy and a student; a student of another model has its own tokenizer."""
-    if not isinstance(backend, LendsFrozen):
+    if not isinstance(backend, FrozenModelProvider):
         raise ConfigError(
             f"[teaching] enabled needs a backend that provides a frozen model, and {config.backend.backend} does not "
             "(it has no method `frozen`).  Try: enabled = false"
@@ -31,8 +31,8 @@ def build_teaching_scorer(
     student_encoder = encoder
     if section.student_model:
         tokenizer = load_tokenizer(section.student_model, "[teaching] student_model")
-        student_encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, console.say)
-    frozen = backend.frozen(config, student_encoder.tokenizer, console.say, console.progress)
+        student_encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, console.print)
+    frozen = backend.frozen(config, student_encoder.tokenizer, console.print, console.progress)
     reader = Reader(student_encoder, frozen.context_length)
     student = Student(frozen.engine, reader, Templates.of(section), section.max_probe_tokens, training.seed)
     teacher = Reader(encoder, backend.capabilities.context_length)

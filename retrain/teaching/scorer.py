@@ -51,7 +51,7 @@ class TeachingScorer:
         self.student = student
         self.reward = reward
         self.progress = console.progress
-        self.failures = Failures("Scoring", "answers of the student", console.say)
+        self.failures = Failures("Scoring", "answers of the student", console.print)
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
         """One group of teaching per example, in order."""
@@ -76,7 +76,7 @@ class TeachingScorer:
             groups.append(Group(example, prompt, tuple(teaching), tuple(values)))
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled, student_metrics(groups))
 
-    def describe(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
+    def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Metrics of the student and of scoring."""
         return {**self.reward.metrics(), **student_metrics(groups)}
 
@@ -97,7 +97,7 @@ class TeachingScorer:
         items = [_item(example, baseline.answer) for baseline, example in new.values()]
         items += [_item(examples[at // n], answer) for at, answer in enumerate(answers)]
         scores = self.reward.score(items)
-        self.failures.mind(scores)
+        self.failures.check(scores)
         for (baseline, _), score in zip(new.values(), scores, strict=False):
             baseline.score = score
         return scores[len(new) :]

@@ -1,15 +1,15 @@
-"""Trackers: where a run's numbers go."""
+"""Trackers record the metrics of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact
-from retrain.types import Example, Group, StepMetrics
+from retrain.types import Example, Group, JsonObject, StepMetrics
 
-__all__ = ["EveryFew", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text"]
+__all__ = ["ThrottledTracker", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text"]
 
 TABLE_COLUMNS = ["step", "prompt", "completion", "reward", "advantage"]
 
@@ -25,18 +25,18 @@ NAMES = {
 
 
 class Tracker(Protocol):
-    """Takes note of a run."""
+    """Records a run."""
 
     def start(self, config: TrainConfig) -> None:
-        """The run begins, or goes on."""
+        """The run starts or resumes."""
         ...
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """A step is done."""
+        """Log a step."""
         ...
 
     def finish(self) -> None:
-        """The run is over, however it ended."""
+        """The run has ended, successfully or not."""
         ...
 
 
@@ -47,44 +47,44 @@ class Trackers:
         self.trackers = trackers
 
     def start(self, config: TrainConfig) -> None:
-        """Start each."""
+        """Start all."""
         for tracker in self.trackers:
             tracker.start(config)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Tell each."""
+        """Log to all."""
         for tracker in self.trackers:
             tracker.log(step, metrics, groups)
 
     def finish(self) -> None:
-        """Finish each."""
+        """Finish all."""
         for tracker in self.trackers:
             tracker.finish()
 
 
-class EveryFew:
-    """Tells a tracker of every n-th step and of every evaluation; of none when n is 0."""
+class ThrottledTracker:
+    """Passes every n-th step and every evaluation to a tracker; none if n is 0."""
 
     def __init__(self, every: int, tracker: Tracker) -> None:
         self.every = every
         self.tracker = tracker
 
     def start(self, config: TrainConfig) -> None:
-        """Start it."""
+        """Start the tracker."""
         self.tracker.start(config)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Tell it, if the step is one of those."""
+        """Log the step if it is due."""
         if self.every and ((step + 1) % self.every == 0 or "eval_pass_at_1" in metrics):
             self.tracker.log(step, metrics, groups)
 
     def finish(self) -> None:
-        """Finish it."""
+        """Finish the tracker."""
         self.tracker.finish()
 
 
-def completions_table(step: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """Every completion of a step as a row, for `Table(**...)` of wandb and trackio."""
+def completions_table(step: int, groups: Sequence[Group]) -> JsonObject:
+    """A row per completion, for `Table(**...)` of wandb and trackio."""
     rows = []
     for group in groups:
         earned = [None] * len(group.completions_G) if group.advantages_G is None else group.advantages_G.tolist()
@@ -95,14 +95,14 @@ def completions_table(step: int, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def prompt_text(example: Example) -> str:
-    """What was asked, as one text."""
+    """The prompt as one text."""
     if isinstance(example.prompt, str):
         return example.prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in example.prompt)
 
 
 def metric_name(key: str) -> str:
-    """A metric's name on a dashboard: grouped where a group exists, else train/<key>."""
+    """A metric's name on dashboards: its group, or train/<key>."""
     if key.startswith("bp_"):
         return f"train/backpressure/{key[3:]}"
     return NAMES.get(key, f"train/{key}")

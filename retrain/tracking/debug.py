@@ -1,27 +1,26 @@
-"""A step in detail, for debug.jsonl: what became of every completion, and why."""
+"""Rows of debug.jsonl: what happened to every completion, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from retrain.types import Group, StepMetrics
+from retrain.types import Group, JsonObject, StepMetrics
 
-# How far the policy that trains is from the one that sampled, and what came of the update.
+# Metrics of the update.
 RATIOS = ("ratio_mean", "ratio_max", "kl_sample_train", "kl_ref", "loss", "grad_norm")
 
 
-def debug_row(step: int, metrics: StepMetrics, groups: Sequence[Group]) -> dict[str, Any]:
-    """One row a step."""
+def debug_row(step: int, metrics: StepMetrics, groups: Sequence[Group]) -> JsonObject:
+    """One row per step."""
     return {
         "step": step,
         **{key: metrics[key] for key in RATIOS if key in metrics},
-        "groups": [_describe(group) for group in groups],
+        "groups": [_group_row(group) for group in groups],
     }
 
 
-def _describe(group: Group) -> dict[str, Any]:
-    """The rewards, advantages and lengths of one group, and what of it was left out of the update."""
+def _group_row(group: Group) -> JsonObject:
+    """Rewards, advantages and lengths of a group, and excluded completions."""
     counting = [score.value for score in group.scores_G if score.counts]
     advantages = [] if group.advantages_G is None else [float(value) for value in group.advantages_G]
     dropped: dict[str, str] = {}

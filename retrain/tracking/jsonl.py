@@ -1,4 +1,4 @@
-"""The run's own record: metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl, debug.jsonl."""
+"""Writes metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl and debug.jsonl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact_all
@@ -17,11 +17,11 @@ from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.logs import DEBUG, FILES, GENERATIONS, METRICS, STEPS
 from retrain.tracking import prompt_text
 from retrain.tracking.debug import debug_row
-from retrain.types import Group, Metric, StepMetrics
+from retrain.types import Group, JsonObject, Metric, StepMetrics
 
 
 class JsonlTracker:
-    """Appends to the log files; knows how long they are, so that a resume can cut what came after its checkpoint."""
+    """Appends to the log files; checkpoints record their sizes, so that a resume can truncate them."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -30,7 +30,7 @@ class JsonlTracker:
         self.share = 1.0
 
     def start(self, config: TrainConfig) -> None:
-        """Open the files, each where it ended."""
+        """Open the files for appending."""
         self.seed, self.share = config.training.seed, config.logging.save_completions_probability
         for name in FILES if config.logging.debug else FILES[:-1]:
             path = self.log_dir / name
@@ -38,7 +38,7 @@ class JsonlTracker:
             self.files[name] = path.open("ab")
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """One object a step, and one a completion with its whole text."""
+        """Write one object per step, and one per completion with its full text."""
         scores = [score for group in groups for score in group.scores_G if score.counts]
         self.write(METRICS, [{key: _finite(value) for key, value in metrics.items()}])
         summary = {
@@ -55,19 +55,19 @@ class JsonlTracker:
             self.write(DEBUG, [redact_all(debug_row(step, metrics, groups))])
 
     def keeps_completions(self, step: int) -> bool:
-        """Whether this step's completions are written: decided by seed and step, so that a resume decides alike."""
+        """Whether this step's completions are written; depends on seed and step, so that a resume agrees."""
         return derive_seed(self.seed, "completions", step) < self.share * 2**32
 
     def finish(self) -> None:
         """Close the files."""
         for file in self.files.values():
-            # What a full disk would not take was reported when it was written.
+            # A full disk was reported on writing.
             with contextlib.suppress(OSError):
                 file.close()
         self.files.clear()
 
-    def write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows in one write, so that a kill tears at most the last one."""
+    def write(self, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+        """Append rows in one write, so that a kill truncates at most the last one."""
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
         try:
             self.files[name].write(text.encode("utf-8", "surrogatepass"))
@@ -76,7 +76,7 @@ class JsonlTracker:
             raise explain_write_error(error, self.log_dir) from error
 
     def sizes(self) -> dict[str, int]:
-        """How long each file is on disk now."""
+        """Current size of each file on disk."""
         try:
             for file in self.files.values():
                 file.flush()
@@ -86,11 +86,11 @@ class JsonlTracker:
         return {name: file.tell() for name, file in self.files.items()}
 
 
-def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
-    """One row for each completion of a group; a score that failed has no reward but says why."""
+def generation_rows(step: int, group: Group) -> list[JsonObject]:
+    """One row per completion; a failed score has a reason instead of a reward."""
     rows = []
     for completion, score in zip(group.completions_G, group.scores_G, strict=True):
-        row: dict[str, Any] = {
+        row: JsonObject = {
             "step": step,
             "prompt": prompt_text(group.example),
             "completion": completion.text,
@@ -105,5 +105,5 @@ def generation_rows(step: int, group: Group) -> list[dict[str, Any]]:
 
 
 def _finite(value: Metric) -> Metric:
-    """JSON has no NaN; a step whose loss is none was skipped, and says so under another key."""
+    """None for NaN and infinity, which JSON lacks; `skipped_steps` counts such steps."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The order in which a step is told: to the screen at once, to the record when its own numbers are known."""
+"""Logs steps: to the console at once, to the trackers once their own metrics are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLER_METRICS = ("staleness", "policy_proof", "mismatch_mean", "mismatch_max",
 
 
 class StepLog:
-    """Tells of steps. A row whose loss is a placeholder is kept from the record until `settle` has the real one."""
+    """Logs steps. A row whose loss is a placeholder is held back until `settle` completes it."""
 
     def __init__(self, screen: Tracker, record: Tracker) -> None:
         self.screen = screen
@@ -27,7 +27,7 @@ class StepLog:
         self.screen.start(config)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """A step is done, or is being trained on while the loop goes on."""
+        """Log a step, which may still be training."""
         self.screen.log(step, metrics, groups)
         if metrics["loss_is_placeholder"]:
             self.held = step, metrics, groups
@@ -35,13 +35,13 @@ class StepLog:
             self.record.log(step, metrics, groups)
 
     def settle(self, outcome: StepMetrics, skipped_steps: int) -> None:
-        """Write the row that is held back, with what its own step came to."""
+        """Write the held row with the metrics of its own step."""
         if self.held is not None:
             own = {key: value for key, value in outcome.items() if key not in (*SAMPLER_METRICS, "skipped")}
             self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
 
     def release(self) -> None:
-        """Write the row that is held back as it is: nobody will say what its step came to."""
+        """Write the held row unchanged: its metrics will not come."""
         if self.held is not None:
             self._write({})
 

@@ -9,7 +9,7 @@ from typing import Any
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError, MissingExtraError
 from retrain.tracking import completions_table, metric_name
-from retrain.types import Group, StepMetrics
+from retrain.types import Group, JsonObject, StepMetrics
 
 try:
     import trackio
@@ -22,14 +22,14 @@ NAME_FILE = "trackio_run_name"
 
 
 class TrackioTracker:
-    """Sends each step's metrics to Trackio; a resumed run goes on under the same name."""
+    """Sends each step's metrics to Trackio; a resumed run keeps its name."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.run: Any = None
 
     def start(self, config: TrainConfig) -> None:
-        """Open the run, or the one this folder began."""
+        """Open the run, or resume the one of this folder."""
         logging, name_file = config.logging, self.log_dir / NAME_FILE
         resumes = name_file.exists()
         try:
@@ -46,8 +46,8 @@ class TrackioTracker:
         name_file.write_text(self.run.name)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Log under the same names as to wandb."""
-        values: dict[str, Any] = {metric_name(key): value for key, value in metrics.items() if value is not None}
+        """Log under the same names as wandb."""
+        values: JsonObject = {metric_name(key): value for key, value in metrics.items() if value is not None}
         if groups:
             values["completions"] = trackio.Table(**completions_table(step, groups))
         self.run.log(values, step=step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,21 @@ import wandb
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.tracking import completions_table, metric_name
-from retrain.types import Group, StepMetrics
+from retrain.types import Group, JsonObject, StepMetrics
 
-# wandb refuses longer ones.
-LONGEST_TAG = 64
+# wandb's limit.
+MAX_TAG = 64
 
 
 class WandbTracker:
-    """Sends each step's metrics to wandb; a resumed run goes on under the same id."""
+    """Sends each step's metrics to wandb; a resumed run keeps its id."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.run: Any = None
 
     def start(self, config: TrainConfig) -> None:
-        """Open the run, or the one this folder began."""
+        """Open the run, or resume the one of this folder."""
         logging = config.logging
         id_file = self.log_dir / "wandb_run_id"
         try:
@@ -44,20 +44,20 @@ class WandbTracker:
             name=logging.wandb_run_name or config.condition,
             entity=logging.wandb_entity or None,
             group=logging.wandb_group or None,
-            tags=[tag.strip()[:LONGEST_TAG] for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
+            tags=[tag.strip()[:MAX_TAG] for tag in logging.wandb_tags.split(",") if tag.strip()] or None,
             config=config.model_dump(by_alias=True),
             dir=str(self.log_dir),
             id=run_id,
             resume="allow",
-            # Several runs of one process are open at once when they share a model.
+            # Runs that share a model are open at the same time in one process.
             reinit="create_new",
-            # It would wrap the standard output of the whole process, from a thread.
+            # Otherwise it would wrap the standard output of the process, from a thread.
             settings=wandb.Settings(console="off"),
         )
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log under the documented names."""
-        values: dict[str, Any] = {metric_name(key): value for key, value in metrics.items() if value is not None}
+        values: JsonObject = {metric_name(key): value for key, value in metrics.items() if value is not None}
         if groups:
             values["completions"] = wandb.Table(**completions_table(step, groups))
         self.run.log(values, step=step)
@@ -68,7 +68,7 @@ class WandbTracker:
             self.run.finish()
 
 
-def log_squeeze(config: TrainConfig, folder: Path, analysis: Mapping[str, Any]) -> None:
+def log_squeeze(config: TrainConfig, folder: Path, analysis: JsonObject) -> None:
     """A run named squeeze-analysis with the table of ranks."""
     run = wandb.init(
         project=config.logging.wandb_project,

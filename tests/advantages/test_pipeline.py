@@ -215,7 +215,7 @@ def test_an_engine_without_entropies_is_refused_before_training_and_in_it() -> N
     chosen.require_entropies(True, "pytorch")
     with pytest.raises(ConfigError, match="vllm engine does not return"):
         chosen.require_entropies(False, "vllm")
-    with pytest.raises(RolloutError, match="completion 0 came without"):
+    with pytest.raises(RolloutError, match="completion 0 has none"):
         chosen.assign([group([completion([-1.0]), completion([-1.0])], [1.0, 0.0])])
 
 

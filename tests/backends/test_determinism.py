@@ -116,7 +116,7 @@ def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_told_ot
     for wanted, expected in (("auto", False), (True, True)):
         said: list[str] = []
         determinism = Determinism(wanted, policy_for(config_for(tiny)), said.append)  # type: ignore[arg-type]
-        determinism.least_sequences = 3.7
+        determinism.min_sequences = 3.7
         for sequences, longest, always in ((1, 2048, True), (4, 9000, True), (3, 2049, False), (3, 2049, False)):
             with determinism.kernels(sequences, longest):
                 assert torch.are_deterministic_algorithms_enabled() == (always or expected)
@@ -128,19 +128,19 @@ def test_an_operation_without_a_deterministic_kernel_is_told_once_and_the_run_co
 ) -> None:
     said: list[str] = []
     determinism = Determinism("auto", policy_for(config_for(tiny)), said.append)
-    determinism.give_up(RuntimeError("odd_cuda does not have a deterministic implementation. You can ..."))
+    determinism.disable_after(RuntimeError("odd_cuda does not have a deterministic implementation. You can ..."))
     assert not determinism.is_on
     assert said == [
-        "Warning: this run will not repeat to the bit: odd_cuda does not have a deterministic implementation."
+        "Warning: this run is not bitwise reproducible: odd_cuda does not have a deterministic implementation."
     ]
 
 
 def test_an_operation_without_a_deterministic_kernel_ends_a_run_that_must_repeat(tiny: Path) -> None:
     determinism = Determinism(True, policy_for(config_for(tiny)), print)
-    with pytest.raises(BackendError, match="deterministic = true cannot be kept: odd_cuda does not have"):
-        determinism.give_up(RuntimeError("odd_cuda does not have a deterministic implementation"))
+    with pytest.raises(BackendError, match="deterministic = true is not possible: odd_cuda does not have"):
+        determinism.disable_after(RuntimeError("odd_cuda does not have a deterministic implementation"))
     with pytest.raises(RuntimeError, match="something else"):
-        determinism.give_up(RuntimeError("something else"))
+        determinism.disable_after(RuntimeError("something else"))
 
 
 @pytest.mark.parametrize("value", ["auto", True, False])
@@ -200,7 +200,7 @@ def test_what_cannot_be_taken_over_is_said(tiny: Path, tmp_path: Path, four_thre
     said: list[str] = []
     config = config_for(tiny)
     learner = learner_for(policy_for(config), config)
-    learner.say = said.append
+    learner.log = said.append
     save_sizes(tmp_path, learner, SizedEngine(1))
     torch.set_num_threads(2)
     load_sizes(tmp_path, learner, SizedEngine(1, fits=False))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from e2e.tiny import PlainTokenizer, config_for, learner_for, policy_for, random_datums, random_prompts, write_model
 
-from retrain.backends import FrozenModel, LendsFrozen
+from retrain.backends import FrozenModel, FrozenModelProvider
 from retrain.backends.local import LocalBackend
-from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, lend_frozen, without_adapter
+from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, build_frozen, without_adapter
 from retrain.backends.local.split import SplitBackend
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
@@ -36,7 +36,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lend(policy: Policy, config: TrainConfig) -> FrozenModel:
-    return lend_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
+    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
 
 
 def tokens(drawn: Sequence[Sequence[Completion]]) -> list[list[int]]:
@@ -84,7 +84,7 @@ def test_another_model_is_loaded_frozen(model: Path, other: Path) -> None:
     )
     said: list[str] = []
     policy = policy_for(config)
-    lent = lend_frozen(policy, config, PlainTokenizer(), said.append, lambda *told: None)
+    lent = build_frozen(policy, config, PlainTokenizer(), said.append, lambda *told: None)
     assert said == [f"Loading student: {other} on cpu..."]
     engine = lent.engine
     assert isinstance(engine, FrozenEngine)
@@ -129,14 +129,14 @@ def test_the_local_backends_lend_and_a_plain_one_does_not(model: Path) -> None:
     config = config_for(model)
     policy = policy_for(config)
     engine = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *told: None)
-    split = SplitBackend(learner_for(policy, config), policy.twin(), engine)
+    split = SplitBackend(learner_for(policy, config), policy.clone_with_new_adapter(), engine)
     for backend in (LocalBackend(learner_for(policy, config), engine), split):
-        assert isinstance(backend, LendsFrozen)
+        assert isinstance(backend, FrozenModelProvider)
         lent = backend.frozen(config, PlainTokenizer(), lambda line: None, lambda *told: None)
         assert lent.context_length == policy.context_length
         assert len(lent.engine.generate(PROMPTS[:1], SAMPLING)[0]) == 2
     split.close(None)
-    assert not isinstance(FakeBackend(ScriptedEngine(lambda *given: "")), LendsFrozen)
+    assert not isinstance(FakeBackend(ScriptedEngine(lambda *given: "")), FrozenModelProvider)
 
 
 def test_the_students_log_probs_are_those_of_the_base(model: Path) -> None:

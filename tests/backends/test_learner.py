@@ -267,11 +267,11 @@ def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatc
     undisturbed = learner(tiny)
     undisturbed.step(datums)
     made = learner(tiny, memory__micro_batch_tokens=160)
-    made.memory.say = said.append
+    made.memory.log = said.append
     tried = fail_above(made, 35, monkeypatch)
     metrics = made.step(datums)
     assert metrics["skipped"] == 0
-    assert said == [f"Out of memory; going on with micro-batches of {n} tokens." for n in (80, 40)]
+    assert said == [f"Out of memory; continuing with micro-batches of {n} tokens." for n in (80, 40)]
     for name, tensor in made.policy.adapter_state().items():
         torch.testing.assert_close(tensor, undisturbed.policy.adapter_state()[name], rtol=1e-3, atol=2e-5)
     # What was learnt about the memory is remembered.
@@ -284,13 +284,13 @@ def test_a_sequence_that_fits_no_memory_is_an_error_that_says_what_to_try(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = learner(tiny)
-    made.memory.say = (said := list[str]()).append
+    made.memory.log = (said := list[str]()).append
     fail_above(made, 5, monkeypatch)
     with pytest.raises(BackendError, match=r"one sequence of 21 tokens does not fit.*all layers recomputed"):
         made.step(random_datums(SIZES))
     assert said[-2:] == [
-        "Out of memory; going on with micro-batches of 21 tokens.",
-        "Out of memory; going on with activations recomputed in every layer.",
+        "Out of memory; continuing with micro-batches of 21 tokens.",
+        "Out of memory; continuing with activations recomputed in every layer.",
     ]
 
 
@@ -389,7 +389,7 @@ def test_steps_too_small_for_bf16_add_up_and_survive_a_resume(tiny: Path, tmp_pa
 def test_in_bf16_gradients_of_micro_batches_are_summed_in_float32(tiny: Path) -> None:
     made, datums = learner(tiny, model__dtype="bf16"), random_datums(SIZES)
     made._backward(split_by_tokens(datums, 1))
-    assert all(parameter.grad is None for parameter in made.optimizer.learning)
+    assert all(parameter.grad is None for parameter in made.optimizer.parameters)
     assert {master.grad.dtype for master in made.optimizer.masters if master.grad is not None} == {torch.float32}
 
 

@@ -64,9 +64,9 @@ def test_a_gpu_that_is_not_there_is_refused(
     text: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         resolve_devices(text, quiet)
-    assert f"[backend] {message}" in str(refused.value)
+    assert f"[backend] {message}" in str(rejected.value)
 
 
 def test_a_file_without_devices_on_a_machine_without_a_gpu_is_told_the_line_to_write_before_anything_is_loaded(
@@ -88,8 +88,8 @@ def test_a_file_without_devices_on_a_machine_without_a_gpu_is_told_the_line_to_w
 
 def test_a_cloned_policy_keeps_the_reason_why_it_attends_by_itself(tiny: Path) -> None:
     policy = policy_for(config_for(tiny), trained=False)
-    policy.own_attention = "this model attends by itself"
-    assert policy.twin().own_attention == "this model attends by itself"
+    policy.attention_fallback_reason = "this model attends by itself"
+    assert policy.clone_with_new_adapter().attention_fallback_reason == "this model attends by itself"
 
 
 def test_one_device_samples_and_trains_in_turn(tiny: Path, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from retrain.backends.local.learner import Learner
 from retrain.modeling.attention import PackedAttention, Scoring
-from retrain.modeling.packing import Load, pack, split_by_tokens
-from retrain.modeling.prefix import SharedPrefixAttention, Stretch
+from retrain.modeling.packing import BatchLoad, pack, split_by_tokens
+from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
 from retrain.types import Datum
 from tests.fuzz import examples
 
@@ -76,22 +76,28 @@ def test_logprobs_and_gradients_are_those_of_whole_sequences(family: str, penalt
 def test_attention_and_its_gradients_are_those_of_prompts_repeated(scoring: Scoring) -> None:
     generator = torch.Generator().manual_seed(0)
     # Two prompts of 3 and 6 tokens, then three completions of the first and one of the second.
-    stretches = [Stretch(0, 3), Stretch(3, 6), Stretch(9, 5, 0, 3), Stretch(14, 2, 0, 3), Stretch(16, 7, 0, 3)]
-    stretches.append(Stretch(23, 4, 3, 6))
+    spans = [
+        TokenSpan(0, 3),
+        TokenSpan(3, 6),
+        TokenSpan(9, 5, 0, 3),
+        TokenSpan(14, 2, 0, 3),
+        TokenSpan(16, 7, 0, 3),
+    ]
+    spans.append(TokenSpan(23, 4, 3, 6))
     heads, row = (4, 2, 2), 27
     shared = [torch.randn(row, h, 8, generator=generator, dtype=torch.float64).requires_grad_() for h in heads]
-    index = torch.tensor([t for s in stretches for t in (*range(s.prefix_start, s.prefix_start + s.prefix),
+    index = torch.tensor([t for s in spans for t in (*range(s.prefix_start, s.prefix_start + s.prefix),
                                                          *range(s.start, s.start + s.length))])  # fmt: skip
-    own = torch.tensor([i for s, end in zip(stretches, np.cumsum([s.seen for s in stretches]), strict=True)
+    own = torch.tensor([i for s, end in zip(spans, np.cumsum([s.seen for s in spans]), strict=True)
                         for i in range(end - s.length, end)])  # fmt: skip
     wanted = torch.randn(1, 4, row, 8, generator=generator, dtype=torch.float64)
 
     def as_model(tensor: Tensor) -> Tensor:
         return tensor.transpose(0, 1)[None]
 
-    output = SharedPrefixAttention(stretches, CPU).attend(0, *map(as_model, shared), scoring)
+    output = SharedPrefixAttention(spans, CPU).attend(0, *map(as_model, shared), scoring)
     found = torch.autograd.grad((output * wanted).sum(), shared)
-    plain = PackedAttention([s.seen for s in stretches], CPU)
+    plain = PackedAttention([s.seen for s in spans], CPU)
     repeated = plain.attend(0, *(as_model(tensor.index_select(0, index)) for tensor in shared), scoring)[:, :, own]
     expected = torch.autograd.grad((repeated * wanted).sum(), shared)
     torch.testing.assert_close(output, repeated, rtol=0, atol=1e-6)
@@ -110,7 +116,7 @@ def test_prompts_are_repeated_where_sharing_saves_next_to_nothing() -> None:
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=6
     ),
     st.integers(1, 200),
-    st.sampled_from([Load.fed, Load.padded]),
+    st.sampled_from([BatchLoad.fed, BatchLoad.padded]),
 )
 def test_every_datum_is_in_one_batch_and_a_group_is_cut_only_when_it_must_be(groups: Any, most: int, cost: Any) -> None:
     datums = group_datums(groups)
@@ -120,7 +126,7 @@ def test_every_datum_is_in_one_batch_and_a_group_is_cut_only_when_it_must_be(gro
         by_prompt: dict[bytes, list[Datum]] = {}
         for datum in batch:
             by_prompt.setdefault(datum.prompt_ids.tobytes(), []).append(datum)
-        load = [Load.of(group) for group in by_prompt.values()]
+        load = [BatchLoad.of(group) for group in by_prompt.values()]
         total = load[0]
         for more in load[1:]:
             total = total + more

@@ -35,7 +35,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
 from retrain.config.schema import Loss
 from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RolloutError
-from retrain.inference_engine import ServesTurns, Turn
+from retrain.inference_engine import StreamingEngine, Turn
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.losses import build_loss
 from retrain.modeling.tokens import load_tokenizer
@@ -249,7 +249,9 @@ def test_altered_log_probs_stop_the_run_before_the_service_takes_the_step(
 ) -> None:
     Tampering(monkeypatch, range(9, 1000))
     config = config_for(server, tmp_path, training__batch_size=8, training__group_size=8)
-    with pytest.raises(RolloutError, match=r"rows are not the trainer's: group \d, completion 7 is .*one log-prob"):
+    with pytest.raises(
+        RolloutError, match=r"rows do not match the trainer's: group \d, completion 7 is .*one log-prob"
+    ):
         train_quietly(config)
     assert server.paths().count("optim_step") == 1
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0]
@@ -264,7 +266,9 @@ def test_one_altered_row_is_taken_back_from_the_service(
     metrics = rows(result.log_dir)
     assert sum(row["rows_checked"] for row in metrics) > 0
     assert sum(row["rows_excluded"] for row in metrics) in (0, 8), "the row with its group"
-    assert "are not the trainer's" in printed or metrics[1]["rows_mismatch_max"] < 0.1, "unless nobody looked at it"
+    assert "do not match the trainer's" in printed or metrics[1]["rows_mismatch_max"] < 0.1, (
+        "unless nobody looked at it"
+    )
 
 
 @pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "gspo", "dr_grpo"])
@@ -366,7 +370,7 @@ class Conversations:
 
 def test_conversations_are_served_turn_by_turn(server: TinkerServer, tmp_path: Path) -> None:
     engine = backend_for(config_for(server, tmp_path)).sampler(0)
-    assert isinstance(engine, ServesTurns)
+    assert isinstance(engine, StreamingEngine)
     turns = Conversations(random_prompts([3, 5, 7]), rounds=3)
     engine.serve(turns)
     assert len(turns.answers) == 9
@@ -375,7 +379,7 @@ def test_conversations_are_served_turn_by_turn(server: TinkerServer, tmp_path: P
 
 def test_a_turn_that_fails_says_so_to_its_conversation(server: TinkerServer, tmp_path: Path) -> None:
     engine = backend_for(config_for(server, tmp_path)).sampler(0)
-    assert isinstance(engine, ServesTurns)
+    assert isinstance(engine, StreamingEngine)
     server.faults["asample"] = refuse(422, "no such thing")
     turns = Conversations(random_prompts([3]), rounds=1)
     engine.serve(turns)
@@ -509,9 +513,9 @@ def test_a_step_without_rows_asks_nothing_of_the_service(server: TinkerServer, t
 def test_what_the_service_cannot_do_is_refused(
     server: TinkerServer, tmp_path: Path, overrides: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         backend_for(config_for(server, tmp_path, **overrides))
-    assert named in str(refused.value)
+    assert named in str(rejected.value)
     assert not server.seen
 
 
@@ -593,9 +597,9 @@ def test_a_bad_key_is_wrong_input_and_is_never_shown(
 
 def test_a_key_that_the_service_echoes_is_cut_from_the_message(server: TinkerServer, tmp_path: Path) -> None:
     server.faults["create_model"] = refuse(422, f"who is {KEY}?")
-    with pytest.raises(BackendError) as refused:
+    with pytest.raises(BackendError) as rejected:
         backend_for(config_for(server, tmp_path))
-    assert "who is ***?" in str(refused.value) and KEY not in str(refused.value)
+    assert "who is ***?" in str(rejected.value) and KEY not in str(rejected.value)
 
 
 def test_a_service_that_is_not_there_is_said_soon(

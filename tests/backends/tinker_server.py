@@ -432,8 +432,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(401, "invalid key")
             answer = self.retrieve(body) if name == "retrieve_future" else self.service.answer(self.command, path, body)
             self.send(200, answer)
-        except Refused as refused:
-            self.send(refused.status, {"error": {"message": str(refused)}, "detail": str(refused)})
+        except Refused as rejected:
+            self.send(rejected.status, {"error": {"message": str(rejected)}, "detail": str(rejected)})
         except (BrokenPipeError, ConnectionResetError):
             pass
 

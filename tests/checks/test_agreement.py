@@ -5,18 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from retrain.checks.agreement import DRIFT, FLOAT32, HALF, Agreement, DisagreementError, Gaps, Tolerance, unsignalled
+from retrain.checks.agreement import (
+    DRIFT,
+    FLOAT32,
+    HALF,
+    Agreement,
+    DisagreementError,
+    LogprobGaps,
+    Tolerance,
+    sample_unsignalled,
+)
 from retrain.types import Datum
 
 
-def gaps(largest: list[float], tokens: int = 100, mean: list[float] | None = None) -> Gaps:
+def gaps(largest: list[float], tokens: int = 100, mean: list[float] | None = None) -> LogprobGaps:
     """Rows of one group; each differs at one token unless a mean is given."""
     rows = len(largest)
     means = np.array(mean) if mean is not None else np.array(largest) / tokens
-    return Gaps(np.zeros(rows, int), np.arange(rows), np.full(rows, tokens), means, np.array(largest))
+    return LogprobGaps(np.zeros(rows, int), np.arange(rows), np.full(rows, tokens), means, np.array(largest))
 
 
-def off(found: Gaps, tolerance: Tolerance) -> list[int]:
+def off(found: LogprobGaps, tolerance: Tolerance) -> list[int]:
     return np.flatnonzero(found.disagreeing(tolerance)).tolist()
 
 
@@ -58,35 +67,37 @@ def test_older_samples_are_measured_by_their_drift_alone() -> None:
 
 
 def test_rows_that_nobody_sampled_are_not_compared() -> None:
-    made_up = Gaps(np.full(2, -1), np.full(2, -1), np.full(2, 9), np.full(2, 3.0), np.full(2, 9.0))
+    made_up = LogprobGaps(np.full(2, -1), np.full(2, -1), np.full(2, 9), np.full(2, 3.0), np.full(2, 9.0))
     assert off(made_up, FLOAT32) == []
 
 
 def test_one_row_is_left_out_and_two_of_eight_stop_the_run() -> None:
     said: list[str] = []
     agreement = Agreement(FLOAT32, said.append)
-    one = agreement.judge(gaps([1e-4] * 7 + [3.0]), None, 0)
-    assert (one.excluded, one.refused) == (8, False), "advantages of the whole group rest on its reward"
-    assert "group 0, completion 7 is 3 off at one token" in said[0] and "one log-prob" in said[0]
-    assert "the 8 rows of its group are left out of the loss" in said[0]
-    two = agreement.judge(gaps([1e-4] * 6 + [3.0, 2.0]), None, 0)
-    assert two.refused
-    with pytest.raises(DisagreementError, match="2 of 8 rows are not the trainer's: group 0, completion 6 is 3 off"):
+    one = agreement.check(gaps([1e-4] * 7 + [3.0]), None, 0)
+    assert (one.excluded, one.rejected) == (8, False), "advantages of the whole group rest on its reward"
+    assert "group 0, completion 7 is off by 3 at one token" in said[0] and "one log-prob" in said[0]
+    assert "the 8 rows of its group are excluded from the loss" in said[0]
+    two = agreement.check(gaps([1e-4] * 6 + [3.0, 2.0]), None, 0)
+    assert two.rejected
+    with pytest.raises(
+        DisagreementError, match="2 of 8 rows do not match the trainer's: group 0, completion 6 is off by 3"
+    ):
         raise two.error()
 
 
 def test_five_percent_of_many_rows_may_be_left_out() -> None:
     agreement = Agreement(FLOAT32, lambda line: None)
-    assert not agreement.judge(gaps([1e-4] * 95 + [3.0] * 5), None, 0).refused
-    assert agreement.judge(gaps([1e-4] * 94 + [3.0] * 6), None, 0).refused
+    assert not agreement.check(gaps([1e-4] * 95 + [3.0] * 5), None, 0).rejected
+    assert agreement.check(gaps([1e-4] * 94 + [3.0] * 6), None, 0).rejected
 
 
 def test_rows_that_are_only_looked_at_count_but_are_not_left_out() -> None:
     agreement = Agreement(FLOAT32, lambda line: None)
-    found = agreement.judge(gaps([1e-4] * 8), gaps([3.0]), 0)
-    assert (found.excluded, found.refused) == (0, False)
-    assert agreement.judge(gaps([1e-4] * 8), gaps([3.0, 3.0]), 0).refused
-    assert agreement.judge(Gaps.between([], []), gaps([3.0, 3.0]), 0).refused, "nothing was trained on"
+    found = agreement.check(gaps([1e-4] * 8), gaps([3.0]), 0)
+    assert (found.excluded, found.rejected) == (0, False)
+    assert agreement.check(gaps([1e-4] * 8), gaps([3.0, 3.0]), 0).rejected
+    assert agreement.check(LogprobGaps.between([], []), gaps([3.0, 3.0]), 0).rejected, "nothing was trained on"
 
 
 def test_a_mean_ratio_off_one_is_a_shift_unless_noise_explains_it() -> None:
@@ -105,9 +116,9 @@ def test_rows_without_signal_are_drawn_from_the_seed_and_are_few() -> None:
         return Datum(np.arange(5), np.arange(20), -ones, ones, ones > 0, 0, index)
 
     datums = [row(index) for index in range(50)]
-    drawn = [[datum.index for datum in unsignalled(datums, 10_000, seed)] for seed in (1, 1, 2)]
+    drawn = [[datum.index for datum in sample_unsignalled(datums, 10_000, seed)] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 4, "a hundredth of 10,000 tokens is four rows of 25"
-    assert len(unsignalled(datums, 0, 1)) == 1
-    assert len(unsignalled(datums, 10**9, 1)) == 16
-    assert unsignalled([], 10_000, 1) == []
+    assert len(sample_unsignalled(datums, 0, 1)) == 1
+    assert len(sample_unsignalled(datums, 10**9, 1)) == 16
+    assert sample_unsignalled([], 10_000, 1) == []

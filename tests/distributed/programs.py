@@ -15,7 +15,7 @@ from retrain import cli
 from retrain.config import dump_config, load_config
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.worker import Worker
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 from tests.distributed.ranks import on_ranks
 
 SMALL: dict[str, Any] = {
@@ -34,10 +34,10 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Break:
-    """What goes wrong: on which rank, at which order of a step, and how (raise, kill, interrupt)."""
+    """What goes wrong: on which rank, at which command of a step, and how (raise, kill, interrupt)."""
 
     rank: int
-    order: str
+    command: str
     how: str = "raise"
     step: int = 1
 
@@ -62,22 +62,22 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
 
 
-def _program(place: Place, arguments: list[str], printed: Path, broken: Break | None) -> int:
-    target = printed if place.leads else printed.with_name(f"rank_{place.rank}.txt")
+def _program(rank_info: RankInfo, arguments: list[str], printed: Path, broken: Break | None) -> int:
+    target = printed if rank_info.is_main else printed.with_name(f"rank_{rank_info.rank}.txt")
     with target.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if broken is not None and broken.rank == place.rank:
+    if broken is not None and broken.rank == rank_info.rank:
         _break(broken, printed.with_name("struck"))
-    if place.world == 1:
+    if rank_info.world == 1:
         for name in ("RANK", "WORLD_SIZE"):
             del os.environ[name]
     return cli.run(arguments)
 
 
 def _break(broken: Break, mark: Path) -> None:
-    def strike(order: str, step: int) -> None:
-        if order != broken.order or step < broken.step or mark.exists():
+    def strike(command: str, step: int) -> None:
+        if command != broken.command or step < broken.step or mark.exists():
             return
         mark.write_text("")
         if broken.how == "kill":
@@ -96,10 +96,10 @@ def _break(broken: Break, mark: Path) -> None:
 
         RankedLearner.take_step = take_step_or_break  # type: ignore[method-assign]
         return
-    obey = Worker.obey
+    execute = Worker.execute
 
-    def obey_or_break(self: Worker, order: Any) -> Any:
-        strike(type(order).__name__, vars(order).get("step", broken.step))
-        return obey(self, order)
+    def obey_or_break(self: Worker, command: Any) -> Any:
+        strike(type(command).__name__, vars(command).get("step", broken.step))
+        return execute(self, command)
 
-    Worker.obey = obey_or_break  # type: ignore[method-assign]
+    Worker.execute = obey_or_break  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["retrain.cli.train", "retrain.distributed.run", "tests.e2e.tiny"])
@@ -18,7 +18,7 @@ PATIENCE_S = float(os.environ.get("RANKS_PATIENCE_S", "240"))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answering: int = 0) -> list[Any]:
-    """What `function(place, *arguments)` returns on each rank; the first error is raised here.
+    """What `function(rank_info, *arguments)` returns on each rank; the first error is raised here.
 
     `answering` is how many ranks return at all, where that is not all of them.
     """
@@ -27,7 +27,9 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answerin
         port = free.getsockname()[1]
     pipes = [_FORKS.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        _FORKS.Process(target=_run, args=(Place(rank, world, rank, world), port, pipes[rank][1], function, arguments))
+        _FORKS.Process(
+            target=_run, args=(RankInfo(rank, world, rank, world), port, pipes[rank][1], function, arguments)
+        )
         for rank in range(world)
     ]
     for process in processes:
@@ -58,17 +60,19 @@ def _receive(pipe: Connection) -> tuple[str, Any]:
     return told
 
 
-def _run(place: Place, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank_info: RankInfo, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ |= {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world),
+        "RANK": str(rank_info.rank),
+        "WORLD_SIZE": str(rank_info.world),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     try:
-        pipe.send(("", function(place, *arguments)))
+        pipe.send(("", function(rank_info, *arguments)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
         raise

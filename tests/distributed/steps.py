@@ -12,14 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from retrain.backends.local import make_engine
-from retrain.backends.local.learner import Learner, Size
+from retrain.backends.local.learner import Learner, StepSize
 from retrain.config import TrainConfig
+from retrain.distributed.balance import balance_datums
 from retrain.distributed.build import build_rank
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.shares import share_datums
 from retrain.inference_engine import InferenceEngine
 from retrain.modeling.tokens import load_tokenizer
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 from retrain.types import Sampling, StepMetrics
 from tests.distributed.ranks import on_ranks
 from tests.e2e.tiny import config_for, policy_for, random_datums, random_prompts
@@ -76,19 +76,19 @@ def draw(engine: InferenceEngine) -> list[list[int]]:
     return [completion.token_ids_T.tolist() for group in groups for completion in group]
 
 
-def together(place: Place, config: TrainConfig, variant: str, folder: Path) -> Outcome:
+def together(rank_info: RankInfo, config: TrainConfig, variant: str, folder: Path) -> Outcome:
     """The same steps as one of several ranks; the last is taken twice, the second time from a checkpoint."""
-    backend = build_rank(config, place, load_tokenizer(config.model.model), lambda line: None, lambda *_: None)
+    backend = build_rank(config, rank_info, load_tokenizer(config.model.model), lambda line: None, lambda *_: None)
     learner = backend.learner
     assert isinstance(learner, RankedLearner)
     learner.agreement = None  # these datums' log-probs are made up
 
     def take(step: int) -> StepMetrics:
         datums = datums_for(variant, step)
-        return learner.take_step(share_datums(datums, place.world)[place.rank], Size.of(datums), step)
+        return learner.take_step(balance_datums(datums, rank_info.world)[rank_info.rank], StepSize.of(datums), step)
 
     told = [take(step) for step in range(STEPS - 1)]
-    if place.leads or not learner.is_whole:
+    if rank_info.is_main or not learner.is_replicated:
         backend.save(folder)
     dist.barrier()
     take(STEPS - 1)
@@ -99,10 +99,10 @@ def together(place: Place, config: TrainConfig, variant: str, folder: Path) -> O
 
 
 def every_variant(
-    place: Place, model: Path, folder: Path, more: dict[str, Any], variants: Sequence[str]
+    rank_info: RankInfo, model: Path, folder: Path, more: dict[str, Any], variants: Sequence[str]
 ) -> dict[str, Outcome]:
     dist.init_process_group("gloo")
-    return {name: together(place, configured(model, name, **more), name, folder / name) for name in variants}
+    return {name: together(rank_info, configured(model, name, **more), name, folder / name) for name in variants}
 
 
 def check_steps(world: int, model: Path, folder: Path, more: dict[str, Any], variants: Sequence[str]) -> None:

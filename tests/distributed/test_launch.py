@@ -23,7 +23,7 @@ RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(launching, "TERMINATE_AFTER_S", 1.0)
     monkeypatch.setattr(launching, "KILL_AFTER_S", 2.5)
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_dies_before_rank_0_knows_it_is_shown(tmp_path: Path, capfd:
     assert code == 1
     assert seconds < 20
     error = capfd.readouterr().err
-    assert error.lstrip().startswith("Rank 1 ended with exit code 1. The last it said:\nTraceback")
+    assert error.lstrip().startswith("Rank 1 ended with exit code 1. Its last output:\nTraceback")
     assert "ValueError: no device" in error
 
 
@@ -86,13 +86,16 @@ def test_signals_reach_rank_0_alone(tmp_path: Path) -> None:
         ('[backend]\nbackend = "tinker"\n', "trains elsewhere; one process is enough"),
         (
             '[inference]\nengine = "vllm"\n[training]\nasync_steps = 1\n',
-            "[training] async_steps does not go with several",
+            "[training] async_steps is not supported with several",
         ),
         ("[campaign]\n", "[campaign] starts its own processes"),
         ("[training]\nlr = -1.0\n", "[training] lr must be > 0"),
         ("[distributed]\nfsdp = true\nzero_stage = 1\n", "does not go with zero_stage = 1: both shard"),
         ("[distributed]\nzero_stage = 3\ngather_for_generation = false\n", 'engine "pytorch" samples from'),
-        ("[distributed]\nzero_stage = 3\n[kl]\nbeta = 0.1\nsync_ref_model = true\n", "an adapter to switch off"),
+        (
+            "[distributed]\nzero_stage = 3\n[kl]\nbeta = 0.1\nsync_ref_model = true\n",
+            "requires an adapter and does not move",
+        ),
     ],
 )
 def test_what_several_processes_cannot_run_is_refused_before_they_start(

@@ -67,7 +67,7 @@ def test_a_rank_that_dies_ends_all_and_is_named_first(tmp_path: Path, broken: Br
     assert rest.startswith(f"rank {broken.rank} (process ")
     assert "Traceback" not in rest
     # Between steps the run's state is whole, and saved.
-    assert (tmp_path / "log" / "checkpoints").exists() == (broken.order == "Sample")
+    assert (tmp_path / "log" / "checkpoints").exists() == (broken.command == "Sample")
 
 
 def test_an_error_on_rank_0_ends_the_others(tmp_path: Path) -> None:

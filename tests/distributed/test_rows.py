@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from retrain.backends.local.learner import Learner, Size
+from retrain.backends.local.learner import Learner, StepSize
 from retrain.checks.agreement import FLOAT32, Agreement, DisagreementError
 from retrain.config import TrainConfig
+from retrain.distributed.balance import balance_datums
 from retrain.distributed.build import build_rank
-from retrain.distributed.shares import share_datums
 from retrain.modeling.tokens import load_tokenizer
-from retrain.runtime.ranks import Place
+from retrain.runtime.ranks import RankInfo
 from retrain.types import Datum
 from tests.distributed.ranks import on_ranks
 from tests.e2e.tiny import config_for, policy_for, random_datums, write_model, write_tokenizer
@@ -40,19 +40,21 @@ def sampled_rows(config: TrainConfig, altered: int) -> list[Datum]:
 @dataclass(frozen=True)
 class Outcome:
     excluded: int
-    refused: bool
+    rejected: bool
     state: dict[str, np.ndarray]
 
 
-def take_part(place: Place, model: Path, altered: int, sharded: bool) -> Outcome:
+def take_part(rank_info: RankInfo, model: Path, altered: int, sharded: bool) -> Outcome:
     dist.init_process_group("gloo")
     config = config_for(model, distributed__fsdp=sharded)
-    learner = build_rank(config, place, load_tokenizer(config.model.model), lambda line: None, lambda *_: None).learner
+    learner = build_rank(
+        config, rank_info, load_tokenizer(config.model.model), lambda line: None, lambda *_: None
+    ).learner
     datums = sampled_rows(config_for(model), altered)
-    learner.take_step(share_datums(datums, place.world)[place.rank], Size.of(datums), 0)
-    assert learner.finding is not None
+    learner.take_step(balance_datums(datums, rank_info.world)[rank_info.rank], StepSize.of(datums), 0)
+    assert learner.report is not None
     state = {name: tensor.numpy() for name, tensor in learner.state().items()}
-    return Outcome(learner.finding.excluded, learner.finding.refused, state)
+    return Outcome(learner.report.excluded, learner.report.rejected, state)
 
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -69,6 +71,6 @@ def test_ranks_leave_out_the_rows_that_a_single_process_leaves_out(tmp_path: Pat
             alone.step(sampled_rows(config, altered))
     expected = {name: tensor.numpy() for name, tensor in alone.state().items()}
     for found in on_ranks(2, take_part, model, altered, sharded):
-        assert (found.excluded, found.refused) == ({1: 2, 3: 4}[altered], altered == 3)
+        assert (found.excluded, found.rejected) == ({1: 2, 3: 4}[altered], altered == 3)
         for name, tensor in expected.items():
             np.testing.assert_allclose(found.state[name], tensor, atol=1e-5, rtol=1e-5, err_msg=name)

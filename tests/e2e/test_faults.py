@@ -162,7 +162,9 @@ def check_stopped(server: Loopback, calm: dict[str, Path], tmp_path: Path, told:
     assert same(weights(log_dir, 1), weights(calm[server.meaning], 1))
 
 
-DISAGREES = r"(?s)log-probs of \d+ of \d+ rows are not the trainer's: group \d+, completion \d+ is .* off at one token"
+DISAGREES = (
+    r"(?s)log-probs of \d+ of \d+ rows do not match the trainer's: group \d+, completion \d+ is off by .* at one token"
+)
 
 # The proof of the policy comes first; it may have looked at the row already.
 ANY = f"{DISAGREES}|does not sample from the newest policy"
@@ -208,7 +210,7 @@ def test_sampling_that_nobody_asked_for_stops_the_run(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     server.change = Sharper(**changes)
-    check_stopped(server, calm, tmp_path, f"{ANY}|does not sample as it was asked to")
+    check_stopped(server, calm, tmp_path, f"{ANY}|does not sample as requested")
 
 
 @pytest.mark.parametrize("held", ["the first adapter", *slow("another model")])
@@ -278,7 +280,7 @@ def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     assert metrics[1]["rows_mismatch_max"] > 0.02
     assert metrics[1]["ratio_max"] < 1.02, "what is left agrees"
     assert "completion 7 is" in printed
-    assert "left out of the loss" in printed
+    assert "excluded from the loss" in printed
 
 
 @pytest.mark.parametrize("every", [False, *slow(True)])
@@ -325,4 +327,4 @@ def test_a_ratio_far_from_one_is_a_warning_on_the_console() -> None:
     assert health_lines({"ratio_max": 5.0, "staleness": 1}) == []
     assert "more than one update" in health_lines({"ratio_max": 20.0, "staleness": 1})[0]
     told = {"ratio_max": 1.0, "rows_excluded": 2, "rows_checked": 64, "rows_mismatch_max": 3.21}
-    assert "2 of 64 rows left out" in health_lines(told)[0]
+    assert "2 of 64 rows excluded" in health_lines(told)[0]

@@ -126,7 +126,7 @@ def test_a_server_that_dies_ends_the_run_with_a_checkpoint_and_exit_code_one(
     server.faults = [die] * 100
     assert run_command(config) == 1
     told = capsys.readouterr()
-    assert "no inference server is left" in told.err
+    assert "no inference server is available" in told.err
     assert "retrain --resume" in told.out + told.err
     server.down, server.faults = False, []
     assert run(["--resume", config.logging.log_dir]) == 0

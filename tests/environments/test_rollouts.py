@@ -197,7 +197,7 @@ def test_a_failed_rollout_is_left_out_and_not_scored_as_wrong(when: str, outcome
     assert [score.outcome for score in groups[0].scores_G] == [outcome] * 2
     assert detail in groups[0].scores_G[0].detail
     assert all(score.outcome == "right" for group in groups[1:] for score in group.scores_G)
-    assert own.describe(groups)["rollout_errors"] == 2
+    assert own.group_metrics(groups)["rollout_errors"] == 2
     assert said[0].startswith("The environment failed for 2 of 8 rollouts") and detail in said[1]
 
 
@@ -280,7 +280,7 @@ def test_turns_are_capped_and_the_rest_is_scored_as_the_environment_scores_it() 
         ).groups
         own.close()
         assert [score.value for score in groups[0].scores_G] == [reward] * 2
-        assert own.describe(groups) == {"turns": 3.0, "truncated": 2, "env_forks": 0, "rollout_errors": 0}
+        assert own.group_metrics(groups) == {"turns": 3.0, "truncated": 2, "env_forks": 0, "rollout_errors": 0}
 
 
 def test_metrics_are_means_over_the_rollouts_that_count() -> None:
@@ -289,7 +289,7 @@ def test_metrics_are_means_over_the_rollouts_that_count() -> None:
     examples = own.environment.examples("train")[:2]
     groups = own.sample_and_score(TextEngine(lambda _: next(answers)), examples, Sampling(max_tokens=9, n=2)).groups
     own.close()
-    told = own.describe(groups)
+    told = own.group_metrics(groups)
     assert told["env/length"] == pytest.approx(2.5)
     assert told["turns"] == 1.0
     assert [score.outcome for score in groups[0].scores_G] == ["right", "wrong"]

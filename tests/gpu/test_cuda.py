@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from retrain.config import TrainConfig
 from retrain.modeling.attention import Scoring
 from retrain.modeling.packing import pack
-from retrain.modeling.prefix import SharedPrefixAttention, Stretch
+from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
 from retrain.types import Sampling
 
 from .conftest import engine_on
@@ -178,7 +178,7 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
     torch.cuda.empty_cache()
     said: list[str] = []
     learner = learner_for(policy_for(config, device="cuda"), config)
-    learner.memory.say = said.append
+    learner.memory.log = said.append
     # Room for some of it: all of it at once would take several times as much.
     limit = (torch.cuda.memory_allocated() + (6 << 30)) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit)
@@ -186,7 +186,7 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
         outcome = learner.step(datums)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(line.startswith("Out of memory; going on with micro-batches of ") for line in said)
+    assert any(line.startswith("Out of memory; continuing with micro-batches of ") for line in said)
     assert 1024 <= learner.memory.micro_batch_tokens < 1 << 22
     assert outcome["skipped"] == 0
     assert outcome["loss"] == pytest.approx(expected["loss"], rel=2e-2, abs=1e-4)
@@ -211,8 +211,8 @@ def test_flash_attention_over_shared_prompts_equals_padding(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    stretches = [Stretch(0, 70), Stretch(70, 33), Stretch(103, 200, 0, 70), Stretch(303, 1, 0, 70)]
-    stretches += [Stretch(304, 129, 70, 33), Stretch(433, 300)]
+    stretches = [TokenSpan(0, 70), TokenSpan(70, 33), TokenSpan(103, 200, 0, 70), TokenSpan(303, 1, 0, 70)]
+    stretches += [TokenSpan(304, 129, 70, 33), TokenSpan(433, 300)]
     row, cuda = 733, torch.device("cuda", 0)
     query, key, value = (
         torch.randn(1, heads, row, 128, device=cuda, dtype=torch.bfloat16, generator=generator).requires_grad_()
@@ -251,7 +251,7 @@ def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones
 def test_a_plan_is_made_and_what_it_foretells_is_near(broad: Path) -> None:
     config = config_for(broad)
     learner = learner_for(policy_for(config, device="cuda"), config)
-    learner.memory.say = (said := list[str]()).append
+    learner.memory.log = (said := list[str]()).append
     # The plan learns from a peak that training sets; tests before this one went higher.
     torch.cuda.reset_peak_memory_stats()
     learner.step(random_datums(64 * [(64, 960)]))

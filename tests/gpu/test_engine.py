@@ -26,8 +26,8 @@ from inference_engine.kernel_checks import (
     check_frequencies,
 )
 
-from retrain.inference_engine import ServesTurns, Turn
-from retrain.inference_engine.pytorch import ServingEngine, graphs
+from retrain.inference_engine import StreamingEngine, Turn
+from retrain.inference_engine.pytorch import StreamingPyTorchEngine, graphs
 from retrain.modeling.packing import pack
 from retrain.types import Completion, Sampling
 
@@ -61,9 +61,9 @@ def test_drawing_is_that_of_plain_loops() -> None:
 def test_the_best_there_is_is_chosen_and_told(broad: Path) -> None:
     engine = engine_on(policy_for(config_for(broad), device="cuda"), config_for(broad))
     assert engine.description == "pytorch on cuda, CUDA graphs, triton attention, bf16 weights, bf16 cache"
-    assert isinstance(engine, ServesTurns)
+    assert isinstance(engine, StreamingEngine)
     flash = config_for(broad, inference__attention_kernel="flash")
-    assert not isinstance(engine_on(policy_for(flash, device="cuda"), flash), ServesTurns)
+    assert not isinstance(engine_on(policy_for(flash, device="cuda"), flash), StreamingEngine)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
@@ -130,7 +130,7 @@ def test_turns_draw_what_they_would_draw_alone(broad: Path, share: bool) -> None
     config = config_for(broad, model__dtype="fp32", inference__prefix_caching=share)
     policy, prompts = policy_for(config, device="cuda"), random_prompts((4, 9, 700, 2, 6, 30))
     engine = engine_on(policy, config)
-    assert isinstance(engine, ServingEngine)
+    assert isinstance(engine, StreamingPyTorchEngine)
     shared = Sampling(max_tokens=0, seed=0)
     turns = [Turn(p, replace(shared, seed=n, max_tokens=20 + 9 * n), Future()) for n, p in enumerate(prompts)]
     alone = [engine.generate([turn.prompt_ids], turn.sampling)[0][0] for turn in turns]

@@ -8,7 +8,7 @@ import pytest
 from e2e.tiny import PlainTokenizer, config_for, learner_for, policy_for, random_datums, random_prompts, write_model
 
 from retrain.backends import FrozenModel
-from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, lend_frozen
+from retrain.backends.local.frozen import FrozenEngine, OffloadedEngine, build_frozen
 from retrain.config import TrainConfig
 from retrain.modeling.policy import Policy
 from retrain.types import Sampling
@@ -20,7 +20,7 @@ PROMPTS = random_prompts([4, 9, 6])
 
 
 def lend(policy: Policy, config: TrainConfig) -> FrozenModel:
-    return lend_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
+    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
 
 
 def drawn(student: FrozenModel) -> list[list[int]]:

@@ -58,7 +58,7 @@ def check_attention(kernels: ModuleType, shape: str, cache_dtype: torch.dtype, d
 def slots_for(rows: int, limit: int, device: str, temperature: float, stops: tuple[int, ...] = ()) -> Slots:
     slots = Slots(rows, limit, stops, 0, torch.device(device))
     slots.temperature.fill_(temperature)
-    slots.enter(slots.everyone, [Row(np.array([1]), 5, number, limit) for number in range(rows)])
+    slots.admit(slots.everyone, [Row(np.array([1]), 5, number, limit) for number in range(rows)])
     return slots
 
 

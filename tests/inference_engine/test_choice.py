@@ -31,13 +31,13 @@ def engine_with(policy: Policy, **options: object) -> PyTorchEngine:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("attention_kernel", "triton", "needs a CUDA GPU and Triton, and here is: no CUDA GPU, but cpu"),
-        ("dtype", "fp8", r"compute capability 8\.9 or newer .*, and here is the CPU"),
+        ("attention_kernel", "triton", "needs a CUDA GPU and Triton, but: no CUDA GPU, but cpu"),
+        ("dtype", "fp8", r"compute capability 8\.9 or newer .*, this is the CPU"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf'\[inference\] {key} = "{value}" is not for the pytorch engine here: .*{reason}'
+        ConfigError, match=rf'\[inference\] {key} = "{value}" is not supported by the pytorch engine here: .*{reason}'
     ):
         engine_with(llama.policy, **{key: value})
 
@@ -47,7 +47,9 @@ def test_an_older_gpu_is_told_what_8_bit_floats_need(llama: Rig, monkeypatch: py
     monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for options in ({"dtype": "fp8"}, {"kv_cache_dtype": "fp8"}):
-        with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .*, and here is one of 8\.0"):
+        with pytest.raises(
+            ConfigError, match=r"needs a GPU of compute capability 8\.9 .*, this is compute capability 8\.0"
+        ):
             choice.choose(llama.policy, Inference(**options))
 
 
@@ -55,7 +57,7 @@ def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pyt
     assert llama.engine.description == "pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
     small = engine_with(llama.policy, dtype="bf16", kv_cache_dtype="int8")
     flash = choice.choose(llama.policy, Inference(attention_kernel="flash")).description
-    assert 'sdpa attention (which is what attention_kernel = "flash" means on the CPU)' in flash
+    assert 'sdpa attention (attention_kernel = "flash" on the CPU)' in flash
     assert small.description == "pytorch on cpu, eager, sdpa attention, bf16 weights, int8 cache"
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     lacking = choice.choose(llama.policy, Inference()).description
@@ -193,7 +195,7 @@ def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(f
     policy = policy_for(config)
     engine = engine_with(policy)
     assert "the model's own attention" in engine.description
-    assert "does not attend through transformers' attention interface" in engine.description
+    assert "does not use transformers' attention interface" in engine.description
     check_logprobs(engine, plain_model(tmp_path / "model", policy, tmp_path / "adapter"))
     learner = learner_for(policy, config)
     learner.sampling = Sampling(max_tokens=9, n=2, seed=1)

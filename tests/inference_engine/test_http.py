@@ -199,9 +199,9 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
         ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
-        ({"context": 10}, "holds 10 tokens in all, and .* max_tokens = 12.*--max-model-len"),
+        ({"context": 10}, "has a context of 10 tokens, but .* max_tokens = 12.*--max-model-len"),
         ({"token_shift": 1}, "another tokenizer"),
-        ({"key": "secret"}, "wants a key.*INFERENCE_API_KEY"),
+        ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
     ],
 )
 def test_a_server_that_lacks_something_is_refused_with_what_mends_it(
@@ -214,7 +214,10 @@ def test_a_server_that_lacks_something_is_refused_with_what_mends_it(
 
 def test_a_server_with_another_model_is_refused(rig: Make, tmp_path: Path) -> None:
     other = write_tokenizer(write_model(tmp_path / "other", "llama"))
-    with Loopback(other, name="other") as server, pytest.raises(ConfigError, match=r"serves 'other', which is not"):
+    with (
+        Loopback(other, name="other") as server,
+        pytest.raises(ConfigError, match=r"serves 'other', which differs from"),
+    ):
         rig(server).check()
 
 
@@ -223,7 +226,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_works(
 ) -> None:
     server.key = "secret"
     monkeypatch.setenv("INFERENCE_API_KEY", "guess")
-    with pytest.raises(ConfigError, match="or another one"):
+    with pytest.raises(ConfigError, match="requires another API key"):
         rig(server).check()
     monkeypatch.setenv("INFERENCE_API_KEY", "secret")
     rig(server).check()
@@ -239,7 +242,7 @@ def test_a_key_that_only_some_routes_want_is_asked_for_all_the_same(
         return (401, {"error": "Unauthorized"}) if path == route else respond(path, body, key)
 
     monkeypatch.setattr(server, "respond", guarded)
-    with pytest.raises(ConfigError, match=r"wants a key, or another one \(it answered 401: Unauthorized\)"):
+    with pytest.raises(ConfigError, match=r"requires another API key \(it replied 401: Unauthorized\)"):
         rig(server).check()
 
 
@@ -247,7 +250,7 @@ def test_a_key_that_is_taken_away_while_training_is_said(rig: Make, server: Loop
     one = rig(server)
     one.check()
     server.key = "new"
-    with pytest.raises(RolloutError, match=r"401: Unauthorized.*another key than that of INFERENCE_API_KEY"):
+    with pytest.raises(RolloutError, match=r"401: Unauthorized.*another API key than INFERENCE_API_KEY"):
         one.engine.generate(PROMPTS, SAMPLING)
 
 
@@ -263,7 +266,7 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
         return fault if last else respond(asked, body, key)
 
     monkeypatch.setattr(server, "respond", die)
-    with pytest.raises(ConfigError, match=r"failed when it was given its first adapter.*see its log") as refused:
+    with pytest.raises(ConfigError, match=r"failed when it loaded its first adapter.*check its log") as refused:
         rig(server, wait_s=0.2).check()
     assert "--enable-lora" not in str(refused.value)
 
@@ -271,7 +274,7 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
 def test_nobody_at_the_port_is_said_after_the_wait(rig: Make, server: Loopback) -> None:
     server.stop()
     one = rig(server, wait_s=0.6)
-    with pytest.raises(ConfigError, match=r"no server answers at .* after 1 s.*vllm serve"):
+    with pytest.raises(ConfigError, match=r"no server responds at .* after 1 s.*vllm serve"):
         one.check()
     assert one.said == [f"Waiting for {server.url}, up to 1 s ..."]
     server.start()
@@ -294,13 +297,13 @@ def test_something_else_at_the_port_is_told_apart(rig: Make, server: Loopback, m
 
 
 def test_a_sampling_option_that_the_server_means_otherwise_is_refused(rig: Make, server: Loopback) -> None:
-    with pytest.raises(ConfigError, match=r"top_k = 5 cannot be had from engine = .openai."):
+    with pytest.raises(ConfigError, match=r"top_k = 5 is not supported by engine = .openai."):
         rig(server, build=openai).check(replace(SAMPLING, top_k=5))
 
 
 def test_two_cuts_that_the_server_makes_in_another_order_are_refused_together(rig: Make, server: Loopback) -> None:
     one = rig(server)
-    with pytest.raises(ConfigError, match=r"top_p and min_p cannot be had together.*min_p = 0.0"):
+    with pytest.raises(ConfigError, match=r"top_p and min_p cannot be combined.*min_p = 0.0"):
         one.check(replace(SAMPLING, min_p=0.1))
     one.check(replace(SAMPLING, top_p=1.0, min_p=0.1))
 
@@ -366,7 +369,7 @@ def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
     one.check()
     before = len(server.asked)
     server.faults = [lambda body: FAULTS[fault]] * 1000
-    with pytest.raises(RolloutError, match="tried 5 times"):
+    with pytest.raises(RolloutError, match="in 5 attempts"):
         one.engine.generate(PROMPTS, SAMPLING)
     assert len(server.asked) - before <= 5 * len(PROMPTS)
 
@@ -442,7 +445,7 @@ def test_when_every_server_is_gone_the_call_ends_after_the_wait(rig: Make, serve
     one = rig(server, wait_s=0.5)
     one.check()
     server.stop()
-    with pytest.raises(RolloutError, match="no inference server is left after waiting 1 s"):
+    with pytest.raises(RolloutError, match="no inference server is available after 1 s"):
         one.engine.generate(PROMPTS, SAMPLING)
     server.start()
 
@@ -548,5 +551,5 @@ def test_a_turn_that_fails_says_so_and_so_does_the_engine(
     one = rig(server)
     one.check()
     server.faults = [lambda body: (500, {})] * 1000
-    with pytest.raises(RolloutError, match="tried 5 times"):
+    with pytest.raises(RolloutError, match="in 5 attempts"):
         one.engine.serve(Conversations(PROMPTS[:1], replace(SAMPLING, n=1)))

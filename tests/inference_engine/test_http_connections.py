@@ -85,7 +85,7 @@ def test_a_kept_connection_that_closes_on_the_request_is_replaced_once(client: C
     assert client.run(client.call(server.address, {})) == {"a": 1}
     server = serve([ONE, CUT], [CUT])
     client.run(client.call(server.address))
-    with pytest.raises(Transient, match="closed before an answer") as failure:
+    with pytest.raises(Transient, match="closed before a response") as failure:
         client.run(client.call(server.address, {}))
     assert failure.value.down
 
@@ -109,7 +109,7 @@ def test_every_way_to_end_an_answer_is_understood(client: Client, serve: Serve, 
     [
         (OK + b'Content-Length: 70\r\n\r\n{"a', "closed connection without sending complete message body"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "RemoteProtocolError"),
-        (OK + b'Content-Length: 3\r\n\r\n{"a', "JSON that does not parse"),
+        (OK + b'Content-Length: 3\r\n\r\n{"a', "invalid JSON"),
     ],
 )
 def test_half_an_answer_or_another_protocol_is_a_failure_that_may_pass(
@@ -123,7 +123,7 @@ def test_half_an_answer_or_another_protocol_is_a_failure_that_may_pass(
 def test_a_time_out_is_not_sent_again(client: Client) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(Transient, match="no answer within 0 s") as failure:
+        with pytest.raises(Transient, match="no reply within 0 s") as failure:
             client.run(client.call(address, {}, timeout_s=0.2))
         assert not failure.value.down
         silent.accept()[0].close()

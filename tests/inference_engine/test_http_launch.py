@@ -115,9 +115,7 @@ def test_a_server_that_dies_at_the_start_is_told_with_its_last_lines(
 ) -> None:
     monkeypatch.setenv("STAND_IN", "die")
     began = time.monotonic()
-    with pytest.raises(
-        RolloutError, match=r"ended with exit code 3. The last lines of .*vllm.log:\n(.*\n)*.*no such th"
-    ):
+    with pytest.raises(RolloutError, match=r"exited with code 3. The last lines of .*vllm.log:\n(.*\n)*.*no such th"):
         train_quietly(config_of(model, tmp_path, inference__wait_s=600.0))
     assert time.monotonic() - began < 60
     assert_gone(tmp_path)
@@ -127,7 +125,7 @@ def test_a_server_that_never_answers_is_ended_after_the_wait(
     with_vllm: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN", "hang")
-    with pytest.raises(ConfigError, match=r"no server answers at .* after 1 s .*Try: see .*vllm\.log; .*wait_s"):
+    with pytest.raises(ConfigError, match=r"no server responds at .* after 1 s .*Try: see .*vllm\.log; .*wait_s"):
         train_quietly(config_of(model, tmp_path, inference__wait_s=1.0))
     assert_gone(tmp_path)
 
@@ -197,8 +195,8 @@ def test_a_device_is_chosen(wanted: str, trains: str, gpus: int, chosen: str) ->
 @pytest.mark.parametrize(
     ("wanted", "gpus", "told"),
     [
-        ("auto", 1, 'it trains.*launch_device = "cuda:0" and a gpu_mem'),
-        ("cuda:2", 2, "is not there: 2 GPUs were found"),
+        ("auto", 1, 'used for training.*launch_device = "cuda:0" and a gpu_mem'),
+        ("cuda:2", 2, "does not exist: 2 GPUs found"),
     ],
 )
 def test_a_device_that_cannot_be_had_is_refused(wanted: str, gpus: int, told: str) -> None:
@@ -223,10 +221,12 @@ def test_the_room_is_worked_out_from_the_model_and_the_gpu(model: Path, monkeypa
     config = config_for(model, inference__engine="vllm", inference__launch=True)
     policy = policy_for(config)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * 2**30, 40 * 2**30))
-    with pytest.raises(ConfigError, match=r"trains as well, and .* 0.9 × 40.0 = 36.0, and a training step needs about"):
-        launch.refuse_without_room(policy, config)
+    with pytest.raises(
+        ConfigError, match=r"is also used for training, and .* 0.9 × 40.0 = 36.0, and a training step needs about"
+    ):
+        launch.check_gpu_room(policy, config)
     roomy = config.inference.model_copy(update={"gpu_memory_utilization": 0.5})
-    launch.refuse_without_room(policy, config.model_copy(update={"inference": roomy}))
+    launch.check_gpu_room(policy, config.model_copy(update={"inference": roomy}))
 
 
 def test_a_gpu_goes_by_its_number_among_those_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,5 +247,5 @@ def test_the_rank_is_one_that_vllm_takes(with_vllm: None, model: Path, tmp_path:
 
 def test_a_rank_beyond_all_of_vllms_is_refused(with_vllm: None, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, model__lora_rank=513)
-    with pytest.raises(ConfigError, match=r"lora_rank = 513 is more than vLLM takes.*512"):
+    with pytest.raises(ConfigError, match=r"lora_rank = 513 is more than vLLM supports.*512"):
         launch.command_for(config, policy_for(config, trained=False), "cpu")

@@ -20,12 +20,24 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.http import mlx
 from retrain.inference_engine.http.adapters import convert_to_mlx
-from retrain.inference_engine.http.wire import MAX, MLX, OPENAI, SGLANG, VLLM, Adapter, Answer, Ask, Lacking
+from retrain.inference_engine.http.servers import (
+    MAX,
+    MLX,
+    OPENAI,
+    SGLANG,
+    VLLM,
+    Adapter,
+    CompletionRequest,
+    CompletionResult,
+    IncompleteReply,
+)
 from retrain.inference_engine.max import build
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
 
-ASK = Ask(np.array([1, 4093]), "<s>user", Sampling(max_tokens=6, n=2, temperature=0.7, top_k=9, seed=2**32 - 1), (2,))
+ASK = CompletionRequest(
+    np.array([1, 4093]), "<s>user", Sampling(max_tokens=6, n=2, temperature=0.7, top_k=9, seed=2**32 - 1), (2,)
+)
 ADAPTER = Adapter("retrain-a-1", Path("/adapters/retrain-a-1"))
 
 # sglang 0.5.23, POST /generate; with n = 1 the object itself, with n = 2 a list.
@@ -81,10 +93,14 @@ PLAIN_CHOICE = {"finish_reason": "length", "index": 0, "text": "The answer is 4"
 
 
 def test_recorded_answers_are_read() -> None:
-    assert VLLM.read({"choices": [VLLM_CHOICE]}) == [Answer([788, 6530], [-2.3164, -0.3391], prompt_ids=[1, 4093])]
-    assert MAX.read({"choices": [MAX_CHOICE]}) == [Answer([2427, 6933], [-3.0337, -1.6368], prompt_ids=[1, 4093])]
-    assert MLX.read({"choices": [MLX_CHOICE]}) == [Answer([49, 2], [-3.323, -0.5])]
-    one = Answer([2068, 30, 2], [-1.8, -0.25, -0.01])
+    assert VLLM.read({"choices": [VLLM_CHOICE]}) == [
+        CompletionResult([788, 6530], [-2.3164, -0.3391], prompt_ids=[1, 4093])
+    ]
+    assert MAX.read({"choices": [MAX_CHOICE]}) == [
+        CompletionResult([2427, 6933], [-3.0337, -1.6368], prompt_ids=[1, 4093])
+    ]
+    assert MLX.read({"choices": [MLX_CHOICE]}) == [CompletionResult([49, 2], [-3.323, -0.5])]
+    one = CompletionResult([2068, 30, 2], [-1.8, -0.25, -0.01])
     assert SGLANG.read(SGLANG_ONE) == [one]
     assert SGLANG.read([SGLANG_ONE, SGLANG_ONE]) == [one, one]
 
@@ -95,7 +111,7 @@ def test_choices_are_put_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "reply", "what"),
+    ("spec", "reply", "what"),
     [
         (OPENAI, {"choices": [PLAIN_CHOICE]}, "token ids"),
         (VLLM, {"choices": [VLLM_CHOICE | {"token_ids": None}]}, "token ids"),
@@ -107,9 +123,9 @@ def test_choices_are_put_in_order() -> None:
         (SGLANG, {"output_ids": [1], "meta_info": {}}, "log-probs"),
     ],
 )
-def test_an_answer_without_ids_or_log_probs_is_told_apart(wire: Any, reply: Any, what: str) -> None:
-    with pytest.raises(Lacking, match=what):
-        wire.read(reply)
+def test_an_answer_without_ids_or_log_probs_is_told_apart(spec: Any, reply: Any, what: str) -> None:
+    with pytest.raises(IncompleteReply, match=what):
+        spec.read(reply)
 
 
 def test_requests_are_what_each_server_takes() -> None:
@@ -126,8 +142,8 @@ def test_requests_are_what_each_server_takes() -> None:
     assert (told["input_ids"], told["lora_path"], told["return_logprob"]) == ([1, 4093], "retrain-a-1", True)
     assert told["sampling_params"]["n"] == 2
     assert told["sampling_params"]["sampling_seed"] < 2**31
-    for wire in (VLLM, SGLANG, MLX, MAX, OPENAI):
-        json.dumps(wire.request("smol", ADAPTER, ASK))
+    for spec in (VLLM, SGLANG, MLX, MAX, OPENAI):
+        json.dumps(spec.request("smol", ADAPTER, ASK))
 
 
 def test_an_adapter_for_mlx_has_the_same_product(tmp_path: Path) -> None:
@@ -151,12 +167,12 @@ def test_a_tokenizer_that_does_not_round_trip_is_refused_by_an_engine_that_takes
     policy = policy_for(config_for(write_model(tmp_path, "llama")))
     tokenizer = load_tokenizer("builtin:tiny")
     engine = mlx(policy, Inference(), tokenizer, lambda *_: None)
-    whole, apart = tokenizer("17")["input_ids"], tokenizer("1")["input_ids"] + tokenizer("7")["input_ids"]
+    whole, exclusive = tokenizer("17")["input_ids"], tokenizer("1")["input_ids"] + tokenizer("7")["input_ids"]
     try:
-        assert engine.text_of(np.array(whole)) == "17"
-        # The text of two digits apart is that of the one token for both.
+        assert engine.prompt_text(np.array(whole)) == "17"
+        # The text of two digits exclusive is that of the one token for both.
         with pytest.raises(ConfigError, match="takes text, and this tokenizer"):
-            engine.text_of(np.array(apart))
+            engine.prompt_text(np.array(exclusive))
     finally:
         engine.shutdown()
 

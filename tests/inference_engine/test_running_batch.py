@@ -14,8 +14,8 @@ from e2e.tiny import CONTEXT, PlainTokenizer, random_prompts
 
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
-from retrain.inference_engine import ServesTurns, Turn
-from retrain.inference_engine.pytorch import PyTorchEngine, ServingEngine, build, cache, choice, graphs
+from retrain.inference_engine import StreamingEngine, Turn
+from retrain.inference_engine.pytorch import PyTorchEngine, StreamingPyTorchEngine, build, cache, choice, graphs
 from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.types import Completion, Sampling
 
@@ -23,7 +23,7 @@ from . import plain_kernels
 from .conftest import Rig
 from .plain import plain_distributions
 
-Make = Callable[..., ServingEngine]
+Make = Callable[..., StreamingPyTorchEngine]
 SAMPLING = Sampling(max_tokens=12, n=3, temperature=1.2, seed=4)
 
 
@@ -34,11 +34,11 @@ def running(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
     monkeypatch.setattr(choice, "_computes_in_fp8", lambda device: True)
     monkeypatch.setattr(graphs, "SMALLEST", 2)
-    monkeypatch.setattr(graphs, "LOOK_EVERY", 3)
+    monkeypatch.setattr(graphs, "POLL_EVERY", 3)
 
-    def make(**options: Any) -> ServingEngine:
+    def make(**options: Any) -> StreamingPyTorchEngine:
         engine = build(llama.policy, Inference(**options), PlainTokenizer(), lambda *_: None)
-        assert isinstance(engine, ServingEngine)
+        assert isinstance(engine, StreamingPyTorchEngine)
         return engine
 
     return make
@@ -69,8 +69,8 @@ def turn(prompt: np.ndarray, seed: int, max_tokens: int = 8) -> Turn:
 
 
 def test_only_an_engine_with_a_running_batch_serves_turns(llama: Rig, running: Make) -> None:
-    assert isinstance(running(), ServesTurns)
-    assert not isinstance(llama.engine, ServesTurns)
+    assert isinstance(running(), StreamingEngine)
+    assert not isinstance(llama.engine, StreamingEngine)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bf16", "fp8", "int8"])
@@ -249,7 +249,9 @@ def test_what_fits_is_reckoned_from_free_memory(llama: Rig, monkeypatch: pytest.
     # Three quarters of 100 000 free, 2 000 reserved but unused and 10 000 held, over 100 tokens × 384 bytes.
     assert cache.free_memory(llama.policy.device) == 102_000
     assert cache.rows_that_fit(llama.policy, 100, torch.float32, 102_000 + 10_000) == 2
-    with pytest.raises(RolloutError, match=r"1000 tokens × 0 KiB a token = 0.0 GiB, and of 0.0 GiB that are free"):
+    with pytest.raises(
+        RolloutError, match=r"1000 tokens × 0 KiB per token = 0.0 GiB, and three quarters of 0.0 GiB free"
+    ):
         cache.rows_that_fit(llama.policy, 1000, torch.float32, 102_000)
 
 

@@ -100,7 +100,7 @@ def test_console_logs_tables_and_errors_hide_secrets(
 ) -> None:
     monkeypatch.setenv("ACME_API_KEY", "opensesame99")
     stream = StringIO()
-    Console(stream).say("the grader said opensesame99")
+    Console(stream).print("the grader said opensesame99")
     assert stream.getvalue() == "the grader said ***\n"
     transcript = ({"role": "tool", "content": "ACME_API_KEY=opensesame99"},)
     completion = Completion(np.arange(3), np.zeros(3), "opensesame99", "stop", transcript=transcript)

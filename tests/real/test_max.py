@@ -57,7 +57,7 @@ def test_without_adapters_ids_and_log_probs_are_those_of_the_base_model(
     engine = build(policy, config.inference, tokenizer, lambda *_: None)
     try:
         sampling = Sampling(max_tokens=12, n=3, temperature=0.7, seed=3)
-        startup = Startup(engine.wire, engine.fleet, tokenizer, PolicyScorer(policy), engine.text_of)
+        startup = Startup(engine.spec, engine.fleet, tokenizer, PolicyScorer(policy), engine.prompt_text)
         engine.survey = startup.survey(sampling, said.append)
         assert engine.survey.meaning == "untempered" and not engine.survey.takes_n
         assert engine.survey.mismatch < 1e-3

@@ -19,7 +19,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from retrain.config import load_config
-from retrain.tracking.background import InBackground
+from retrain.tracking.background import BackgroundTracker
 from retrain.tracking.trackio import TrackioTracker
 from retrain.types import Completion, Example, Group, Score
 import numpy as np
@@ -30,7 +30,7 @@ answers = tuple(Completion(np.arange(2), np.zeros(2), text, "stop") for text in 
 scores = (Score(1.0, "right"), Score(0.0, "wrong"))
 group = Group(Example("2 + 2?", "4"), np.arange(3), answers, scores, np.array([0.5, -0.5]))
 for step in range(2):
-    tracker = InBackground("trackio", TrackioTracker(Path(".")), print)
+    tracker = BackgroundTracker("trackio", TrackioTracker(Path(".")), print)
     tracker.start(config)
     tracker.log(step, {"loss": 0.5 + step, "mean_reward": 0.25, "bp_p_star": None, "condition": "grpo+none"}, [group])
     tracker.finish()

@@ -75,7 +75,7 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_goes_on(
 
     thread = threading.Thread(target=kill_after_a_step)
     thread.start()
-    with pytest.raises(RolloutError, match="no inference server is left"):
+    with pytest.raises(RolloutError, match="no inference server is available"):
         train_quietly(config)
     thread.join()
     state = json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())

@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 from retrain import cli
 from retrain.config import build_config
 from retrain.distributed import run
+from retrain.distributed.balance import balance_datums, split_prompts
 from retrain.distributed.build import find_device
-from retrain.distributed.shares import share_datums, share_prompts
 from retrain.errors import ConfigError
 from retrain.modeling.packing import length_of
-from retrain.runtime.ranks import Place, find_place, refuse_alone, refuse_on_ranks
+from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_process, find_rank_info
 from retrain.types import Datum
 
 
 def test_a_process_finds_its_place() -> None:
-    assert find_place({}) is None
-    assert find_place({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert find_place({"RANK": "1", "WORLD_SIZE": "2"}) == Place(1, 2, 1, 2)
+    assert find_rank_info({}) is None
+    assert find_rank_info({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert find_rank_info({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
     told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert find_place(told) == Place(5, 8, 1, 4)
+    assert find_rank_info(told) == RankInfo(5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("told", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
 def test_a_place_that_cannot_be_is_refused(told: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="RANK"):
-        find_place(told)
+        find_rank_info(told)
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -47,16 +47,16 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
         (
             {"zero_stage": 1},
             ZERO,
-            "[distributed] zero_stage means 1 to DeepSpeed, but accelerate's configuration says 3",
+            "[distributed] zero_stage means 1 to DeepSpeed, but accelerate's configuration has 3",
         ),
         (
             {"zero_stage": 3},
             ZERO | {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
-            "[distributed] offload_parameters means none to DeepSpeed, but accelerate's configuration says cpu",
+            "[distributed] offload_parameters means none to DeepSpeed, but accelerate's configuration has cpu",
         ),
         ({"zero_stage": 3}, ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "0.3"}, "[loss] grad_clip means 1.0"),
-        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, "knows nothing of gradient_accumulation_steps"),
-        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "knows nothing of Megatron-LM"),
+        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, "does not support gradient_accumulation_steps"),
+        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "does not support Megatron-LM"),
         ({"fsdp": True}, {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision 'fp16'"),
     ],
@@ -65,19 +65,19 @@ def test_what_accelerate_was_told_must_be_what_the_file_says(
     tables: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse_on_ranks(build_config({"distributed": tables}, {}, "run.toml"), environment)
+        check_multi_process(build_config({"distributed": tables}, {}, "run.toml"), environment)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(("tables", "environment"), [({}, {}), ({"fsdp": True}, FSDP), ({"zero_stage": 3}, ZERO)])
 def test_what_agrees_is_accepted(tables: dict[str, Any], environment: dict[str, str]) -> None:
-    refuse_on_ranks(build_config({"distributed": tables}, {}, "run.toml"), environment)
+    check_multi_process(build_config({"distributed": tables}, {}, "run.toml"), environment)
 
 
 @pytest.mark.parametrize("tables", [{"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 3}])
 def test_sharding_over_one_process_is_refused(tables: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"needs several processes.  Try: retrain launch --processes 2"):
-        refuse_alone(build_config({"distributed": tables}, {}, "run.toml"))
+        check_single_process(build_config({"distributed": tables}, {}, "run.toml"))
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_a_rank_has_a_device_of_its_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
-    assert find_device(config, Place(local[0], local[1], *local), lambda line: None) == torch.device(expected)
+    assert find_device(config, RankInfo(local[0], local[1], *local), lambda line: None) == torch.device(expected)
 
 
 def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = build_config({"backend": {"devices": "gpu:0"}}, {}, "run.toml")
     with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
-        find_device(config, Place(0, 2, 0, 2), lambda line: None)
+        find_device(config, RankInfo(0, 2, 0, 2), lambda line: None)
 
 
 @pytest.mark.parametrize(("devices", "gpus"), [("gpu:0", 2), ("gpu:0,gpu:1", 8), ("gpu:0,gpu:1,gpu:9", 8)])
@@ -110,12 +110,12 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(devices: str, gpus: int, m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
     with pytest.raises(ConfigError, match=f"3 ranks on this machine need a GPU each, but it has {gpus}"):
-        find_device(config, Place(0, 3, 0, 3), lambda line: None)
+        find_device(config, RankInfo(0, 3, 0, 3), lambda line: None)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_every_prompt_has_one_rank_in_order(prompts: int, ranks: int) -> None:
-    parts = [list(range(prompts))[part] for part in share_prompts(prompts, ranks)]
+    parts = [list(range(prompts))[part] for part in split_prompts(prompts, ranks)]
     assert [prompt for part in parts for prompt in part] == list(range(prompts))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -125,7 +125,7 @@ def test_every_datum_has_one_rank_and_none_has_much_more_than_its_share(
     sizes: list[tuple[int, int]], ranks: int
 ) -> None:
     datums = [_datum(prompt, length) for prompt, length in sizes]
-    held = share_datums(datums, ranks)
+    held = balance_datums(datums, ranks)
     assert sorted(id(datum) for part in held for datum in part) == sorted(map(id, datums))
     assert held[0]
     total, longest = sum(map(length_of, datums)), max(map(length_of, datums))
@@ -164,9 +164,9 @@ def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, capsys
 def test_a_second_run_of_a_script_is_refused_since_the_other_ranks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_ENDED", [0])
     with pytest.raises(ConfigError, match="the other ranks ended with the first run"):
-        run.train_on_ranks(build_config({}, {}, "run.toml"), Place(0, 2, 0, 2))
+        run.train_on_ranks(build_config({}, {}, "run.toml"), RankInfo(0, 2, 0, 2))
 
 
 def test_a_number_is_the_same_however_it_is_written() -> None:
     config = build_config({"distributed": {"zero_stage": 3}}, {}, "run.toml")
-    refuse_on_ranks(config, ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "1"})
+    check_multi_process(config, ZERO | {"ACCELERATE_GRADIENT_CLIPPING": "1"})

@@ -44,7 +44,7 @@ def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder
     assert (run_folder / "logs.1" / "metrics.jsonl").read_bytes() == before
     assert len(rows(run_folder / "logs")) == 1
     logs = run_folder / "logs"
-    assert f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)." in printed
+    assert f"{logs} held an earlier run; it is now {logs}.1 (to resume it: --resume {logs}.1)." in printed
     train_quietly(fake_config(model, run_folder, training__max_steps=2))
     assert [len(rows(f"{logs}{suffix}")) for suffix in ("", ".1", ".2")] == [2, 4, 1]
 
@@ -69,9 +69,7 @@ def test_checkpoints_without_logs_are_an_earlier_run_too(run_folder: Path) -> No
     logs = run_folder / "logs"
     for path in [path for path in logs.iterdir() if path.name != "checkpoints"]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert open_folder(logs) == [
-        f"{logs} held an earlier run; it is now {logs}.1 (to go on with it: --resume {logs}.1)."
-    ]
+    assert open_folder(logs) == [f"{logs} held an earlier run; it is now {logs}.1 (to resume it: --resume {logs}.1)."]
     assert (run_folder / "logs.1" / "checkpoints" / "step_000004").is_dir()
     assert not (logs / "checkpoints").exists()
 
@@ -360,7 +358,7 @@ def test_metrics_that_were_deleted_before_a_resume_are_missed_and_rebuilt(model:
     (logs / "metrics.jsonl").unlink()
     printed = resumed(model, run_folder)
     assert f"Warning: {logs}/metrics.jsonl lost the rows of steps 0-3 since the checkpoint." in printed
-    assert "Those of steps 0-3 are rebuilt with rewards and evaluations alone." in printed
+    assert "Those of steps 0-3 were rebuilt with rewards and evaluations only." in printed
     after = rows(logs)
     assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
     assert [row.get("rebuilt", False) for row in after] == [True] * 4 + [False] * 2
@@ -375,7 +373,7 @@ def test_metrics_that_were_shortened_keep_what_is_left_and_no_step_appears_twice
     # The first two rows are gone, and a step of after the checkpoint is there.
     (logs / "metrics.jsonl").write_text("".join(kept[2:]) + '{"step": 4}\n{"ste')
     printed = resumed(model, run_folder)
-    assert "lost the rows of steps 0-1 since the checkpoint. Those of steps 0-1 are rebuilt" in printed
+    assert "lost the rows of steps 0-1 since the checkpoint. Those of steps 0-1 were rebuilt" in printed
     after = rows(logs)
     assert [row["step"] for row in after] == [0, 1, 2, 3, 4, 5]
     assert after[2] == json.loads(kept[2])
@@ -387,7 +385,7 @@ def test_what_the_other_logs_do_not_have_is_said_to_be_gone(model: Path, run_fol
         (logs / name).unlink()
     printed = resumed(model, run_folder)
     assert "metrics.jsonl lost the rows of steps 0-3 since the checkpoint. The other logs do not have them." in printed
-    assert "generations.jsonl is shorter than at the checkpoint. What it lost cannot be rebuilt." in printed
+    assert "generations.jsonl is shorter than at the checkpoint. The lost rows cannot be rebuilt." in printed
     assert [row["step"] for row in rows(logs)] == [4, 5]
 
 

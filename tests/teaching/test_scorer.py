@@ -300,7 +300,7 @@ def test_metrics_count_students_not_lessons(encoder: PromptEncoder) -> None:
         "teaching_length": 4.0,
     }
     assert rollouts.metrics == expected
-    assert room.describe(rollouts.groups) == {"judge_requests": 8, **expected}
+    assert room.group_metrics(rollouts.groups) == {"judge_requests": 8, **expected}
     assert rollouts.correct_rate == 0.5
     assert set(student_metrics([]).values()) == {0.0}
 

@@ -15,7 +15,7 @@ from e2e.tiny import write_tokenizer
 from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigError
 from retrain.tracking import background
-from retrain.tracking.background import InBackground
+from retrain.tracking.background import BackgroundTracker
 from retrain.types import StepMetrics
 
 
@@ -59,7 +59,7 @@ def said() -> Iterator[list[str]]:
 
 def track(tracker: FakeTracker, said: list[str], steps: int = 3) -> float:
     """A run of a few steps; returns the longest that any step was kept waiting."""
-    wrapped = InBackground("wandb", tracker, said.append)
+    wrapped = BackgroundTracker("wandb", tracker, said.append)
     wrapped.start(load_config())
     waits = []
     for step in range(steps):
@@ -82,7 +82,7 @@ def test_a_good_tracker_hears_everything_in_order(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 def test_a_tracker_that_hangs_keeps_nobody_waiting(where: str, said: list[str]) -> None:
     assert track(FakeTracker(hang=where), said) < 0.05
-    assert any("was still busy after 0.1 s and was left behind" in line for line in said)
+    assert any("was still busy after 0.1 s and was abandoned" in line for line in said)
 
 
 @pytest.mark.parametrize("where", ["start", "log"])
@@ -92,7 +92,7 @@ def test_a_tracker_that_fails_is_left_out_with_a_warning(
     monkeypatch.setattr(background, "FINISH_S", 10.0)
     tracker = FakeTracker(fail=where)
     track(tracker, said)
-    assert said == ["Warning: wandb failed and is left out from here on: RuntimeError: no network"]
+    assert said == ["Warning: wandb failed and is disabled: RuntimeError: no network"]
     assert "log" not in tracker.heard
 
 
@@ -111,7 +111,7 @@ def test_wrong_input_is_said_before_training(said: list[str], monkeypatch: pytes
 def test_what_a_slow_tracker_cannot_take_is_dropped_and_counted(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "ROOM", 2)
+    monkeypatch.setattr(background, "MAX_QUEUED", 2)
     assert track(FakeTracker(hang="start"), said, steps=10) < 0.05
     assert said[-1] == "Warning: wandb was too slow: 8 steps are missing there; the logs have them."
 
@@ -119,7 +119,7 @@ def test_what_a_slow_tracker_cannot_take_is_dropped_and_counted(
 def test_a_whole_run_ends_although_its_tracker_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = FakeTracker(hang="log")
     monkeypatch.setattr(
-        "retrain.assemble._optional_trackers", lambda config, folder, say: [InBackground("wandb", tracker, say)]
+        "retrain.assemble._optional_trackers", lambda config, folder, say: [BackgroundTracker("wandb", tracker, say)]
     )
     config = fake_config(write_tokenizer(tmp_path / "tokenizer"), tmp_path)
     result, printed = train_quietly(config)

@@ -21,7 +21,7 @@ from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
 from retrain.storage.logs import DEBUG, FILES, cut_logs, restore_logs
-from retrain.tracking import EveryFew, Trackers, metric_name
+from retrain.tracking import ThrottledTracker, Trackers, metric_name
 from retrain.tracking.console import Console, step_line
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.types import Completion, Example, Group, Score, StepMetrics
@@ -95,7 +95,7 @@ def test_progress_is_redrawn_on_a_terminal_and_gives_way_to_lines(monkeypatch: p
     console = Console(stream)
     console.progress("sampling", 3, 8)
     console.progress("sampling", 5, 8)
-    console.say("a line")
+    console.print("a line")
     console.progress("scoring", 0, 8)
     console.finish()
     shown = stream.getvalue()
@@ -129,7 +129,7 @@ def test_a_console_that_nobody_reads_falls_silent(output: str) -> None:
     if output == "closed file":
         stream.close()
     for step in range(2):
-        console.say("a line")
+        console.print("a line")
         console.log(step, METRICS, [group()])
     console.finish()
     assert console.stream is None
@@ -142,7 +142,7 @@ def test_a_console_can_do_without_a_standard_output(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("retrain.tracking.console.PLAIN_EVERY_S", 0.0)
     console = Console()
-    console.say("a line")
+    console.print("a line")
     console.progress("sampling", 1, 2)
     console.log(0, METRICS, [group()])
     console.finish()
@@ -417,11 +417,11 @@ def test_trackio_that_is_not_installed_is_said_in_a_sentence(monkeypatch: pytest
 
 
 def test_wandb_is_sent_a_table_of_completions(tmp_path: Path, offline: None) -> None:
-    from retrain.tracking.background import InBackground
+    from retrain.tracking.background import BackgroundTracker
     from retrain.tracking.wandb import WandbTracker
 
     config = load_config(None, {"logging.wandb_project": "tests", "logging.log_completions": True})
-    tracker = InBackground("wandb", WandbTracker(tmp_path), print)
+    tracker = BackgroundTracker("wandb", WandbTracker(tmp_path), print)
     tracker.start(config)
     earned = replace(group("four"), advantages_G=np.array([0.5, -0.5]))
     tracker.log(3, METRICS, [earned, group("x", Score(0.0, "timeout"))])
@@ -439,7 +439,7 @@ def test_wandb_is_sent_a_table_of_completions(tmp_path: Path, offline: None) -> 
 
 
 def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
-    from retrain.tracking.background import InBackground
+    from retrain.tracking.background import BackgroundTracker
 
     class Waiting(Listener):
         def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
@@ -447,7 +447,7 @@ def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
 
     for wanted in (False, True):
         inner = Waiting()
-        tracker = InBackground("test", inner, print)
+        tracker = BackgroundTracker("test", inner, print)
         tracker.start(load_config(None, {"logging.log_completions": wanted}))
         tracker.log(1, METRICS, [group()])
         tracker.finish()
@@ -457,7 +457,7 @@ def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
 @pytest.mark.parametrize(("every", "told"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 5]), (0, [])])
 def test_a_tracker_is_told_of_every_few_steps_and_of_evaluations(every: int, told: list[int]) -> None:
     inner = Listener()
-    tracker = EveryFew(every, inner)
+    tracker = ThrottledTracker(every, inner)
     tracker.start(load_config())
     for step in range(6):
         tracker.log(step, METRICS | ({"eval_pass_at_1": 0.5} if step == 3 else {}), [])

@@ -1,4 +1,4 @@
-"""Training in this process with PyTorch and PEFT."""
+"""Local training with PyTorch and PEFT."""
 
 from __future__ import annotations
 
@@ -10,85 +10,86 @@ from typing import Any
 import torch
 
 from retrain.backends import Backend, Capabilities, FrozenModel
-from retrain.backends.local.frozen import lend_frozen
+from retrain.backends.local.frozen import build_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
-from retrain.backends.local.split import SplitBackend, watched
+from retrain.backends.local.split import SplitBackend, engine_metrics
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
 from retrain.modeling.policy import Policy, load_policy
 from retrain.modeling.sampling import training_distribution
+from retrain.modeling.tokens import Tokenizer
 from retrain.plugins import REGISTRIES
-from retrain.runtime.devices import AUTO, device_names, find_missing
-from retrain.runtime.ranks import find_place
+from retrain.runtime.devices import AUTO, check_gpus, device_names
+from retrain.runtime.ranks import find_rank_info
 from retrain.types import Datum, StepMetrics
 
 __all__ = ["LocalBackend", "build", "build_alone", "check_server", "make_engine", "resolve_devices"]
 
 
-def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
-    """One device samples and trains in turn; with several, or a server running ahead, one samples while one trains."""
-    place = find_place()
-    if place is not None:
+def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress) -> Backend:
+    """Sampling and training alternate on one device; with several devices, or `async_steps`, they overlap."""
+    rank_info = find_rank_info()
+    if rank_info is not None:
         raise ConfigError(
-            f"this process is rank {place.rank} of {place.world}, and each would train a model of its own.  "
-            "Try: retrain.distributed.run.train_on_ranks(config, place), or the command line"
+            f"this process is rank {rank_info.rank} of {rank_info.world}, and each would train its own model.  "
+            "Try: retrain.distributed.run.train_on_ranks(config, rank_info), or the command line"
         )
-    return build_alone(config, tokenizer, say, progress)
+    return build_alone(config, tokenizer, log, progress)
 
 
-def build_alone(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
-    """The same wherever this process stands among others, none of which is to help."""
-    devices = resolve_devices(config.backend.devices, say)
+def build_alone(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress) -> Backend:
+    """The same, ignoring the rank of this process."""
+    devices = resolve_devices(config.backend.devices, log)
     seed = config.training.seed
-    say(f"Loading train model: {config.model.model} on {devices[-1]}...")
-    policy = load_policy(config.model, config.lora, seed, devices[-1], say)
+    log(f"Loading train model: {config.model.model} on {devices[-1]}...")
+    policy = load_policy(config.model, config.lora, seed, devices[-1], log)
     policy.tokenizer = tokenizer
     mirror = None
     if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
     elif config.training.async_steps and config.samples_separately:
-        mirror = policy.twin()
-    learner = Learner(policy, config, say)
-    engine = make_engine(config, mirror or policy, tokenizer, say, progress)
-    context = check_server(engine, config, say) if isinstance(engine, Remote) else policy.context_length
-    learner.agreement = make_agreement(config, policy, engine, say)
+        mirror = policy.clone_with_new_adapter()
+    learner = Learner(policy, config, log)
+    engine = make_engine(config, mirror or policy, tokenizer, log, progress)
+    context = check_server(engine, config, log) if isinstance(engine, Remote) else policy.context_length
+    learner.agreement = make_agreement(config, policy, engine, log)
     backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
     backend.capabilities = replace(
         backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
     )
-    say(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
+    log(f"LocalTrainHelper ready (engine={config.inference.engine}, split_mode={len(devices) > 1}).")
     return backend
 
 
 def make_engine(
-    config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    config: TrainConfig, policy: Policy, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
 ) -> InferenceEngine:
-    """The engine that a configuration names, over a policy."""
+    """The configured engine, over a policy."""
     if config.inference.starts_server:
         from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
 
-        return launch_engine(config, policy, tokenizer, say, progress)
+        return launch_engine(config, policy, tokenizer, log, progress)
     make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
     engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
     if isinstance(engine, Described):
-        say(f"Engine: {engine.description}")
+        log(f"Engine: {engine.description}")
     return engine
 
 
-def check_server(engine: Any, config: TrainConfig, say: Callable[[str], None]) -> int:
-    """Refuse a server that is not fit for the run; gives its context length."""
+def check_server(engine: Any, config: TrainConfig, log: Callable[[str], None]) -> int:
+    """Validate the server; returns its context length."""
     try:
-        return int(engine.check(training_distribution(config), say))
+        return int(engine.check(training_distribution(config), log))
     except BaseException:
         engine.shutdown()
         raise
 
 
 class LocalBackend:
-    """Sampling and training take turns on one device, over one copy of the weights."""
+    """Sampling and training alternate on one device, over one copy of the weights."""
 
     def __init__(self, learner: Learner, engine: InferenceEngine) -> None:
         self.learner = learner
@@ -100,41 +101,41 @@ class LocalBackend:
         )
 
     def sampler(self, step: int) -> InferenceEngine:
-        """The engine; it always sees the newest weights."""
+        """The engine, with the newest weights."""
         self.engine.sync(self.learner.policy)
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """One optimiser step, done when this returns."""
-        return self.learner.step(datums, step) | {"staleness": 0} | watched(self.engine)
+        """One optimizer step."""
+        return self.learner.step(datums, step) | {"staleness": 0} | engine_metrics(self.engine)
 
     def save(self, path: Path) -> None:
-        """Write adapter, optimizer and the sizes of batches."""
+        """Write adapter, optimizer state and batch sizes."""
         self.learner.save(path)
         save_sizes(path, self.learner, self.engine)
 
     def load(self, path: Path) -> None:
-        """Restore all of it."""
+        """Restore them."""
         self.learner.load(path)
         load_sizes(path, self.learner, self.engine)
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
-        """A student beside the policy, on its device."""
-        return lend_frozen(self.learner.policy, config, tokenizer, say, progress)
+        """The student, on the policy's device."""
+        return build_frozen(self.learner.policy, config, tokenizer, log, progress)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """Let the engine free what it holds."""
+        """Shut the engine down."""
         self.engine.shutdown()
 
 
-def resolve_devices(text: str, say: Callable[[str], None]) -> list[torch.device]:
-    """Devices in torch's terms. One that is not there is refused; `auto` is the first GPU, or else the CPU."""
+def resolve_devices(text: str, log: Callable[[str], None]) -> list[torch.device]:
+    """Torch devices; raises if one is missing. `auto` is the first GPU, or else the CPU."""
     names = device_names(text)
     if names == [AUTO]:
         names = ["gpu:0"] if torch.cuda.device_count() else ["cpu"]
         if names == ["cpu"]:
-            say('Warning: devices = "auto" found no GPU, so this run is on the CPU.')
-    find_missing(text, torch.cuda.device_count())
+            log('Warning: devices = "auto" found no GPU, so this run is on the CPU.')
+    check_gpus(text, torch.cuda.device_count())
     return [torch.device("cpu") if name == "cpu" else torch.device("cuda", int(name[4:])) for name in names]

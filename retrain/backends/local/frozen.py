@@ -1,10 +1,9 @@
-"""A frozen model beside the policy: its own base over the same tensors, or another model with weights of its own."""
+"""A frozen model beside the policy: its base model over the same tensors, or a separate model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from retrain.backends import FrozenModel
 from retrain.config import TrainConfig
@@ -14,22 +13,23 @@ from retrain.inference_engine import InferenceEngine, Progress
 from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.engine import PyTorchEngine
 from retrain.modeling.policy import Policy, load_policy
+from retrain.modeling.tokens import Tokenizer
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
 
-def lend_frozen(
-    policy: Policy, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+def build_frozen(
+    policy: Policy, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
 ) -> FrozenModel:
-    """The student of `[teaching]` on the policy's device, sampled in this process whatever samples the policy."""
+    """The student of `[teaching]` on the policy's device, always sampled in this process."""
     name = config.teaching.student_model
     inference = config.inference if config.inference.engine == "pytorch" else Inference()
     if policy.rank and not name:
-        say(f"Student: {config.model.model} with the adapter off.")
+        log(f"Student: {config.model.model} with the adapter off.")
         base = FrozenEngine(without_adapter(policy), inference, tokenizer, progress)
         return FrozenModel(base, policy.context_length)
-    # What is trained as a whole has no adapter to switch off.
-    model = _load(name or config.model.model, policy, config, say)
+    # Full fine-tuning has no adapter to disable.
+    model = _load(name or config.model.model, policy, config, log)
     engine: InferenceEngine
     if config.memory.offload_untrained_models and policy.device.type != "cpu":
         engine = OffloadedEngine(model, inference, tokenizer, progress)
@@ -39,13 +39,13 @@ def lend_frozen(
 
 
 def without_adapter(policy: Policy) -> Policy:
-    """The model under the adapter, over the policy's own tensors."""
-    twin = policy.twin()
-    return replace(twin, adapted=twin.adapted.unload())
+    """The base model, over the policy's tensors."""
+    clone = policy.clone_with_new_adapter()
+    return replace(clone, adapted=clone.peft.unload())
 
 
 class FrozenEngine(PyTorchEngine):
-    """Draws by seed and prompt, so that a question has one answer wherever it stands in a batch."""
+    """Samples by seed and prompt, independent of the prompt's position in the batch."""
 
     def _row(self, prompt: IntArray, index: int, sampling: Sampling, number: int) -> Row:
         own = replace(sampling, seed=derive_seed(sampling.seed, prompt.tobytes().hex()))
@@ -55,19 +55,19 @@ class FrozenEngine(PyTorchEngine):
 class OffloadedEngine:
     """A FrozenEngine whose weights are on the device only while it samples.
 
-    It decodes without CUDA graphs, which would not outlive the move.
+    It decodes without CUDA graphs, which the moves would invalidate.
     """
 
-    def __init__(self, policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> None:
+    def __init__(self, policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> None:
         self.policy = policy
-        eager = {} if policy.own_attention else {"attention_kernel": "flash"}
+        eager = {} if policy.attention_fallback_reason else {"attention_kernel": "flash"}
         self.inference = inference.model_copy(update=eager)
         self.tokenizer = tokenizer
         self.progress = progress
         policy.causal_lm.to("cpu")
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Bring the weights over, draw, and take them away again."""
+        """Move the weights to the device, sample, and move them back."""
         self.policy.causal_lm.to(self.policy.device)
         try:
             engine = FrozenEngine(self.policy, self.inference, self.tokenizer, self.progress)
@@ -76,15 +76,15 @@ class OffloadedEngine:
             self.policy.causal_lm.to("cpu")
 
     def sync(self, weights: object) -> None:
-        """What is frozen takes nothing over."""
+        """Nothing: the weights are frozen."""
 
     def shutdown(self) -> None:
         """Nothing is held between uses."""
 
 
-def _load(name: str, policy: Policy, config: TrainConfig, say: Callable[[str], None]) -> Policy:
-    say(f"Loading student: {name} on {policy.device}...")
-    # Arguments of the policy's loading are for that model alone.
+def _load(name: str, policy: Policy, config: TrainConfig, log: Callable[[str], None]) -> Policy:
+    log(f"Loading student: {name} on {policy.device}...")
+    # init_kwargs apply to the policy's model only.
     kwargs = config.model.init_kwargs if name == config.model.model else {}
     own = config.model.model_copy(update={"model": name, "lora_rank": 0, "init_kwargs": kwargs})
     try:

@@ -1,37 +1,37 @@
-"""The learner's plan of what fits: worked out from the model's shape and free memory, corrected by what is measured."""
+"""Plans micro-batches from the model's shape and free memory, and corrects the plan by measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from retrain.capacity.memory import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
 from retrain.config.schema import Memory
 from retrain.modeling.policy import Policy
+from retrain.types import JsonObject
 
 GIB = 2**30
-# On the CPU small micro-batches are as fast, and memory is not measured.
+# On the CPU small micro-batches are as fast; memory is not measured there.
 CPU_MICRO_BATCH = 8192
 
 
 class StepMemory:
-    """How large micro-batches are and how many layers are recomputed; changes only when it must."""
+    """Size of micro-batches and number of recomputed layers; changed only when necessary."""
 
-    def __init__(self, policy: Policy, options: Memory, say: Callable[[str], None]) -> None:
-        self.device, self.say, self.options = policy.device, say, options
+    def __init__(self, policy: Policy, options: Memory, log: Callable[[str], None]) -> None:
+        self.device, self.log, self.options = policy.device, log, options
         self.layers = policy.layers
         self.micro_batch_tokens = options.micro_batch_tokens or (
             MICRO_BATCH if self.device.type == "cuda" else CPU_MICRO_BATCH
         )
         self.recomputed_layers = self.layers if options.gradient_checkpointing else 0
         self.planned_for = 0
-        """The longest sequence that the plan was made for."""
+        """Longest sequence of the current plan."""
         self.planned_room = 0.0
-        """Bytes that were free for a micro-batch at the first plan, which later ones stay with."""
+        """Bytes free for a micro-batch at the first plan; later plans use the same number."""
         shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
         self.cost = TrainingCost(shape, policy.rank, policy.dtype.itemsize) if shape is not None else None
         self.measured = False
@@ -39,8 +39,8 @@ class StepMemory:
     def prepare(self, longest: int, pending: int = 0) -> None:
         """Plan for sequences of up to `longest` tokens; the optimizer has yet to allocate `pending` bytes.
 
-        Free memory is measured once. Plans that followed it from step to step would make a run depend on what else
-        happens on the device.
+        Free memory is measured once: plans that followed it would make a run depend on what else happens on the
+        device.
         """
         if self.cost is None or longest <= self.planned_for:
             return
@@ -59,57 +59,57 @@ class StepMemory:
 
     def _adopt(self, plan: TrainingPlan, cost: TrainingCost) -> None:
         self.micro_batch_tokens, self.recomputed_layers = plan.micro_batch_tokens, plan.recomputed_layers
-        self.say(
+        self.log(
             f"Memory plan: micro-batches of {plan.micro_batch_tokens} tokens, {plan.recomputed_layers or 'none'} of "
             f"{self.layers} layers recomputed: about {plan.bytes / GIB:.1f} GiB of activations "
             f"({cost.layer * self.layers / 2**20:.2f} MiB per token), {self.planned_room / GIB:.1f} GiB free."
         )
 
     def room(self) -> float:
-        """Bytes that a micro-batch may take: what is free on the device and in the allocator, but for a margin."""
+        """Bytes available to a micro-batch: free on the device and in the allocator, less a margin."""
         free, total = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + held - SPARE * total
 
     @contextmanager
     def watch(self, tokens: int) -> Iterator[None]:
-        """Around the first micro-batches: compare their peak with the estimate, and plan anew where that matters."""
+        """Measure the peak of the first micro-batches, and replan if the estimate was too low."""
         if self.cost is None or self.measured:
             yield
             return
         before, peak_before = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         yield
         peak = torch.cuda.max_memory_allocated(self.device)
-        # Peaks are not reset, since others read them: one that sampling had set says nothing of training.
+        # Peaks are not reset, since others read them; an earlier peak of sampling is no measurement.
         if peak > peak_before:
-            self.learn(tokens, peak - before)
+            self.correct(tokens, peak - before)
 
-    def learn(self, tokens: int, measured: int) -> None:
-        """Take over what a micro-batch of so many tokens was seen to need."""
+    def correct(self, tokens: int, measured: int) -> None:
+        """Correct the estimate by the measured peak of a micro-batch."""
         assert self.cost is not None
         self.measured = True
         logits = self.cost.logits(tokens)
         ratio = (measured - logits) / (self.cost.bytes(tokens, self.recomputed_layers) - logits)
         self.cost = replace(self.cost, correction=self.cost.correction * min(max(ratio, 0.25), 4.0))
         plan = self._plan(self.cost)
-        # More room than thought changes nothing: a plan that works stays.
+        # A plan that works stays, even if there is more room than estimated.
         if plan.micro_batch_tokens < self.micro_batch_tokens or plan.recomputed_layers > self.recomputed_layers:
             self._adopt(plan, self.cost)
 
     def shrink(self, longest: int) -> bool:
-        """After running out: halve micro-batches, then recompute every layer; False when nothing is left to try."""
+        """After an out-of-memory error: halve micro-batches, then recompute all layers; False if neither helps."""
         if self.micro_batch_tokens > longest:
             self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
-            self.say(f"Out of memory; going on with micro-batches of {self.micro_batch_tokens} tokens.")
+            self.log(f"Out of memory; continuing with micro-batches of {self.micro_batch_tokens} tokens.")
         elif self.recomputed_layers < self.layers:
             self.recomputed_layers = self.layers
-            self.say("Out of memory; going on with activations recomputed in every layer.")
+            self.log("Out of memory; continuing with activations recomputed in every layer.")
         else:
             return False
         return True
 
-    def state(self) -> dict[str, Any]:
-        """The sizes that a step is computed with: other micro-batches add up in another order."""
+    def state(self) -> JsonObject:
+        """Sizes that rounding depends on: other micro-batches are summed in another order."""
         return {
             "options": self._fixed_by_user(),
             "micro_batch_tokens": self.micro_batch_tokens,
@@ -120,8 +120,8 @@ class StepMemory:
             "measured": self.measured,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue with the sizes of an earlier process, unless the user has asked for others since."""
+    def load(self, state: JsonObject) -> None:
+        """Restore the sizes of an earlier process, unless the options have changed."""
         if state["options"] != self._fixed_by_user():
             return
         self.micro_batch_tokens, self.recomputed_layers = state["micro_batch_tokens"], state["recomputed_layers"]
@@ -134,13 +134,17 @@ class StepMemory:
         return [self.options.micro_batch_tokens, int(self.options.gradient_checkpointing)]
 
     def explain(self, longest: int) -> str:
-        """Why a sequence does not fit, in numbers."""
-        said = f"one sequence of {longest} tokens does not fit into the memory of {self.device}, all layers recomputed"
+        """Why a sequence does not fit, with numbers."""
+        message = (
+            f"one sequence of {longest} tokens does not fit into the memory of {self.device}, all layers recomputed"
+        )
         if self.cost is not None:
             needed, room = self.cost.bytes(longest, self.layers), self.room()
-            said += (
+            message += (
                 f": it needs about {self.layers} layers × {longest} tokens × {self.cost.boundary / 1024:.1f} KiB of "
-                f"layer inputs and {self.cost.layer * longest / GIB:.1f} GiB for the layer at work, "
+                f"layer inputs and {self.cost.layer * longest / GIB:.1f} GiB for the active layer, "
                 f"{needed / GIB:.1f} GiB with the logits; {room / GIB:.1f} GiB are free"
             )
-        return f"{said}.  Try: a smaller [training] max_tokens, or fewer completions a step, whose KV cache is smaller."
+        return (
+            f"{message}.  Try: a smaller [training] max_tokens, or fewer completions per step, for a smaller KV cache."
+        )

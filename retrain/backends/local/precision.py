@@ -1,4 +1,4 @@
-"""How closely the engine's log-probs must follow the trainer's: as their precision allows."""
+"""How closely the engine's log-probs must match the trainer's, by their precisions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Measured, Remote
 from retrain.modeling.policy import Policy
 
-# Mean difference of a server's log-probs from the trainer's when a run starts: above these it is no float32, no bf16.
+# Mean log-prob difference of a server at the start of a run: above these it does not compute in float32, or bf16.
 EXACT, ROUGH = 1e-3, 0.03
 
 
 def make_agreement(
-    config: TrainConfig, policy: Policy, engine: InferenceEngine, say: Callable[[str], None]
+    config: TrainConfig, policy: Policy, engine: InferenceEngine, log: Callable[[str], None]
 ) -> Agreement:
-    """What compares the rows of a run's steps."""
-    return Agreement(find_tolerance(config, policy, engine).at(config.training.temperature), say)
+    """The check of a run's rows."""
+    return Agreement(find_tolerance(config, policy, engine).at(config.training.temperature), log)
 
 
 def find_tolerance(config: TrainConfig, policy: Policy, engine: InferenceEngine) -> Tolerance:
-    """By the coarser of both sides. A server's precision is not known but measured: by its distance at the start."""
+    """By the coarser of both sides. A server's precision is inferred from its mismatch at the start."""
     if config.lora.dropout:
         return DRIFT
     is_exact = policy.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The sizes that rounding depends on, kept in a checkpoint: a resume with other free memory then computes the same."""
+"""Batch sizes kept in a checkpoint: rounding depends on them, so a resume uses the same ones."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 import torch
 
 from retrain.backends.local.learner import Learner
-from retrain.inference_engine import InferenceEngine, KeepsSizes
+from retrain.inference_engine import InferenceEngine, ResumableSizes
 
 SIZES_FILE = "sizes.json"
 
 
 def save_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
-    """Write the micro-batches' sizes, the sampler's, and the number of threads."""
+    """Write the sizes of micro-batches and sampling batches, and the number of threads."""
     sizes = {
         "threads": torch.get_num_threads(),
         "training": learner.memory.state(),
-        "sampling": engine.sizes() if isinstance(engine, KeepsSizes) else None,
+        "sampling": engine.sizes() if isinstance(engine, ResumableSizes) else None,
     }
     (path / SIZES_FILE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
 
 
 def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
-    """Continue with them; what cannot be had is said, since the run then differs in its last digits."""
+    """Restore them; warns where that is impossible, since results then differ in their last digits."""
     file = path / SIZES_FILE
     if not file.exists():
         # A checkpoint of an earlier version.
@@ -33,11 +33,15 @@ def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
     learner.memory.load(sizes["training"])
     on_cpu = learner.policy.device.type == "cpu"
     if on_cpu and sizes["threads"] != torch.get_num_threads():
-        learner.say(
+        learner.log(
             f"Warning: this run used {sizes['threads']} threads and now has {torch.get_num_threads()}; sums are split "
             f"over threads, so results may differ in their last digits.  Try: OMP_NUM_THREADS={sizes['threads']}"
         )
-    if sizes["sampling"] is not None and isinstance(engine, KeepsSizes) and not engine.restore_sizes(sizes["sampling"]):
-        learner.say(
+    if (
+        sizes["sampling"] is not None
+        and isinstance(engine, ResumableSizes)
+        and not engine.restore_sizes(sizes["sampling"])
+    ):
+        learner.log(
             "Warning: less memory is free than before, so completions are sampled in smaller batches and may differ."
         )

@@ -1,7 +1,7 @@
-"""Split mode: one device, or a server, samples step n while another still trains on step n - 1.
+"""Split mode: one device, or a server, samples step n while another trains on step n - 1.
 
-The sampler is always exactly one step behind, never by luck of timing, so a run is as repeatable as on one device; the
-importance ratio accounts for the lag.
+The sampler is always exactly one step behind, independent of timing, so runs are reproducible; the importance ratio
+accounts for the lag.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from retrain.backends import Capabilities, FrozenModel
-from retrain.backends.local.frozen import lend_frozen
+from retrain.backends.local.frozen import build_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.config import TrainConfig
 from retrain.inference_engine import InferenceEngine, Progress, Remote
 from retrain.modeling.policy import Policy
+from retrain.modeling.tokens import Tokenizer
 from retrain.types import Datum, StepMetrics
 
 
 class SplitBackend:
-    """Trains on a background thread and copies the adapter over between steps."""
+    """Trains on a background thread and copies the adapter to the sampler between steps."""
 
     def __init__(self, learner: Learner, mirror: Policy, engine: InferenceEngine) -> None:
         self.learner = learner
@@ -53,27 +53,27 @@ class SplitBackend:
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
-        """Wait for the step before, hand its weights to the sampler, and start this one. Reports the step before."""
+        """Wait for the previous step, hand its weights to the sampler, start this step. Reports the previous step."""
         self._wait()
         self._mirror(step)
         staleness = step - self.sampled
-        told = self.reported | {"staleness": staleness} | watched(self.engine)
+        metrics = self.reported | {"staleness": staleness} | engine_metrics(self.engine)
         self.pending = self.thread.submit(self.learner.step, datums, step, staleness)
-        return told
+        return metrics
 
     def settle(self) -> StepMetrics:
-        """Wait for the step under way and tell of it."""
+        """Wait for the running step; returns its metrics."""
         self._wait()
         return self.reported
 
     def save(self, path: Path) -> None:
-        """Finish the step under way, then write it and the sampler's older weights."""
+        """Wait for the running step, then write its result and the sampler's older weights."""
         self._wait()
         self.learner.save(path)
         save_sizes(path, self.learner, self.engine)
-        told = {"updates": str(self.mirrored), "reported": json.dumps(self.reported)}
+        metadata = {"updates": str(self.mirrored), "reported": json.dumps(self.reported)}
         state = {name: tensor.cpu().contiguous() for name, tensor in self.mirror.adapter_state().items()}
-        save_file(state, str(path / "sampler.safetensors"), metadata=told)
+        save_file(state, str(path / "sampler.safetensors"), metadata=metadata)
 
     def load(self, path: Path) -> None:
         """Restore both sets of weights."""
@@ -82,18 +82,18 @@ class SplitBackend:
         load_sizes(path, self.learner, self.engine)
         with safe_open(str(path / "sampler.safetensors"), framework="pt") as held:
             self.mirror.load_adapter_state({name: held.get_tensor(name) for name in held.keys()})  # noqa: SIM118
-            told = held.metadata()
-        self.mirrored, self.reported = int(told["updates"]), json.loads(told["reported"])
+            metadata = held.metadata()
+        self.mirrored, self.reported = int(metadata["updates"]), json.loads(metadata["reported"])
         self.engine.sync(self.mirror)
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
-        """A student beside the sampler, on its device: the trainer never waits for it."""
-        return lend_frozen(self.mirror, config, tokenizer, say, progress)
+        """The student, on the sampler's device: the trainer never waits for it."""
+        return build_frozen(self.mirror, config, tokenizer, log, progress)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """Finish the step under way, whatever comes of it, and let the engine free what it holds."""
+        """Wait for the running step, ignoring its result, and shut the engine down."""
         self.thread.shutdown(wait=True)
         self.engine.shutdown()
 
@@ -107,6 +107,6 @@ class SplitBackend:
             self.reported, self.pending = self.pending.result(), None
 
 
-def watched(engine: InferenceEngine) -> StepMetrics:
-    """What an engine outside this process has to tell about the step."""
+def engine_metrics(engine: InferenceEngine) -> StepMetrics:
+    """Metrics that a remote engine reports for the step."""
     return engine.metrics() if isinstance(engine, Remote) else {}

@@ -21,7 +21,7 @@ from retrain.backends.tinker.losses import cancel, completion_logprobs, denomina
 from retrain.backends.tinker.service import Service, in_background
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
-from retrain.checks.agreement import HALF, Agreement, Finding, Gaps, compared
+from retrain.checks.agreement import HALF, Agreement, AgreementReport, LogprobGaps, compared
 from retrain.config import TrainConfig
 from retrain.config.unsupported import check_supported
 from retrain.errors import BackendError, CheckpointError, ConfigError
@@ -254,9 +254,9 @@ class TinkerBackend:
         """Apply a gradient after comparing its log-probs with those of sampling."""
         output = self.service.wait(step.gradient, "training")
         logprobs, reported = completion_logprobs(step.datums, output), output.metrics.get("loss:sum")
-        datums, finding = step.datums, self._compare(step, logprobs)
-        if finding is not None and logprobs is not None and finding.excluded:
-            off = finding.left_out
+        datums, report = step.datums, self._compare(step, logprobs)
+        if report is not None and logprobs is not None and report.excluded:
+            off = report.excluded_rows
             # Subtract these rows from the gradient on the service.
             loss = self._tinker_loss
             back = [cancel(loss, d, current) for d, current, out in zip(datums, logprobs, off, strict=True) if out]
@@ -271,22 +271,22 @@ class TinkerBackend:
             (value for key, value in update_metrics.items() if key.rpartition("/")[2].startswith("grad_norm")), None
         )
         metrics = step_metrics(self._tinker_loss, datums, logprobs, reported, step.divisor)
-        rows = finding.metrics() if finding is not None else {}
+        rows = report.metrics() if report is not None else {}
         return _Applied({**metrics, **rows, "grad_norm": norm, "skipped": 0}, sampler)
 
-    def _compare(self, step: _Step, logprobs: Sequence[FloatArray] | None) -> Finding | None:
+    def _compare(self, step: _Step, logprobs: Sequence[FloatArray] | None) -> AgreementReport | None:
         """Compare the log-probs of training and sampling; raises if too many rows disagree."""
         if logprobs is None:
             return None
         checked = None
         if step.checked_output is not None:
             seen = completion_logprobs(step.checked, self.service.wait(step.checked_output, "training"))
-            checked = Gaps.between(step.checked, seen) if seen is not None else None
-        finding = self.agreement.judge(Gaps.between(step.datums, logprobs), checked, step.staleness)
-        if finding.refused:
+            checked = LogprobGaps.between(step.checked, seen) if seen is not None else None
+        report = self.agreement.check(LogprobGaps.between(step.datums, logprobs), checked, step.staleness)
+        if report.rejected:
             # The gradient remains on the service, so its state is not that before the step.
-            raise finding.error(is_whole=False)
-        return finding
+            raise report.error(state_intact=False)
+        return report
 
     def _adam(self, step: int) -> types.AdamParams:
         return types.AdamParams(

@@ -1,36 +1,44 @@
-"""Engines that sample on a server: one client, and a table for each kind of server."""
+"""Engines that sample on a server: one client, and a specification per kind of server."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from retrain.config.schema import Inference
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.inference_engine.http.wire import MLX, OPENAI, SGLANG, VLLM, Wire
+from retrain.inference_engine.http.servers import MLX, OPENAI, SGLANG, VLLM, ServerSpec
+
+if TYPE_CHECKING:
+    from retrain.modeling.policy import Policy
+    from retrain.modeling.tokens import Tokenizer
 
 __all__ = ["mlx", "openai", "sglang", "vllm"]
 
 
-def vllm(policy: Any, inference: Inference, tokenizer: Any, progress: Progress) -> InferenceEngine:
-    """Over vLLM servers."""
+def vllm(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> InferenceEngine:
+    """Engine for vLLM servers."""
     return _engine(VLLM, policy, inference, tokenizer, progress)
 
 
-def sglang(policy: Any, inference: Inference, tokenizer: Any, progress: Progress) -> InferenceEngine:
-    """Over SGLang servers."""
+def sglang(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> InferenceEngine:
+    """Engine for SGLang servers."""
     return _engine(SGLANG, policy, inference, tokenizer, progress)
 
 
-def mlx(policy: Any, inference: Inference, tokenizer: Any, progress: Progress) -> InferenceEngine:
-    """Over servers of mlx-lm."""
+def mlx(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> InferenceEngine:
+    """Engine for mlx-lm servers."""
     return _engine(MLX, policy, inference, tokenizer, progress)
 
 
-def openai(policy: Any, inference: Inference, tokenizer: Any, progress: Progress) -> InferenceEngine:
-    """Over servers that speak as vLLM does."""
+def openai(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> InferenceEngine:
+    """Engine for servers with vLLM's API."""
     return _engine(OPENAI, policy, inference, tokenizer, progress)
 
 
-def _engine(wire: Wire, policy: Any, inference: Inference, tokenizer: Any, progress: Progress) -> InferenceEngine:
-    # `retrain doctor` reads the tables alone, and PyTorch takes seconds to import.
+def _engine(
+    spec: ServerSpec, policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress
+) -> InferenceEngine:
+    # `retrain doctor` reads the specifications only, and PyTorch takes seconds to import.
     from retrain.inference_engine.http.engine import HttpEngine  # noqa: PLC0415
 
-    return HttpEngine(wire, policy, inference, tokenizer, progress)
+    return HttpEngine(spec, policy, inference, tokenizer, progress)

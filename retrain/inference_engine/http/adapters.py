@@ -1,4 +1,4 @@
-"""Adapters on their way to servers: each version in a folder of its own, in the layout that the server reads."""
+"""Writes adapters for servers: one folder per version, in the server's layout."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError, RolloutError
-from retrain.inference_engine.http.wire import Adapter
+from retrain.inference_engine.http.servers import Adapter
 from retrain.modeling.policy import Policy
 from retrain.storage.publishing import make_temporary
 
 
 class AdapterFolder:
-    """Writes versions and deletes them. `root` must be readable by the servers; empty takes a temporary folder."""
+    """Writes and deletes adapter versions. Servers must be able to read `root`; empty means a temporary folder."""
 
     def __init__(self, root: str, for_mlx: bool) -> None:
         try:
             if root:
-                # Perhaps on a disk of several machines: whose folders the others there are, nobody can tell.
+                # Possibly a shared disk: leftovers of other runs cannot be told from live folders.
                 Path(root).mkdir(parents=True, exist_ok=True)
                 self.path = Path(tempfile.mkdtemp(prefix="retrain-adapters-", dir=root)).resolve()
             else:
@@ -37,7 +37,7 @@ class AdapterFolder:
         self.versions = 0
 
     def write(self, policy: Policy) -> Adapter:
-        """The adapter as it is now, under a new name."""
+        """Write the current adapter under a new name."""
         self.versions += 1
         name = f"retrain-{self.run}-{self.versions}"
         path = self.path / name
@@ -50,16 +50,16 @@ class AdapterFolder:
         return Adapter(name, path)
 
     def delete(self, adapter: Adapter) -> None:
-        """Remove a version that no server needs any more."""
+        """Delete a version that no server uses."""
         shutil.rmtree(adapter.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Delete all versions."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def convert_to_mlx(folder: Path, layers: int) -> None:
-    """Rewrite a PEFT adapter in place as mlx-lm reads it: transposed factors, named by layer."""
+    """Convert a PEFT adapter in place to mlx-lm's layout: transposed factors, named by layer."""
     config = json.loads((folder / "adapter_config.json").read_text())
     rank, alpha = config["r"], config["lora_alpha"]
     tensors: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ def convert_to_mlx(folder: Path, layers: int) -> None:
                 tensors[own.removesuffix(theirs) + ours] = tensor.T.contiguous()
     modules = {name.rpartition(".")[0].split(".layers.")[-1].partition(".")[2] for name in tensors}
     parameters = {"rank": rank, "scale": alpha / rank, "dropout": 0.0, "keys": sorted(modules)}
-    told = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
+    settings = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
     save_file(tensors, str(folder / "adapters.safetensors"))
     (folder / "adapter_model.safetensors").unlink()
-    (folder / "adapter_config.json").write_text(json.dumps(told, indent=1))
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))

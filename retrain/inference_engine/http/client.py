@@ -1,4 +1,4 @@
-"""One asynchronous HTTP client with a shared connection pool, on an event loop of its own thread."""
+"""An asynchronous HTTP client with a connection pool, on an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -12,38 +12,40 @@ from typing import Any, TypeVar
 
 import h11
 
-from retrain.inference_engine.http.connections import Connections, NoConnection, Response, Waits
+from retrain.inference_engine.http.connections import Connections, ConnectTimeout, Response, Timeouts
+from retrain.types import JsonObject
 
 KEY_VARIABLE = "INFERENCE_API_KEY"
 CONNECT_S = 10.0
-# What may well be gone when the same request is sent again.
-PASSING = (408, 425, 429, 500, 502, 503, 504)
-LONGEST_PAUSE_S = 60.0
+# Status codes worth a retry.
+RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
+MAX_RETRY_AFTER_S = 60.0
 
 T = TypeVar("T")
+Work = Coroutine[Any, Any, T]
 
 
 class Transient(Exception):
-    """A failure that may pass. `down`: the connection failed; `status` and `after`: what the server said, if it did."""
+    """A failure worth a retry. `down`: the connection failed; `status` and `retry_after` are the server's."""
 
-    def __init__(self, text: str, down: bool = False, status: int = 0, after: float = 0.0) -> None:
+    def __init__(self, text: str, down: bool = False, status: int = 0, retry_after: float = 0.0) -> None:
         super().__init__(text)
         self.down = down
         self.status = status
-        self.after = after
+        self.retry_after = retry_after
 
 
 class Refused(Exception):
-    """The server understood the request and will not do it."""
+    """The server rejected the request."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"it answered {status}: {text}")
+        super().__init__(f"it replied {status}: {text}")
         self.status = status
         self.text = text
 
 
 class Client:
-    """Runs coroutines for threads that wait for them, and makes the HTTP calls inside."""
+    """Runs coroutines for waiting threads, and makes HTTP calls."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -59,12 +61,12 @@ class Client:
         """Whether `close` was called."""
         return self.loop.is_closed()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine."""
+    def submit(self, work: Work[T]) -> Future[T]:
+        """Schedule a coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine; an interrupt of the waiting thread cancels it."""
+    def run(self, work: Work[T]) -> T:
+        """Run a coroutine and wait for it; an interrupt cancels it."""
         future = self.submit(work)
         try:
             return future.result()
@@ -72,17 +74,17 @@ class Client:
             future.cancel()
             raise
 
-    async def call(self, address: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """GET, or POST a body; the parsed answer. A plain text answer comes back as text."""
+    async def call(self, address: str, body: JsonObject | None = None, timeout_s: float | None = None) -> Any:
+        """GET, or POST a body; returns parsed JSON, or text for any other content type."""
         limit = timeout_s or self.timeout_s
-        waits = Waits(min(CONNECT_S, limit), limit)
+        timeouts = Timeouts(min(CONNECT_S, limit), limit)
         method, content = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
         try:
-            response = await self.connections.send(method, address, self.headers, content, waits)
-        except NoConnection as error:
-            raise Transient(f"no connection within {waits.connect_s:.0f} s", down=True) from error
+            response = await self.connections.send(method, address, self.headers, content, timeouts)
+        except ConnectTimeout as error:
+            raise Transient(f"no connection within {timeouts.connect_s:.0f} s", down=True) from error
         except TimeoutError as error:
-            raise Transient(f"no answer within {limit:.0f} s") from error
+            raise Transient(f"no reply within {limit:.0f} s") from error
         except (OSError, h11.RemoteProtocolError) as error:
             raise Transient(f"{type(error).__name__}: {error}", down=True) from error
         return _content(response)
@@ -95,8 +97,8 @@ class Client:
         self.loop.close()
 
 
-async def gather_all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order; at the first error the others are ended and waited for."""
+async def gather_all(work: list[Work[T]]) -> list[T]:
+    """The results of all, in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -108,11 +110,11 @@ async def gather_all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _content(response: Response) -> Any:
-    if response.status in PASSING:
-        told = response.headers.get("retry-after", "")
-        pause = min(float(told), LONGEST_PAUSE_S) if told.isdigit() else 0.0
-        text = f"it answered {response.status}: {_message(response)}"
-        raise Transient(text, status=response.status, after=pause)
+    if response.status in RETRYABLE:
+        header = response.headers.get("retry-after", "")
+        pause = min(float(header), MAX_RETRY_AFTER_S) if header.isdigit() else 0.0
+        text = f"it replied {response.status}: {_message(response)}"
+        raise Transient(text, status=response.status, retry_after=pause)
     if response.status >= 300:
         raise Refused(response.status, _message(response))
     if not response.headers.get("content-type", "").startswith("application/json"):
@@ -120,15 +122,15 @@ def _content(response: Response) -> Any:
     try:
         return json.loads(response.body)
     except ValueError as error:
-        raise Transient(f"it sent JSON that does not parse ({error})") from error
+        raise Transient(f"it sent invalid JSON ({error})") from error
 
 
 def _message(response: Response) -> str:
-    """What a server says went wrong; every kind has its own shape for that."""
+    """The server's error message; every kind of server has its own format."""
     try:
-        told = json.loads(response.body)
+        body = json.loads(response.body)
     except ValueError:
-        told = response.body.decode(errors="replace")
-    while isinstance(told, dict):
-        told = told.get("error") or told.get("message") or told.get("error_message") or told.get("detail") or str(told)
-    return " ".join(str(told).split())[:300]
+        body = response.body.decode(errors="replace")
+    while isinstance(body, dict):
+        body = body.get("error") or body.get("message") or body.get("error_message") or body.get("detail") or str(body)
+    return " ".join(str(body).split())[:300]

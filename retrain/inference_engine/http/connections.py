@@ -1,7 +1,7 @@
-"""HTTP/1.1 over asyncio: connections that are kept, one request on each at a time, answers read whole.
+"""HTTP/1.1 over asyncio with keep-alive: one request at a time per connection, responses read completely.
 
-h11 speaks the protocol. httpx, around the same h11, costs three times as much a request; what it adds (redirects,
-cookies, proxies, HTTP/2) is not for the machines that one trains with.
+h11 implements the protocol. httpx, also based on h11, takes three times as long per request; what it adds (redirects,
+cookies, proxies, HTTP/2) is not needed here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import httpx
 
 @dataclass(frozen=True)
 class Response:
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
-    """By their names in lower case."""
+    """Names are in lower case."""
     body: bytes
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where connections go."""
+class Origin:
+    """Target of a connection."""
 
     host: str
     port: int
@@ -38,82 +38,82 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """Seconds that may pass until there is a connection, and until the answer is there."""
+class Timeouts:
+    """Seconds to wait for a connection, and for the response."""
 
     connect_s: float
-    answer_s: float
+    response_s: float
 
 
-class NoConnection(Exception):
-    """Nobody answered in time to open a connection."""
+class ConnectTimeout(Exception):
+    """No connection within the time limit."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection, as the event loop calls it."""
+    """One connection, driven by the event loop."""
 
-    def __init__(self, among: set[Connection]) -> None:
-        self.among = among
-        """Those that are open."""
-        self.wire = h11.Connection(h11.CLIENT)
+    def __init__(self, open_connections: set[Connection]) -> None:
+        self.open_connections = open_connections
+        """All open connections."""
+        self.protocol = h11.Connection(h11.CLIENT)
         self.transport: asyncio.Transport | None = None
         self.waiting: asyncio.Future[Response] | None = None
         self.head: h11.Response | None = None
         self.parts: list[bytes] = []
-        self.has_heard = False
-        """Whether anything came back for the request under way."""
+        self.has_received = False
+        """Whether any data was received for the current request."""
 
     @property
     def is_usable(self) -> bool:
         """Whether another request can be sent on it."""
-        return self.transport is not None and not self.transport.is_closing() and self.wire.our_state is h11.IDLE
+        return self.transport is not None and not self.transport.is_closing() and self.protocol.our_state is h11.IDLE
 
     async def send(self, request: h11.Request, body: bytes) -> Response:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for the response."""
         assert self.transport is not None
         self.waiting = asyncio.get_running_loop().create_future()
-        self.head, self.parts, self.has_heard = None, [], False
+        self.head, self.parts, self.has_received = None, [], False
         # One packet, one system call.
-        parts = [self.wire.send(request), self.wire.send(h11.Data(body)) if body else b""]
-        self.transport.write(b"".join([*filter(None, parts), self.wire.send(h11.EndOfMessage()) or b""]))
+        parts = [self.protocol.send(request), self.protocol.send(h11.Data(body)) if body else b""]
+        self.transport.write(b"".join([*filter(None, parts), self.protocol.send(h11.EndOfMessage()) or b""]))
         return await self.waiting
 
     def close(self) -> None:
-        """Drop it, whatever is under way."""
+        """Abort the connection."""
         if self.transport:
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The loop has opened it."""
+        """Called by the loop once connected."""
         self.transport = cast(asyncio.Transport, transport)
-        self.among.add(self)
+        self.open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """The loop has read something."""
+        """Called by the loop with received data."""
         if self.waiting is None or self.waiting.done():
-            # Nothing was asked for.
+            # No request is pending.
             self.close()
             return
-        self.has_heard = True
-        self.wire.receive_data(data)
+        self.has_received = True
+        self.protocol.receive_data(data)
         self._read()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The loop has closed it. To some answers the end of the connection is the end."""
-        self.among.discard(self)
+        """Called by the loop when the connection closes, which may end a response without a length."""
+        self.open_connections.discard(self)
         if self.waiting is None or self.waiting.done():
             return
-        if error is None and self.has_heard:
-            self.wire.receive_data(b"")
+        if error is None and self.has_received:
+            self.protocol.receive_data(b"")
             self._read()
         if not self.waiting.done():
-            self.waiting.set_exception(error or ConnectionResetError("the connection was closed before an answer"))
+            self.waiting.set_exception(error or ConnectionResetError("the connection was closed before a response"))
 
     def _read(self) -> None:
         assert self.waiting is not None
         try:
             while True:
-                event = self.wire.next_event()
+                event = self.protocol.next_event()
                 if isinstance(event, h11.Response):
                     self.head = event
                 elif isinstance(event, h11.Data):
@@ -131,85 +131,87 @@ class Connection(asyncio.Protocol):
         assert self.waiting is not None and self.head is not None
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.head.headers}
         self.waiting.set_result(Response(self.head.status_code, headers, b"".join(self.parts)))
-        if self.wire.our_state is h11.DONE and self.wire.their_state is h11.DONE:
-            self.wire.start_next_cycle()
+        if self.protocol.our_state is h11.DONE and self.protocol.their_state is h11.DONE:
+            self.protocol.start_next_cycle()
         else:
             self.close()
 
 
 class Connections:
-    """As many as there are requests under way, kept for the next ones."""
+    """A pool with one connection per concurrent request, kept alive for later ones."""
 
     def __init__(self) -> None:
-        self.idle: dict[Place, list[Connection]] = {}
+        self.idle: dict[Origin, list[Connection]] = {}
         self.open: set[Connection] = set()
-        # A process may have so many files and connections open; half of them are for others.
+        # Use at most half of the file descriptors that the process may open.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.room = asyncio.Semaphore(max(16, limit // 2) if limit > 0 else 4096)
         self.context: ssl.SSLContext | None = None
 
-    async def send(self, method: str, address: str, headers: dict[str, str], body: bytes, waits: Waits) -> Response:
-        """Send a request, and read the whole answer. One that found its kept connection closed is sent once more."""
-        place, target, host = _parts_of(address)
+    async def send(
+        self, method: str, address: str, headers: dict[str, str], body: bytes, timeouts: Timeouts
+    ) -> Response:
+        """Send a request and read the response. Retried once if a kept-alive connection turns out to be closed."""
+        origin, target, host = _parts_of(address)
         named = [("Host", host), *headers.items(), *([("Content-Length", str(len(body)))] if body else [])]
         request = h11.Request(method=method, target=target, headers=named)
         async with self.room:
-            kept = self._kept(place)
+            kept = self._kept(origin)
             if kept:
                 try:
-                    return await self._exchange(place, kept, request, body, waits)
+                    return await self._exchange(origin, kept, request, body, timeouts)
                 except ConnectionError:
-                    # Servers close idle connections after some seconds, perhaps just now.
-                    if kept.has_heard:
+                    # Servers close idle connections after some seconds.
+                    if kept.has_received:
                         raise
-            return await self._exchange(place, await self._open(place, waits), request, body, waits)
+            return await self._exchange(origin, await self._open(origin, timeouts), request, body, timeouts)
 
     async def close(self) -> None:
-        """Close all of them, and wait until they are closed."""
+        """Close all connections and wait for it."""
         for connection in self.open:
             connection.close()
         while self.open:
             await asyncio.sleep(0)
 
     async def _exchange(
-        self, place: Place, connection: Connection, request: h11.Request, body: bytes, waits: Waits
+        self, origin: Origin, connection: Connection, request: h11.Request, body: bytes, timeouts: Timeouts
     ) -> Response:
         try:
-            async with asyncio.timeout(waits.answer_s):
+            async with asyncio.timeout(timeouts.response_s):
                 response = await connection.send(request, body)
         except BaseException:
             connection.close()
             raise
         if connection.is_usable:
-            self.idle.setdefault(place, []).append(connection)
+            self.idle.setdefault(origin, []).append(connection)
         return response
 
-    def _kept(self, place: Place) -> Connection | None:
-        idle = self.idle.get(place, [])
+    def _kept(self, origin: Origin) -> Connection | None:
+        idle = self.idle.get(origin, [])
         while idle:
             connection = idle.pop()
             if connection.is_usable:
                 return connection
         return None
 
-    async def _open(self, place: Place, waits: Waits) -> Connection:
-        if place.is_secure and self.context is None:
+    async def _open(self, origin: Origin, timeouts: Timeouts) -> Connection:
+        if origin.is_secure and self.context is None:
             self.context = httpx.create_ssl_context()
         loop = asyncio.get_running_loop()
-        secure = self.context if place.is_secure else None
+        secure = self.context if origin.is_secure else None
         try:
-            async with asyncio.timeout(waits.connect_s):
-                made = await loop.create_connection(lambda: Connection(self.open), place.host, place.port, ssl=secure)
+            async with asyncio.timeout(timeouts.connect_s):
+                made = await loop.create_connection(lambda: Connection(self.open), origin.host, origin.port, ssl=secure)
         except TimeoutError as error:
-            raise NoConnection from error
+            raise ConnectTimeout from error
         return made[1]
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(address: str) -> tuple[Place, str, str]:
-    """Where an address leads to, what is asked for there, and the name it goes by."""
+def _parts_of(address: str) -> tuple[Origin, str, str]:
+    """Origin, request target and Host header of an address."""
     parts = urlsplit(address)
     secure = parts.scheme == "https"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     port = parts.port or (443 if secure else 80)
-    return Place(parts.hostname or "", port, secure), target, parts.netloc.rpartition("@")[2]
+    return Origin(parts.hostname or "", port, secure), target, parts.netloc.rpartition("@")[2]

@@ -1,4 +1,4 @@
-"""A vLLM server of the run's own: chosen a device for, started, watched, and ended with the run."""
+"""Launches a vLLM server for a run, monitors it, and stops it with the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,8 +19,9 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.engine import HttpEngine
-from retrain.inference_engine.http.wire import VLLM
+from retrain.inference_engine.http.servers import VLLM
 from retrain.modeling.policy import Policy
+from retrain.modeling.tokens import Tokenizer
 
 LOG = "vllm.log"
 SHOWN_LINES = 15
@@ -29,13 +29,13 @@ GIB = 2**30
 # The values that vLLM (0.32) takes for --max-lora-rank.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_CACHE, CPU_CACHE_BYTES = "VLLM_CPU_KVCACHE_SPACE", 2 * GIB
-KEEPER = Path(__file__).with_name("keeper.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 STOP_S = 30.0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started, and where what it prints goes."""
+    """Command, environment and log file of a server."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -43,8 +43,8 @@ class Launch:
     log: Path
 
 
-class OwnServer:
-    """The process."""
+class LaunchedServer:
+    """The server process."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -52,31 +52,31 @@ class OwnServer:
         with launch.log.open("ab") as log:
             self.begins_at = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, str(KEEPER), *launch.command],
+                [sys.executable, str(SUPERVISOR), *launch.command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **launch.environment},
-                # Ctrl-C is for the trainer, which saves, asks the server to let go of its adapter, and then ends it.
+                # Only the trainer receives Ctrl-C; it saves, unloads its adapter and stops the server.
                 start_new_session=True,
             )
 
-    def ended(self) -> str:
-        """What is to be said of a server that is no more; empty while it runs."""
+    def exit_reason(self) -> str:
+        """Exit code and last log lines of a server that has exited; empty while it runs."""
         code = self.process.poll()
         if code is None:
             return ""
         with self.launch.log.open("rb") as log:
             log.seek(self.begins_at)
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        told = "\n".join(f"  {line}" for line in lines[-SHOWN_LINES:]) or "  (nothing)"
+        tail = "\n".join(f"  {line}" for line in lines[-SHOWN_LINES:]) or "  (nothing)"
         return (
-            f"the vLLM server that this run started has ended with exit code {code}. "
-            f"The last lines of {self.launch.log}:\n{told}"
+            f"the vLLM server that this run started exited with code {code}. "
+            f"The last lines of {self.launch.log}:\n{tail}"
         )
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """Stop the server and its child processes."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -87,46 +87,48 @@ class OwnServer:
 
 
 class LaunchedEngine(HttpEngine):
-    """An engine over a server that it starts, and ends when it is shut down."""
+    """An engine that launches its server, and stops it on shutdown."""
 
     def __init__(
-        self, launch: Launch, policy: Policy, inference: Inference, tokenizer: Any, progress: Progress
+        self, launch: Launch, policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress
     ) -> None:
         own = inference.model_copy(update={"url": f"http://127.0.0.1:{launch.port}"})
         super().__init__(VLLM, policy, own, tokenizer, progress)
-        self.server = OwnServer(launch)
-        self.fleet.ended = self.server.ended
+        self.server = LaunchedServer(launch)
+        self.fleet.exit_reason = self.server.exit_reason
         self.fleet.remedy = f"see {launch.log}; a large model may need a longer wait_s"
 
     def shutdown(self) -> None:
-        """End the server; what it held needs no unloading."""
+        """Stop the server; its adapters need no unloading."""
         self.server.stop()
         super().shutdown()
 
 
 def launch_engine(
-    config: TrainConfig, policy: Policy, tokenizer: Any, say: Callable[[str], None], progress: Progress
+    config: TrainConfig, policy: Policy, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
 ) -> LaunchedEngine:
-    """Start the server that a configuration describes, and give the engine over it."""
+    """Launch the configured server; returns its engine."""
     inference = config.inference
     device = choose_device(inference.launch_device, policy.device, torch.cuda.device_count())
     if device == str(policy.device) and device != "cpu":
-        refuse_without_room(policy, config)
-    log = Path(config.logging.log_dir).expanduser().absolute() / LOG
+        check_gpu_room(policy, config)
+    log_file = Path(config.logging.log_dir).expanduser().absolute() / LOG
     port = free_port()
     command = [*command_for(config, policy, device), "--port", str(port)]
-    launch = Launch(command, environment_for(device), port, log)
+    launch = Launch(command, environment_for(device), port, log_file)
     engine = LaunchedEngine(launch, policy, inference, tokenizer, progress)
-    say(f"Starting a vLLM server on {device}, port {launch.port}; its log is {log}.")
+    log(f"Starting a vLLM server on {device}, port {launch.port}; its log is {log_file}.")
     return engine
 
 
 def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
-    """`vllm serve` and its flags, but for the port."""
-    inference, model = config.inference, policy.adapted.peft_config["default"]
+    """`vllm serve` and its flags, without the port."""
+    inference, model = config.inference, policy.peft.peft_config["default"]
     rank = next((rank for rank in RANKS if rank >= policy.rank), None)
     if rank is None:
-        raise ConfigError(f"[model] lora_rank = {policy.rank} is more than vLLM takes.  Try: lora_rank = {RANKS[-1]}")
+        raise ConfigError(
+            f"[model] lora_rank = {policy.rank} is more than vLLM supports.  Try: lora_rank = {RANKS[-1]}"
+        )
     dtype = str(policy.dtype).removeprefix("torch.") if inference.launch_dtype == "auto" else inference.launch_dtype
     command = [find_vllm(), "serve", str(model.base_model_name_or_path), "--host", "127.0.0.1"]
     command += ["--enable-lora", "--max-lora-rank", str(rank), "--logprobs-mode", "processed_logprobs"]
@@ -136,7 +138,7 @@ def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
     share = inference.gpu_memory_utilization
     if device == "cpu":
         command += ["--enforce-eager"]
-    # On a CPU it is a share of the machine's memory, most of which is not the server's to take unless the user says so.
+    # On a CPU it is a share of the machine's memory, which the server takes only if the user sets it.
     if device != "cpu" or share != Inference.model_fields["gpu_memory_utilization"].default:
         command += ["--gpu-memory-utilization", str(share)]
     elif CPU_CACHE not in os.environ:
@@ -145,18 +147,18 @@ def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
 
 
 def environment_for(device: str) -> dict[str, str]:
-    """What the server's process has set on top of this one's."""
-    told = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+    """Additional environment variables of the server."""
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
-        # Its parts find each other by an address, also where there is no network.
-        return told | {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1")}
+        # Its processes connect through an address, even without a network.
+        return variables | {"VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1")}
     number = int(device.removeprefix("cuda:"))
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return told | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
+    return variables | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
 
 
 def find_vllm() -> str:
-    """The command of this environment, or else of the search path."""
+    """The vllm command of this environment, or else on PATH."""
     own = Path(sys.executable).with_name("vllm")
     found = str(own) if own.exists() else shutil.which("vllm")
     if found is None:
@@ -176,27 +178,27 @@ def choose_device(wanted: str, trains: torch.device, gpus: int) -> str:
         if free:
             return free[0]
         raise ConfigError(
-            f'[inference] launch_device = "auto" finds no GPU that does not train: there is one, and it trains.  '
+            f'[inference] launch_device = "auto" finds no free GPU: the only one is used for training.  '
             f'Try: launch_device = "{trains}" and a gpu_memory_utilization that leaves room for training'
         )
     if int(wanted.removeprefix("cuda:")) >= gpus:
-        raise ConfigError(f'[inference] launch_device = "{wanted}" is not there: {gpus} GPUs were found.')
+        raise ConfigError(f'[inference] launch_device = "{wanted}" does not exist: {gpus} GPUs found.')
     return wanted
 
 
-def refuse_without_room(policy: Policy, config: TrainConfig) -> None:
-    """Refuse a server on the GPU that trains when training would not fit beside it."""
+def check_gpu_room(policy: Policy, config: TrainConfig) -> None:
+    """Raise if a server on the training GPU leaves no room for training."""
     free, total = torch.cuda.mem_get_info(policy.device)
     shape = read_shape(policy.causal_lm.config.to_dict())
     tokens = max(SMALL_MICRO_BATCH, config.training.max_prompt_tokens + config.training.max_tokens)
     step = TrainingCost(shape, policy.rank, policy.dtype.itemsize).bytes(tokens, shape.layers) if shape else 0
     problem = problem_with_room(total, free, config.inference.gpu_memory_utilization, step + SPARE * total)
     if problem:
-        raise ConfigError(f'[inference] launch_device = "{policy.device}" trains as well, and {problem}')
+        raise ConfigError(f'[inference] launch_device = "{policy.device}" is also used for training, and {problem}')
 
 
 def problem_with_room(total: float, free: float, share: float, step: float) -> str:
-    """Why a server that takes `share` of a GPU leaves no room for a training step, in numbers; empty if it does."""
+    """Why a server that takes `share` of a GPU leaves no room for a training step; empty if there is room."""
     left = free - share * total
     if left >= step:
         return ""
@@ -212,7 +214,7 @@ def problem_with_room(total: float, free: float, share: float, step: float) -> s
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Proof that a server sampled from the newest policy: its log-probs are compared with the trainer's own.
+"""Verifies that a server sampled from the newest policy, by comparing its log-probs with the trainer's.
 
-The trainer scores a few sampled tokens under the newest weights, the ones before, and the base model's. Server and
-trainer compute differently, so the question is not whether the log-probs agree but which weights they agree with.
+The trainer scores a few sampled tokens under the newest weights, the previous ones and the base model. Server and
+trainer round differently, so the question is not whether the log-probs are equal but which weights fit them best.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from retrain.capacity.memory import MICRO_BATCH
 from retrain.modeling.distribution import shape_logits
 from retrain.modeling.logprobs import token_logprobs
-from retrain.modeling.packing import MicroBatch, pack, predicting_states, split_by_tokens
+from retrain.modeling.packing import MicroBatch, pack, predicting_states, split_by_tokens, split_rows
 from retrain.modeling.policy import Policy
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
-# Standard errors by which older weights must fit better before a run is stopped; and the largest one worth judging by.
-SURE, TOO_VAGUE = 3.0, 0.15
-# Standard errors, and the share of the temperature, by which a server must sample otherwise than it was asked to.
-SURE_OF_TEMPERATURE, LEAST_SHARPENING = 5.0, 0.1
+# Standard errors by which older weights must fit better to stop the run; and the largest usable standard error.
+MIN_ERRORS, MAX_ERROR = 3.0, 0.15
+# Standard errors, and share of the inverse temperature, by which a server must deviate to stop the run.
+TEMPERATURE_ERRORS, MIN_SHARPENING = 5.0, 0.1
 
-# Tokens whose whole distribution exists at once.
+# Tokens whose full distribution is in memory at once.
 SURPLUS_SLICE = 256
 
 State = dict[str, Tensor]
@@ -35,7 +35,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """A completion after its prompt, with what the server said of its tokens."""
+    """A prompt and a completion, with the log-probs that the server reported."""
 
     prompt_ids: IntArray
     token_ids_T: IntArray
@@ -44,17 +44,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison came to. `proof` is 1 for the newest weights and 0 for older ones; None: no telling apart."""
+    """Result of a comparison. `proof` is 1 for the newest weights, 0 for older ones, None if undecidable."""
 
     proof: float | None
     mismatch_mean: float
     mismatch_max: float
     mismatch_kl: float
     wrong: str
-    """What the server seems to sample from, where that is not the newest policy."""
+    """What the server seems to sample from, if not the newest policy; else empty."""
 
 
-def judge(server_T: FloatArray, newest_T: FloatArray, older: Mapping[str, FloatArray], limit: float) -> Verdict:
+def identify_weights(
+    server_T: FloatArray, newest_T: FloatArray, older: Mapping[str, FloatArray], limit: float
+) -> Verdict:
     """Which weights log-probs come from, by least squares along the line from the newest to older ones.
 
     gap = server - newest = share · (older - newest) + noise; the share is 0 for the newest weights and 1 for the older
@@ -69,10 +71,10 @@ def judge(server_T: FloatArray, newest_T: FloatArray, older: Mapping[str, FloatA
             continue
         share = float(gap @ line) / power
         error = math.sqrt(float(np.mean((gap - share * line) ** 2)) / power)
-        if error > TOO_VAGUE:
+        if error > MAX_ERROR:
             continue
         shares.append(share)
-        if share - SURE * error > 0.5:
+        if share - MIN_ERRORS * error > 0.5:
             closest = not wrong or np.abs(server_T - older_T).mean() < np.abs(server_T - older[wrong]).mean()
             wrong = name if closest else wrong
     mean = float(np.abs(gap).mean())
@@ -84,9 +86,9 @@ def judge(server_T: FloatArray, newest_T: FloatArray, older: Mapping[str, FloatA
 
 @dataclass(frozen=True)
 class Surplus:
-    """How much likelier sampled tokens are than the distribution lets one expect: Σ log p - E[log p], and its variance.
+    """How much likelier sampled tokens are than expected: Σ log p - E[log p], and its variance.
 
-    Log-probs from before temperature and cuts are right whatever was sampled from; this tells.
+    Log-probs from before temperature and filtering cannot reveal a wrong sampling distribution; this does.
     """
 
     total: float = 0.0
@@ -97,39 +99,39 @@ class Surplus:
 
     @property
     def sharpening(self) -> float:
-        """By which share the inverse temperature seems to be off, where that is no chance; else 0."""
-        if not self.variance or abs(self.total) < SURE_OF_TEMPERATURE * math.sqrt(self.variance):
+        """Relative deviation of the inverse temperature, if significant; else 0."""
+        if not self.variance or abs(self.total) < TEMPERATURE_ERRORS * math.sqrt(self.variance):
             return 0.0
-        # dE[log p]/dβ = Var[log p] at β = 1, the inverse temperature in units of the one that was asked for.
+        # dE[log p]/dβ = Var[log p] at β = 1, the inverse temperature relative to the requested one.
         share = self.total / self.variance
-        return share if abs(share) > LEAST_SHARPENING else 0.0
+        return share if abs(share) > MIN_SHARPENING else 0.0
 
 
 class PolicyScorer:
-    """Log-probs of given tokens under a policy, with its adapter as it is or with other values in it."""
+    """Scores given tokens under a policy, with its current adapter or another one."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def logprobs(self, rows: Sequence[Row], sampling: Sampling) -> list[FloatArray]:
-        """One array a row, under the distribution that `sampling` describes."""
+        """One array per row, under the distribution of `sampling`."""
         return self.logprobs_under(rows, (sampling,))[0]
 
     @torch.no_grad()
     def logprobs_under(self, rows: Sequence[Row], samplings: Sequence[Sampling]) -> list[list[FloatArray]]:
-        """The same under several distributions, by one pass over the model."""
+        """The same under several distributions, with one forward pass."""
         scored: list[list[FloatArray]] = [[np.empty(0)] * len(rows) for _ in samplings]
         for numbers, packed, states in self._passes(rows, samplings):
-            edges = np.cumsum([len(rows[at].token_ids_T) for at in numbers])[:-1]
+            lengths = [len(rows[at].token_ids_T) for at in numbers]
             for of_sampling, sampling in zip(scored, samplings, strict=True):
                 values = token_logprobs(self.policy, states, packed.targets, sampling, packed.history)
-                for at, part in zip(numbers, np.split(values.float().cpu().numpy(), edges), strict=True):
-                    of_sampling[at] = part
+                for at, row_T in zip(numbers, split_rows(values, lengths), strict=True):
+                    of_sampling[at] = row_T
         return scored
 
     @torch.no_grad()
     def surplus(self, rows: Sequence[Row], sampling: Sampling) -> Surplus:
-        """How well the tokens fit the distribution that they should have been drawn from."""
+        """How well the tokens fit the requested distribution."""
         found = Surplus()
         for _, packed, states in self._passes(rows, (sampling,)):
             for at in range(0, len(states), SURPLUS_SLICE):
@@ -150,7 +152,7 @@ class PolicyScorer:
     def _passes(
         self, rows: Sequence[Row], samplings: Sequence[Sampling]
     ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
-        """Micro-batches: the numbers of their rows, what was fed, and the states that predict the tokens."""
+        """Micro-batches: row indices, the packed input, and the hidden states that predict the tokens."""
         datums = [
             Datum(r.prompt_ids, r.token_ids_T, r.logprobs_T, r.logprobs_T, np.ones(len(r.token_ids_T), bool))
             for r in rows
@@ -158,7 +160,7 @@ class PolicyScorer:
         numbered = {id(datum): at for at, datum in enumerate(datums)}
         penalised = any(one.repetition_penalty != 1.0 for one in samplings)
         for batch in split_by_tokens(datums, MICRO_BATCH):
-            packed = pack(batch, self.policy.device, penalised, share=not self.policy.own_attention)
+            packed = pack(batch, self.policy.device, penalised, share=not self.policy.attention_fallback_reason)
             yield [numbered[id(datum)] for datum in batch], packed, predicting_states(self.policy, packed)
 
     def snapshot(self) -> State:
@@ -171,8 +173,8 @@ class PolicyScorer:
         return {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in state.items()}
 
     @contextmanager
-    def holding(self, state: State) -> Iterator[None]:
-        """Score with other values in the adapter for a while."""
+    def using(self, state: State) -> Iterator[None]:
+        """Swap another adapter state in."""
         own = self.snapshot()
         try:
             self.policy.load_adapter_state(state)

@@ -1,5 +1,5 @@
 """The in-process engine."""
 
-from retrain.inference_engine.pytorch.engine import PyTorchEngine, ServingEngine, build
+from retrain.inference_engine.pytorch.engine import PyTorchEngine, StreamingPyTorchEngine, build
 
-__all__ = ["PyTorchEngine", "ServingEngine", "build"]
+__all__ = ["PyTorchEngine", "StreamingPyTorchEngine", "build"]

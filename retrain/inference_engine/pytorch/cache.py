@@ -1,4 +1,4 @@
-"""A dense KV cache: one row a completion, in the precision asked for, and PyTorch's attention over it."""
+"""A dense KV cache, one row per completion, and PyTorch attention over it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retrain.modeling.policy import Policy
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0
-# A token of zeros keeps a scale that can be divided by.
+# Keeps the scale of an all-zero token non-zero.
 LEAST_SCALE = 1e-8
 
 
@@ -23,24 +23,24 @@ LEAST_SCALE = 1e-8
 class Store:
     """Keys or values of one layer: (rows, heads, capacity, head size).
 
-    fp8 lies there as bytes, since few operations take it as it is; int8 has a scale for each token and head.
+    fp8 is stored as bytes, since few operations support it; int8 has a scale per token and head.
     """
 
     values: Tensor
     scales: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Store:
-        """The same change made to values and scales."""
+        """Apply a change to values and scales."""
         return Store(change(self.values), change(self.scales) if self.scales is not None else None)
 
     @property
     def parts(self) -> list[Tensor]:
-        """The tensors, all of which begin with (rows, heads, capacity)."""
+        """The tensors; their leading dimensions are (rows, heads, capacity)."""
         return [self.values] if self.scales is None else [self.values, self.scales]
 
 
 def pack(new: Tensor, dtype: torch.dtype) -> Store:
-    """Keys or values as they are stored."""
+    """Convert keys or values to the cache's precision."""
     if dtype == FP8:
         return Store(new.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8))
     if dtype == torch.int8:
@@ -50,7 +50,7 @@ def pack(new: Tensor, dtype: torch.dtype) -> Store:
 
 
 def unpack(store: Store, dtype: torch.dtype) -> Tensor:
-    """Keys or values as they are computed with."""
+    """Convert stored keys or values to the compute precision."""
     if store.values.dtype == torch.uint8:
         return store.values.view(FP8).to(dtype)
     if store.scales is None:
@@ -59,7 +59,7 @@ def unpack(store: Store, dtype: torch.dtype) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of every layer. A layer takes its memory when its first keys arrive and their shape is known."""
+    """Keys and values of every layer. A layer is allocated when its first keys arrive."""
 
     def __init__(self, rows: int, capacity: int, dtype: torch.dtype) -> None:
         self.rows, self.capacity, self.dtype = rows, capacity, dtype
@@ -67,13 +67,13 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Memory that it holds."""
+        """Allocated bytes."""
         return sum(part.nbytes for pair in self.layers.values() for store in pair for part in store.parts)
 
     def fill(self, layer: int, pair: tuple[Tensor, Tensor], slots: Tensor, copies: Tensor) -> None:
         """Store prompts' keys and values (prompts, heads, tokens, size), each in the next `copies` of the rows `slots`.
 
-        What lies right of a short prompt in its row is never visible.
+        Padding to the right of a short prompt is never visible.
         """
         for index, new in enumerate(pair):
             packed = pack(new, self.dtype)
@@ -81,7 +81,7 @@ class KVCache:
                 held[slots, :, : part.shape[2]] = part.repeat_interleave(copies, dim=0, output_size=len(slots))
 
     def append(self, layer: int, pair: tuple[Tensor, Tensor], at: Tensor) -> None:
-        """Write one token's key and value at place `at` of each row."""
+        """Write one token's key and value at position `at` of each row."""
         rows = torch.arange(len(at), device=at.device)
         for store, new in zip(self.layers[layer], pair, strict=True):
             for held, part in zip(store.parts, pack(new, self.dtype).parts, strict=True):
@@ -98,14 +98,14 @@ class KVCache:
         self._change(lambda held: held.index_select(0, rows))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows over others."""
+        """Copy rows to other rows."""
         for pair in self.layers.values():
             for store in pair:
                 for held in store.parts:
                     held[target] = held[source]
 
     def grow(self, rows: int, capacity: int) -> None:
-        """Make it larger, one layer after the other, so that no two whole caches exist at once."""
+        """Grow layer by layer, so that two full caches never exist at once."""
 
         def larger(held: Tensor) -> Tensor:
             room = held.new_zeros(rows, held.shape[1], capacity, *held.shape[3:])
@@ -132,7 +132,7 @@ class KVCache:
 
 
 class Prefill(PackedAttention):
-    """Attention over packed prompts that also fills the cache, each prompt into the rows of its completions."""
+    """Attention over packed prompts that also fills the cache rows of their completions."""
 
     def __init__(self, cache: KVCache, lengths: Sequence[int], slots: Tensor, copies: Tensor) -> None:
         super().__init__(lengths, slots.device)
@@ -145,7 +145,7 @@ class Prefill(PackedAttention):
 
 
 class Decode:
-    """Attention of one new token a row over that row's cache."""
+    """Attention of one new token per row over that row's cache."""
 
     def __init__(self, cache: KVCache, lengths: Tensor, longest: int) -> None:
         self.cache, self.lengths, self.longest = cache, lengths, longest
@@ -156,7 +156,7 @@ class Decode:
         keys, values = self.cache.read(layer, self.longest, query.dtype)
         positions = torch.arange(self.longest, device=query.device)
         sees = visible(self.lengths[:, None] - 1, positions[None, :], scoring.window)
-        # Heads that share a key head attend as if they were positions: nothing is copied for each of them.
+        # Query heads of one key head are treated as positions, so keys are not repeated.
         rows, heads, _, size = query.shape
         grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], size)
         return masked_attention(grouped, keys, values, sees[:, None, None, :], scoring).reshape(rows, heads, 1, -1)
@@ -176,7 +176,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated now."""
     if device.type != "cuda":
         return 1 << 60
-    # Free on the card, not total less ours: another process may share it.
+    # Free on the device, not total minus ours: another process may share it.
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -186,12 +186,12 @@ def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) ->
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)
-    # Moving rows copies one layer, and logits need room as well: three quarters is what may be cache.
+    # Moving rows copies one layer, and logits need memory too: at most three quarters may be cache.
     fitting = int(0.75 * room) // (tokens * each)
     if fitting < 1:
         raise RolloutError(
-            f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB a token = "
-            f"{tokens * each / 2**30:.1f} GiB, and of {room / 2**30:.1f} GiB that are free three quarters may be "
-            'cache.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
+            f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
+            f"{tokens * each / 2**30:.1f} GiB, and three quarters of {room / 2**30:.1f} GiB free memory may be "
+            'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
         )
     return fitting

@@ -1,4 +1,4 @@
-"""How the engine samples on this device: what was asked for, what there is, and one line that says so."""
+"""Chooses how the engine samples on this device, from the options and the hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrain.inference_engine.pytorch.cache import FP8
 from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
 from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
-from retrain.inference_engine.pytorch.own import OwnForward
+from retrain.inference_engine.pytorch.native import NativeForward
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.policy import Policy
@@ -31,72 +31,74 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Choice:
-    """What the engine is made of."""
+    """The chosen components of the engine."""
 
     device: torch.device
     dtype: torch.dtype
-    """What the sampling model computes in."""
+    """Compute precision of the sampling model."""
     in_fp8: bool
-    """Whether its matrices are kept in 8 bits."""
+    """Whether its matrices are stored in 8 bits."""
     cache_dtype: torch.dtype
-    why_eager: str
-    """Empty where our kernels and CUDA graphs run."""
-    own_attention: str
-    """Why the model attends by itself; empty where it attends through us."""
+    eager_reason: str
+    """Why decoding is eager; empty where the Triton kernels and CUDA graphs run."""
+    attention_fallback_reason: str
+    """Why the model uses its own attention; empty where it uses ours."""
 
     @property
     def description(self) -> str:
-        """One line for the start of a run."""
-        how = "eager" if self.why_eager else "CUDA graphs"
-        if self.device.type == "cuda" and self.why_eager:
-            how += f" ({self.why_eager})"
-        attention = "sdpa attention" if self.why_eager else "triton attention"
-        if self.why_eager == FLASH and self.device.type != "cuda":
-            attention += f" (which is what {FLASH} means on the {self.device.type.upper()})"
-        if self.own_attention:
-            attention = f"the model's own attention ({self.own_attention})"
+        """Printed at the start of a run."""
+        how = "eager" if self.eager_reason else "CUDA graphs"
+        if self.device.type == "cuda" and self.eager_reason:
+            how += f" ({self.eager_reason})"
+        attention = "sdpa attention" if self.eager_reason else "triton attention"
+        if self.eager_reason == FLASH and self.device.type != "cuda":
+            attention += f" ({FLASH} on the {self.device.type.upper()})"
+        if self.attention_fallback_reason:
+            attention = f"the model's own attention ({self.attention_fallback_reason})"
         weights = "fp8" if self.in_fp8 else NAMES[self.dtype]
         return f"pytorch on {self.device.type}, {how}, {attention}, {weights} weights, {NAMES[self.cache_dtype]} cache"
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether our Triton kernels run on a device."""
+    """Whether the Triton kernels run on a device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def choose(policy: Policy, inference: Inference) -> Choice:
-    """Settle what is left open by the best there is, and refuse what cannot be had."""
+    """Resolve `auto` options to the best available choice; raises for unsupported ones."""
     in_fp8 = inference.dtype == "fp8"
     dtype = policy.dtype if inference.dtype == "auto" else torch.bfloat16
     wanted = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}[inference.kv_cache_dtype]
-    choice = Choice(policy.device, dtype, in_fp8, wanted, _why_eager(policy, inference), policy.own_attention)
-    if policy.own_attention:
-        _refuse_wishes(inference, policy.own_attention)
+    choice = Choice(
+        policy.device, dtype, in_fp8, wanted, _eager_reason(policy, inference), policy.attention_fallback_reason
+    )
+    if policy.attention_fallback_reason:
+        _check_unused_options(inference, policy.attention_fallback_reason)
     if in_fp8 and not _computes_in_fp8(policy.device):
-        raise _refusal("dtype", "fp8", f"{_NEEDS_FP8}, and here is {_describe(policy.device)}")
-    if wanted == FP8 and not choice.why_eager and not _computes_in_fp8(policy.device):
-        raise _refusal("kv_cache_dtype", "fp8", f"{_NEEDS_FP8}, and here is {_describe(policy.device)}")
+        raise _unsupported("dtype", "fp8", f"{_NEEDS_FP8}, this is {_describe(policy.device)}")
+    if wanted == FP8 and not choice.eager_reason and not _computes_in_fp8(policy.device):
+        raise _unsupported("kv_cache_dtype", "fp8", f"{_NEEDS_FP8}, this is {_describe(policy.device)}")
     return choice
 
 
 _NEEDS_FP8 = "it needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell)"
 
 
-def _why_eager(policy: Policy, inference: Inference) -> str:
+def _eager_reason(policy: Policy, inference: Inference) -> str:
     kernel = inference.attention_kernel
-    if policy.own_attention:
-        return policy.own_attention
+    if policy.attention_fallback_reason:
+        return policy.attention_fallback_reason
     if kernel == "flash":
         return FLASH
     if runs_kernels(policy.device):
         return ""
     reason = "Triton is not installed" if policy.device.type == "cuda" else f"no CUDA GPU, but {policy.device.type}"
     if kernel == "triton":
-        raise _refusal("attention_kernel", "triton", f"it needs a CUDA GPU and Triton, and here is: {reason}")
+        raise _unsupported("attention_kernel", "triton", f"it needs a CUDA GPU and Triton, but: {reason}")
     return reason
 
 
-def _refuse_wishes(inference: Inference, reason: str) -> None:
+def _check_unused_options(inference: Inference, reason: str) -> None:
     for key in TAKES:
         default = Inference.model_fields[key].default
         if getattr(inference, key) != default:
@@ -113,24 +115,26 @@ def _computes_in_fp8(device: torch.device) -> bool:
 def _describe(device: torch.device) -> str:
     if device.type != "cuda":
         return f"the {device.type.upper()}"
-    return f"one of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
-def _refusal(key: str, value: str, reason: str) -> ConfigError:
+def _unsupported(key: str, value: str, reason: str) -> ConfigError:
     others = ", ".join(name for name in TAKES[key] if name != value)
-    return ConfigError(f'[inference] {key} = "{value}" is not for the pytorch engine here: {reason}.  Try: {others}')
+    return ConfigError(
+        f'[inference] {key} = "{value}" is not supported by the pytorch engine here: {reason}.  Try: {others}'
+    )
 
 
 def make_model(policy: Policy, choice: Choice) -> SamplingModel | None:
-    """The copy that is sampled from; None where the policy itself is."""
-    return None if choice.own_attention else SamplingModel(policy, choice.dtype, choice.in_fp8)
+    """The model that is sampled from; None where that is the policy itself."""
+    return None if choice.attention_fallback_reason else SamplingModel(policy, choice.dtype, choice.in_fp8)
 
 
 def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, share: bool) -> Decoder:
-    """What draws from it."""
+    """The decoder that samples from it."""
     if model is None:
-        return EagerDecoder(policy, lambda: OwnForward(policy), choice.cache_dtype, choice.description)
-    if choice.why_eager:
+        return EagerDecoder(policy, lambda: NativeForward(policy), choice.cache_dtype, choice.description)
+    if choice.eager_reason:
         return EagerDecoder(
             policy, lambda: CachedForward(model, choice.cache_dtype, share), choice.cache_dtype, choice.description
         )
@@ -142,7 +146,7 @@ def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, sh
 
 
 def load_kernels() -> Kernels:
-    """Our kernels in Triton."""
+    """The Triton kernels."""
     from retrain.inference_engine.pytorch import kernels  # noqa: PLC0415  (Triton exists only with CUDA)
 
     return kernels

@@ -1,4 +1,4 @@
-"""What a decoder is asked for, what it gives back, and how prompts are run before it decodes."""
+"""Interface of decoders, and prefill."""
 
 from __future__ import annotations
 
@@ -16,83 +16,83 @@ from retrain.inference_engine.pytorch.cache import KVCache, Prefill
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.types import FloatArray, IntArray, Sampling
 
-# Prompt tokens, and rows whose logits exist at once, of one prefill.
+# Limits of one prefill: prompt tokens, and rows of logits.
 PREFILL_TOKENS = 32768
 PREFILL_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One completion to draw. What it draws depends on `seed`, `number` and the position in it, not on its batch."""
+    """One completion to sample. Its tokens depend on `seed`, `number` and position, not on the batch."""
 
     prompt: IntArray
     seed: int
     number: int
-    """Its place among the rows of one request, which share a seed."""
+    """Index among the rows of one request, which share a seed."""
     limit: int
-    """Most tokens it may draw."""
+    """Maximum new tokens."""
 
     @property
     def tokens(self) -> int:
-        """Most tokens it takes in the cache."""
+        """Maximum tokens in the cache."""
         return len(self.prompt) + self.limit
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a row drew, a number a token each."""
+class SampledRow:
+    """The sampled tokens of a row, with one value per token."""
 
     tokens: IntArray
     logprobs: FloatArray
     entropies: FloatArray
     stopped: bool
-    """Ended with a stop token, not at its limit."""
+    """Whether it ended with a stop token, not at its limit."""
 
 
 class Decoder(Protocol):
-    """Draws completions, token by token."""
+    """Samples completions token by token."""
 
     description: str
-    """How it does so, for the line that a run starts with."""
+    """Printed when a run starts."""
 
-    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
-        """Draw every row, however many of them run at a time."""
+    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[SampledRow]:
+        """Sample every row, in as many waves as needed."""
         ...
 
     def release(self) -> None:
-        """Give memory back."""
+        """Release memory."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """How much memory batches may take, and what is allocated for them."""
+        """Planned and allocated memory of batches."""
         ...
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
-        """Take over what `sizes` gave in an earlier process; False where memory does not allow it."""
+        """Restore the `sizes` of an earlier process; False if memory does not allow it."""
         ...
 
 
 @runtime_checkable
 class RunningBatch(Decoder, Protocol):
-    """A decoder that takes rows while others run."""
+    """A decoder with continuous batching."""
 
     def start(self, sampling: Sampling) -> None:
-        """Begin an empty batch that draws this way."""
+        """Start an empty batch with these sampling options."""
         ...
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Let rows wait for a place."""
+        """Queue rows."""
         ...
 
-    def advance(self) -> dict[Row, Drawn]:
-        """Go on for some tokens; gives what rows that finished by now drew."""
+    def advance(self) -> dict[Row, SampledRow]:
+        """Decode some tokens; returns the rows that have finished."""
         ...
 
 
 def prefill(model: SamplingModel, cache: KVCache, rows: Sequence[Row], slots: Tensor, share: bool) -> Tensor:
-    """Run the rows' prompts into `slots` of the cache; gives the logits of each row's first token.
+    """Prefill the rows' prompts into `slots` of the cache; returns the logits of each row's first token.
 
-    With `share`, neighbours of the same prompt have it run once.
+    With `share`, adjacent rows with the same prompt are prefilled once.
     """
     device = slots.device
     prompts = [(group[0].prompt, len(group)) for group in _by_prompt(rows, share)]
@@ -105,8 +105,8 @@ def prefill(model: SamplingModel, cache: KVCache, rows: Sequence[Row], slots: Te
     return model.head(last).repeat_interleave(copies, dim=0, output_size=len(rows))
 
 
-def in_prefills(rows: Sequence[Row], share: bool) -> Iterator[Sequence[Row]]:
-    """Cut rows into stretches that are prefilled together."""
+def prefill_batches(rows: Sequence[Row], share: bool) -> Iterator[Sequence[Row]]:
+    """Split rows into batches that are prefilled together."""
     start = end = tokens = 0
     for group in _by_prompt(rows, share):
         if end > start and (tokens + len(group[0].prompt) > PREFILL_TOKENS or end + len(group) - start > PREFILL_ROWS):

@@ -1,4 +1,4 @@
-"""Decoding with plain PyTorch, one step at a time: on the CPU, and wherever our kernels do not run."""
+"""Eager decoding with plain PyTorch: on the CPU, and wherever the Triton kernels do not run."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from torch import Tensor
 
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import Decode, KVCache, free_memory, rows_that_fit
-from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
+from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.distribution import draw, shape_logits
 from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
-# Copying the cache costs about as much as a few steps, so rows leave it only when enough of them are finished.
+# Compacting the cache costs a few decode steps, so it waits until enough rows are finished.
 SHRINK_BELOW = 0.8
-# Caches grow by whole blocks, so that a long completion does not reallocate at each token.
+# The cache grows by blocks, so that it is not reallocated for every token.
 BLOCK = 128
 
 
 class Forward(Protocol):
-    """The forward passes of one batch: prompts, then a token a row, then another."""
+    """Forward passes of one batch: prefill, then one token per row at a time."""
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
-        """Run the prompts; logits of each row's first token."""
+        """Prefill the prompts; returns the logits of each row's first token."""
         ...
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Run one more token of each row; logits of the next."""
+        """Decode one token per row; returns the logits of the next."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         ...
 
 
 class CachedForward:
-    """The sampling model with our attention and cache."""
+    """Forward passes of the sampling model with our attention and KV cache."""
 
     def __init__(self, model: SamplingModel, cache_dtype: torch.dtype, share: bool) -> None:
         self.model, self.cache_dtype, self.share = model, cache_dtype, share
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
-        """Prefill, each prompt once for its neighbours when that is wanted."""
+        """Prefill; with `share`, each prompt once for its group."""
         device = self.model.policy.device
         lengths = [len(row.prompt) for row in rows]
         self.lengths, self.longest = torch.tensor(lengths, device=device), max(lengths)
         self.cache = KVCache(len(rows), _blocks(self.longest + 1), self.cache_dtype)
         logits, start = [], 0
-        for some in in_prefills(rows, self.share):
+        for some in prefill_batches(rows, self.share):
             slots = torch.arange(start, start + len(some), device=device)
             logits.append(prefill(self.model, self.cache, some, slots, self.share))
             start += len(some)
         return torch.cat(logits)
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """One token further."""
+        """Decode one token."""
         self.lengths = self.lengths + 1
         self.longest += 1
         if self.longest > self.cache.capacity:
@@ -68,28 +68,28 @@ class CachedForward:
         return self.model.head(self.model.hidden(tokens[:, None], self.lengths[:, None] - 1, attend)[:, 0])
 
     def keep(self, rows: Tensor) -> None:
-        """Shrink the cache."""
+        """Drop the other rows from the cache."""
         self.lengths = self.lengths.index_select(0, rows)
         self.longest = int(self.lengths.max())
         self.cache.keep(rows)
 
 
 class EagerDecoder:
-    """Makes a new batch for each call; nothing is held in between."""
+    """Builds a new batch for each call and keeps nothing in between."""
 
     def __init__(
         self, policy: Policy, forward: Callable[[], Forward], cache_dtype: torch.dtype, description: str
     ) -> None:
         self.policy, self.forward, self.cache_dtype, self.description = policy, forward, cache_dtype, description
         self.room = 0
-        """Bytes that were free for a cache when the first batch was drawn."""
+        """Bytes free for the KV cache at the first batch."""
 
-    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
-        """All rows at once, or as many after one another as fit into memory."""
+    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[SampledRow]:
+        """All rows at once, or in waves that fit into memory."""
         free = free_memory(self.policy.device)
         self.room = self.room or free
         most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, min(self.room, free))
-        drawn: list[Drawn] = []
+        drawn: list[SampledRow] = []
         while len(drawn) < len(rows):
             batch = _Batch(self.policy, self.forward(), rows[len(drawn) : len(drawn) + most], sampling)
             batch.begin()
@@ -99,10 +99,10 @@ class EagerDecoder:
         return drawn
 
     def release(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def sizes(self) -> dict[str, int]:
-        """The memory that batches are planned for; 0 on a CPU, where it does not limit them."""
+        """Memory that batches are planned for; 0 on a CPU, where it is not limited."""
         return {"room": self.room if self.policy.device.type == "cuda" else 0}
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
@@ -112,14 +112,14 @@ class EagerDecoder:
 
 
 class _Batch:
-    """One batch from prefill to the last finished completion."""
+    """One batch, from prefill to the last token."""
 
     def __init__(self, policy: Policy, forward: Forward, rows: Sequence[Row], sampling: Sampling) -> None:
         self.forward, self.rows, self.sampling = forward, rows, sampling
         device = policy.device
         self.width = max(row.limit for row in rows)
         self.limits = torch.tensor([row.limit for row in rows], device=device)
-        # Each row has numbers of its own, so that none depends on who else is here.
+        # Each row has its own random numbers, independent of the rest of the batch.
         uniforms = np.stack([np.random.default_rng((row.seed, row.number)).random(self.width) for row in rows])
         self.uniforms = torch.from_numpy(uniforms).to(device)
         self.alive = torch.arange(len(rows), device=device)
@@ -139,25 +139,25 @@ class _Batch:
                 self.seen[index, torch.as_tensor(row.prompt, device=device)] = True
 
     def begin(self) -> None:
-        """Run the prompts and draw the first tokens."""
+        """Prefill and sample the first tokens."""
         self._draw(self.forward.begin(self.rows))
 
     def advance(self) -> bool:
-        """Take one token further everywhere; False when nothing is left to do."""
+        """Decode one token per row; False if all rows are finished."""
         if self.finished == len(self.rows):
             return False
         self._shrink()
         self._draw(self.forward.advance(self.tokens[-1][self.alive]))
         return True
 
-    def drawn(self) -> list[Drawn]:
-        """All that was drawn."""
+    def drawn(self) -> list[SampledRow]:
+        """The sampled rows."""
         tokens, logprobs, entropies = (
             torch.stack(part, dim=1).cpu().numpy() for part in (self.tokens, self.logprobs, self.entropies)
         )
         lengths, stopped = self.lengths.tolist(), self.stopped.tolist()
         return [
-            Drawn(tokens[row, :length], logprobs[row, :length], entropies[row, :length], stopped[row])
+            SampledRow(tokens[row, :length], logprobs[row, :length], entropies[row, :length], stopped[row])
             for row, length in enumerate(lengths)
         ]
 
@@ -169,20 +169,20 @@ class _Batch:
             column = torch.zeros(len(self.rows), dtype=values.dtype, device=values.device)
             column[alive] = values
             store.append(column)
-        going_on = ~self.done[alive]
-        self.lengths[alive] += going_on.long()
+        unfinished = ~self.done[alive]
+        self.lengths[alive] += unfinished.long()
         if self.seen is not None:
             self.seen[alive, ids] = True
-        self.stopped[alive] |= going_on & torch.isin(ids, self.stops)
+        self.stopped[alive] |= unfinished & torch.isin(ids, self.stops)
         self.done = self.stopped | (self.lengths >= self.limits)
         self.finished = int(self.done.sum())
 
     def _shrink(self) -> None:
-        """Let finished rows leave the batch, once they are enough to be worth the copy."""
-        going_on = (~self.done[self.alive]).nonzero().squeeze(1)
-        if len(going_on) <= SHRINK_BELOW * len(self.alive):
-            self.alive = self.alive[going_on]
-            self.forward.keep(going_on)
+        """Drop finished rows from the batch, once enough of them make the copy worthwhile."""
+        unfinished = (~self.done[self.alive]).nonzero().squeeze(1)
+        if len(unfinished) <= SHRINK_BELOW * len(self.alive):
+            self.alive = self.alive[unfinished]
+            self.forward.keep(unfinished)
 
 
 def _blocks(tokens: int) -> int:

@@ -1,13 +1,12 @@
-"""Samples in this process from the very weights that are being trained.
+"""Samples in this process from the weights that are being trained.
 
-All completions of a step are one batch. A prompt is prefilled once for its whole group; completions leave the batch as
-they finish. What is drawn depends on the seed and the logits alone, not on who else is in the batch.
+All completions of a step form one batch. A prompt is prefilled once per group; completions leave the batch as they
+finish. Sampling depends on the seed and the logits only, not on the rest of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +15,22 @@ from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
 from retrain.inference_engine.pytorch.choice import choose, make_decoder, make_model
-from retrain.inference_engine.pytorch.decoder import Drawn, Row, RunningBatch
+from retrain.inference_engine.pytorch.decoder import Row, RunningBatch, SampledRow
 from retrain.modeling.policy import Policy
+from retrain.modeling.tokens import Tokenizer
 from retrain.types import Completion, IntArray, Sampling
 
 
-def build(policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> PyTorchEngine:
-    """The engine for this policy; where there is a running batch, one that takes turns into it."""
-    kind = PyTorchEngine if choose(policy, inference).why_eager else ServingEngine
+def build(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> PyTorchEngine:
+    """The engine for this policy, with continuous batching where CUDA graphs run."""
+    kind = PyTorchEngine if choose(policy, inference).eager_reason else StreamingPyTorchEngine
     return kind(policy, inference, tokenizer, progress)
 
 
 class PyTorchEngine:
     """An InferenceEngine over a Policy."""
 
-    def __init__(self, policy: Policy, inference: Inference, tokenizer: Any, progress: Progress) -> None:
+    def __init__(self, policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.progress = progress
@@ -40,11 +40,11 @@ class PyTorchEngine:
 
     @property
     def description(self) -> str:
-        """One line on how it samples."""
+        """One-line description."""
         return self.decoder.description
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Draw completions, all prompts at once or as many as memory holds."""
+        """Sample completions, all prompts at once or as many as fit into memory."""
         rows = [
             self._row(prompt, index, sampling, sampling.first + index * sampling.n + copy)
             for index, prompt in enumerate(prompts)
@@ -56,30 +56,30 @@ class PyTorchEngine:
         return [completions[start : start + sampling.n] for start in range(0, len(rows), sampling.n)]
 
     def sync(self, weights: object) -> None:
-        """Fold the trainer's newest adapter in."""
+        """Merge the newest adapter."""
         if self.model is not None:
             self.model.refresh()
 
     def sizes(self) -> dict[str, int]:
-        """What the decoder's batches are limited to."""
+        """The decoder's batch limits."""
         return self.decoder.sizes()
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
-        """Take over the limits of an earlier process."""
+        """Restore the limits of an earlier process."""
         return self.decoder.restore_sizes(sizes)
 
     def shutdown(self) -> None:
-        """Free cache and graphs."""
+        """Free KV cache and CUDA graphs."""
         self.decoder.release()
 
     def _row(self, prompt: IntArray, index: int, sampling: Sampling, number: int) -> Row:
         context = self.policy.context_length
         if not 0 < len(prompt) < context:
             raise RolloutError(f"prompt {index} has {len(prompt)} tokens; the context holds {context}.")
-        # A completion that reaches the end of the context ends there.
+        # A completion ends at the end of the context.
         return Row(prompt, sampling.seed, number, min(sampling.max_tokens, context - len(prompt)))
 
-    def _completions(self, drawn: Sequence[Drawn]) -> list[Completion]:
+    def _completions(self, drawn: Sequence[SampledRow]) -> list[Completion]:
         texts = self.tokenizer.batch_decode([row.tokens for row in drawn], skip_special_tokens=True)
         return [
             Completion(
@@ -93,30 +93,30 @@ class PyTorchEngine:
         ]
 
 
-class ServingEngine(PyTorchEngine):
-    """The same over a decoder whose batch keeps running: turns of conversations enter it and leave it."""
+class StreamingPyTorchEngine(PyTorchEngine):
+    """A PyTorchEngine with continuous batching: turns of conversations join and leave the running batch."""
 
     def serve(self, turns: Turns) -> None:
-        """Sample turns as they come, each answered as soon as it is done, until no more will come."""
+        """Sample turns as they arrive and resolve each as soon as it is done, until the queue is closed."""
         batch = self.decoder
         assert isinstance(batch, RunningBatch)
-        asked: dict[Row, Turn] = {}
+        waiting: dict[Row, Turn] = {}
         served = 0
         with torch.inference_mode():
-            while (fresh := turns.take(wait=not asked)) or asked:
-                if fresh and not asked:
+            while (fresh := turns.take(wait=not waiting)) or waiting:
+                if fresh and not waiting:
                     batch.start(fresh[0].sampling)
                 rows = self._rows_of(fresh)
                 batch.add(rows)
-                asked |= rows
+                waiting |= rows
                 drawn = batch.advance()
                 for row, completion in zip(drawn, self._completions(list(drawn.values())), strict=True):
-                    asked.pop(row).answer.set_result(completion)
+                    waiting.pop(row).answer.set_result(completion)
                 served += len(drawn)
-                self.progress("sampling", served, served + len(asked))
+                self.progress("sampling", served, served + len(waiting))
 
     def _rows_of(self, turns: Sequence[Turn]) -> dict[Row, Turn]:
-        """A row for each turn; one that does not fit the context is answered with the error."""
+        """A row per turn; a turn that does not fit the context gets the error."""
         rows: dict[Row, Turn] = {}
         for index, turn in enumerate(turns):
             try:

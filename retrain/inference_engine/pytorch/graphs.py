@@ -1,8 +1,8 @@
-"""Decoding on a GPU: one CUDA graph a batch size, replayed token after token without a word to the host.
+"""Decoding on a GPU: one CUDA graph per batch size, replayed for every token without host synchronisation.
 
-A step embeds, runs the layers with our attention over a dense cache, draws, and leaves the drawn token where the next
-step finds it. Now and then the host looks in: finished rows leave, waiting ones take their places, and when nobody
-waits the batch moves on to a smaller graph.
+A step embeds, runs the layers with our attention over a dense KV cache, samples, and leaves the token where the next
+step reads it. Every few steps the host polls: finished rows retire, waiting rows are admitted, and when none wait the
+batch is compacted into a smaller graph.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor
 
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import KVCache, Store, free_memory, rows_that_fit
-from retrain.inference_engine.pytorch.decoder import Drawn, Row, in_prefills, prefill
+from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.attention import Scoring
 from retrain.modeling.distribution import shape_logits
 from retrain.types import Sampling
 
-# Steps between looks at which rows are done.
-LOOK_EVERY = 16
-# Programs that keep every multiprocessor busy; fewer rows split their sequences to make up for it.
+# Steps between polls for finished rows.
+POLL_EVERY = 16
+# Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
 PROGRAMS = 1024
 MAX_SPLITS = 16
-# Batches of fewer rows cost the same, so they share one graph; more rows than the largest take turns.
+# Smaller batches cost the same, so they share one graph; rows beyond the largest batch wait.
 SMALLEST = 8
 LARGEST = 1024
 CAPACITY_BLOCK = 128
-# Free memory goes up and down: only so many times more rows are worth a new cache and new graphs.
+# Free memory fluctuates: a new cache and new graphs pay off only for this many times more rows.
 WORTH_GROWING = 1.25
-# Batches of two sizes, so that rows and prompt tokens are known to vary.
+# Two batch sizes, so that the compiler treats rows and prompt tokens as dynamic.
 WARM_UP_ROWS = (24, 12)
 WARM_UP_LENGTH = 64
 
 
 class Kernels(Protocol):
-    """What a decode step needs beside the model's layers; kernels.py has it in Triton."""
+    """Kernels of a decode step besides the model's layers; kernels.py has them in Triton."""
 
     def decode_attention(
         self,
@@ -53,31 +53,31 @@ class Kernels(Protocol):
         scoring: Scoring,
         splits: int,
     ) -> Tensor:
-        """Attention of one new token a row over its cache, which it then joins."""
+        """Attention of one new token per row over its cache; appends the token to it."""
         ...
 
     def draw_tokens(self, logits: Tensor, state: Slots, slots: Tensor) -> None:
-        """Draw one token for each of `slots` and take note of it; rows that are done stay as they are."""
+        """Sample one token for each of `slots` and record it; finished rows are unchanged."""
         ...
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the buffers hold: slots, tokens of cache a slot, tokens drawn a slot, and whether tokens seen are kept."""
+class BatchShape:
+    """Buffer sizes: slots, cache tokens per slot, sampled tokens per slot, and whether seen tokens are tracked."""
 
     rows: int
     capacity: int
     width: int
     is_penalised: bool
 
-    def holds(self, other: Shape) -> bool:
-        """Whether every row of the other has room here, perhaps after waiting for its turn."""
+    def holds(self, other: BatchShape) -> bool:
+        """Whether every row of the other shape fits here, possibly after waiting."""
         is_long = self.capacity >= other.capacity and self.width >= other.width
         return is_long and self.is_penalised >= other.is_penalised and WORTH_GROWING * self.rows >= other.rows
 
-    def joined(self, other: Shape) -> Shape:
-        """What holds both."""
-        return Shape(
+    def joined(self, other: BatchShape) -> BatchShape:
+        """The smallest shape that holds both."""
+        return BatchShape(
             max(self.rows, other.rows),
             max(self.capacity, other.capacity),
             max(self.width, other.width),
@@ -86,76 +86,84 @@ class Shape:
 
 
 class GraphDecoder:
-    """A running batch over static buffers, and the graphs captured over them.
+    """Continuous batching over static buffers and the CUDA graphs captured over them.
 
-    `start`, then `add` rows at any time and `advance` as long as it is `busy`; `draw` does so for a list of rows.
+    `start`, then `add` rows at any time and `advance` while it `is_busy`; `draw` does so for a list of rows.
     """
 
-    def __init__(self, model: SamplingModel, kernels: Kernels, cache: torch.dtype, share: bool, told: str) -> None:
-        self.model, self.kernels, self.cache_dtype, self.share, self.description = model, kernels, cache, share, told
+    def __init__(
+        self, model: SamplingModel, kernels: Kernels, cache: torch.dtype, share: bool, description: str
+    ) -> None:
+        self.model, self.kernels, self.cache_dtype, self.share, self.description = (
+            model,
+            kernels,
+            cache,
+            share,
+            description,
+        )
         self.filters = Sampling(max_tokens=0)
         self.temperature = 1.0
         self.waiting: deque[Row] = deque()
-        self.seated: list[Row | None] = []
+        self.running: list[Row | None] = []
         self.left: dict[Row, int] = {}
-        """Steps after which a row is done at the latest."""
+        """Maximum remaining steps of each running row."""
         self.size = 0
         self.room = 0
-        """Bytes that were free for a cache when the first batch was drawn."""
+        """Bytes free for the KV cache at the first batch."""
         self.release()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile for the same batches in every process, so that no kernel depends on which batch came first."""
+        """Compile with fixed batches, so that kernels do not depend on which batch comes first."""
         prompt = np.arange(min(WARM_UP_LENGTH, self.model.policy.context_length - 2)) % self.model.policy.vocabulary
         for rows in WARM_UP_ROWS:
-            # Prompts that differ are prefilled one by one.
+            # Distinct prompts are prefilled separately.
             prompts = [np.roll(prompt, row) for row in range(rows)]
             sampling = Sampling(max_tokens=2)
             self.draw([Row(ids, 0, n, sampling.max_tokens) for n, ids in enumerate(prompts)], sampling, _ignore)
         self.release()
         self.room = 0
 
-    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[Drawn]:
-        """Draw every row; those that do not fit at once enter as others finish."""
+    def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[SampledRow]:
+        """Sample every row; rows that do not fit are admitted as others finish."""
         self.start(sampling)
         self.add(rows)
-        drawn: dict[Row, Drawn] = {}
+        drawn: dict[Row, SampledRow] = {}
         while self.is_busy:
             drawn |= self.advance()
             progress("sampling", len(drawn), len(rows))
         return [drawn[row] for row in rows]
 
     def start(self, sampling: Sampling) -> None:
-        """Begin an empty batch that draws this way."""
-        # The temperature is read at each step; everything else that shapes logits is part of the graphs, and so is
-        # greedy decoding: a filter that leaves one token.
+        """Start an empty batch with these sampling options."""
+        # The temperature is read at every step; all other options that shape logits are captured in the graphs, greedy
+        # decoding included.
         kept = 0.0 if sampling.is_greedy else 1.0
         self.filters = replace(sampling, max_tokens=0, n=1, temperature=kept, seed=0, first=0)
         self.temperature = sampling.temperature or 1.0
         self.waiting.clear()
         self.left.clear()
-        self.seated = [None] * len(self.seated)
+        self.running = [None] * len(self.running)
         self.size = 0
         if self.slots is not None:
-            self.slots.vacate(self.slots.everyone)
+            self.slots.free(self.slots.everyone)
             self.slots.temperature.fill_(self.temperature)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Let rows wait for a place."""
+        """Queue rows."""
         self.waiting.extend(rows)
 
     @property
     def is_busy(self) -> bool:
-        """Whether any row waits or runs."""
+        """Whether any row is waiting or running."""
         return bool(self.waiting or self.left)
 
-    def advance(self) -> dict[Row, Drawn]:
-        """Rows that finished leave, waiting ones enter, and the next steps are under way when this returns."""
-        finished = self._let_go()
-        self._let_in()
-        self._close_ranks()
-        steps = min(LOOK_EVERY, max(self.left.values(), default=0))
+    def advance(self) -> dict[Row, SampledRow]:
+        """Retire finished rows, admit waiting ones, and launch the next steps; returns the finished rows."""
+        finished = self._retire()
+        self._admit()
+        self._compact()
+        steps = min(POLL_EVERY, max(self.left.values(), default=0))
         for _ in range(steps):
             self._step()
         for row in self.left:
@@ -163,23 +171,23 @@ class GraphDecoder:
         return finished
 
     def release(self) -> None:
-        """Give back the cache and the graphs over it."""
-        self.shape: Shape | None = None
+        """Free the cache and the graphs over it."""
+        self.shape: BatchShape | None = None
         self.slots: Slots | None = None
         self.cache: KVCache | None = None
         self._forget_graphs()
 
     def sizes(self) -> dict[str, int]:
-        """The memory that batches are planned for, and what is allocated."""
+        """Memory that batches are planned for, and the allocated shape."""
         return {"room": self.room} | ({k: int(v) for k, v in asdict(self.shape).items()} if self.shape else {})
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
-        """Allocate what an earlier process had: waves and the largest graph follow from it."""
+        """Allocate what an earlier process had: waves and the largest graph depend on it."""
         self.room = sizes["room"]
         if "rows" not in sizes:
             return True
-        shape = Shape(sizes["rows"], sizes["capacity"], sizes["width"], bool(sizes["is_penalised"]))
-        # Runs may share an engine; what another one has allocated stays.
+        shape = BatchShape(sizes["rows"], sizes["capacity"], sizes["width"], bool(sizes["is_penalised"]))
+        # Runs may share an engine; keep what another run has allocated.
         shape = self.shape.joined(shape) if self.shape is not None else shape
         if self._rows_that_fit(shape.capacity) < shape.rows:
             return False
@@ -193,48 +201,48 @@ class GraphDecoder:
             self.pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
 
-    def _let_go(self) -> dict[Row, Drawn]:
+    def _retire(self) -> dict[Row, SampledRow]:
         if self.slots is None or not self.left:
             return {}
-        done, drawn = self.slots.look(self.size)
-        over = [(slot, row) for slot, row in enumerate(self.seated[: self.size]) if row is not None and done[slot]]
+        done, drawn = self.slots.poll(self.size)
+        over = [(slot, row) for slot, row in enumerate(self.running[: self.size]) if row is not None and done[slot]]
         if not over:
             return {}
-        found = self.slots.drawn_in(
+        found = self.slots.take_finished(
             [slot for slot, _ in over], [drawn[slot] for slot, _ in over], [done[slot] == 1 for slot, _ in over]
         )
         for slot, row in over:
-            self.seated[slot] = None
+            self.running[slot] = None
             del self.left[row]
         return {row: what for (_, row), what in zip(over, found, strict=True)}
 
-    def _let_in(self) -> None:
-        """Run the prompts of as many waiting rows as there are places, first come first served."""
+    def _admit(self) -> None:
+        """Prefill as many waiting rows as there are free slots, first come, first served."""
         if not self.waiting:
             return
         self._make_room()
         assert self.shape is not None and self.slots is not None and self.cache is not None
-        free = [slot for slot, row in enumerate(self.seated) if row is None]
-        entering: list[Row] = []
-        while self.waiting and len(entering) < len(free) and self._has_room_for(self.waiting[0]):
-            entering.append(self.waiting.popleft())
-        if not entering:
+        free = [slot for slot, row in enumerate(self.running) if row is None]
+        admitted: list[Row] = []
+        while self.waiting and len(admitted) < len(free) and self._has_room_for(self.waiting[0]):
+            admitted.append(self.waiting.popleft())
+        if not admitted:
             return
-        for some in in_prefills(entering, self.share):
-            places, free = free[: len(some)], free[len(some) :]
-            slots = torch.tensor(places, device=self.model.policy.device)
+        for some in prefill_batches(admitted, self.share):
+            assigned, free = free[: len(some)], free[len(some) :]
+            slots = torch.tensor(assigned, device=self.model.policy.device)
             logits = prefill(self.model, self.cache, some, slots, self.share)
-            self.slots.enter(slots, some)
+            self.slots.admit(slots, some)
             self._draw(logits, slots)
-            for slot, row in zip(places, some, strict=True):
-                self.seated[slot], self.left[row] = row, row.limit - 1
+            for slot, row in zip(assigned, some, strict=True):
+                self.running[slot], self.left[row] = row, row.limit - 1
 
     def _has_room_for(self, row: Row) -> bool:
         assert self.shape is not None
         return row.tokens <= self.shape.capacity and row.limit <= self.shape.width
 
     def _make_room(self) -> None:
-        """Allocate for the rows that run and wait, unless what is there will do. Running rows keep their places."""
+        """Allocate for running and waiting rows unless the buffers suffice. Running rows keep their slots."""
         wanted = self._wanted([*self.left, *self.waiting])
         if self.shape is not None and self.shape.holds(wanted):
             return
@@ -242,14 +250,14 @@ class GraphDecoder:
         if self._rows_that_fit(joined.capacity) >= joined.rows:
             wanted = joined
         elif self.left:
-            # Too little memory to grow around those that run: whoever does not fit waits until they are done.
+            # Not enough memory to grow around the running rows: rows that do not fit wait until those are done.
             return
         if not self.left:
             self.release()
         self._allocate(wanted)
 
-    def _allocate(self, wanted: Shape) -> None:
-        """Buffers of this shape; rows that run move into them."""
+    def _allocate(self, wanted: BatchShape) -> None:
+        """Allocate buffers of this shape; running rows are copied into them."""
         policy = self.model.policy
         old = self.slots
         self._forget_graphs()
@@ -263,39 +271,39 @@ class GraphDecoder:
             self.slots.copy_from(old)
             self.cache.grow(wanted.rows, wanted.capacity)
         self.shape = wanted
-        self.seated += [None] * (wanted.rows - len(self.seated))
-        del self.seated[wanted.rows :]
+        self.running += [None] * (wanted.rows - len(self.running))
+        del self.running[wanted.rows :]
 
-    def _wanted(self, rows: Sequence[Row]) -> Shape:
+    def _wanted(self, rows: Sequence[Row]) -> BatchShape:
         count, tokens, width = len(rows), max(row.tokens for row in rows), max(row.limit for row in rows)
         if self.shape is not None and self.left:
-            # More comes as turns are taken and conversations grow: room to spare saves growing at each of them.
+            # Conversations grow with every turn: spare room avoids reallocating for each of them.
             count = count if count <= self.shape.rows else 2 * count
             tokens = tokens if tokens <= self.shape.capacity else tokens * 3 // 2
             width = width if width <= self.shape.width else 2 * width
         capacity = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
         most = min(LARGEST, self._rows_that_fit(capacity))
-        return Shape(min(max(count, SMALLEST), most), capacity, width, self.filters.repetition_penalty != 1.0)
+        return BatchShape(min(max(count, SMALLEST), most), capacity, width, self.filters.repetition_penalty != 1.0)
 
     def _rows_that_fit(self, capacity: int) -> int:
         free = free_memory(self.model.policy.device) + (self.cache.bytes if self.cache is not None else 0)
         self.room = self.room or free
-        # What is free goes up and down with everything else; a run that planned for less stays with it.
+        # Free memory fluctuates; a run stays with what it first planned for.
         return rows_that_fit(self.model.policy, capacity, self.cache_dtype, min(self.room, free))
 
-    def _close_ranks(self) -> None:
-        """Choose the smallest graph that holds the rows, and seat those beyond it in front."""
+    def _compact(self) -> None:
+        """Choose the smallest graph that holds the running rows, and move rows beyond it into free slots."""
         assert self.shape is not None or not self.left
-        size = _bucket(len(self.left), len(self.seated))
-        beyond = [slot for slot in range(size, len(self.seated)) if self.seated[slot] is not None]
+        size = _bucket(len(self.left), len(self.running))
+        beyond = [slot for slot in range(size, len(self.running)) if self.running[slot] is not None]
         if beyond:
             assert self.slots is not None and self.cache is not None
-            free = [slot for slot in range(size) if self.seated[slot] is None][: len(beyond)]
+            free = [slot for slot in range(size) if self.running[slot] is None][: len(beyond)]
             source, target = (torch.tensor(slots, device=self.model.policy.device) for slots in (beyond, free))
             self.slots.move(source, target)
             self.cache.move(source, target)
             for old, new in zip(beyond, free, strict=True):
-                self.seated[new], self.seated[old] = self.seated[old], None
+                self.running[new], self.running[old] = self.running[old], None
         self.size = size
 
     def _step(self) -> None:
@@ -323,13 +331,13 @@ class GraphDecoder:
         assert slots is not None
         is_penalised = self.filters.repetition_penalty != 1.0
         if self.filters != Sampling(max_tokens=0):
-            # The kernel divides by the temperature itself; filters look at tempered logits, so it is undone after them.
+            # The kernel divides by the temperature; filters need tempered logits, so the division is undone afterwards.
             seen = slots.seen[at] if is_penalised else None
             logits = shape_logits(logits / slots.temperature, self.filters, seen) * slots.temperature
         self.kernels.draw_tokens(logits, slots, at)
         if is_penalised:
             token = slots.next_token[at]
-            # A plain True would be copied from the host, which no graph can hold.
+            # A plain True would be a copy from the host, which a graph cannot capture.
             slots.seen.index_put_((at.long(), token), torch.ones_like(token, dtype=torch.bool))
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
@@ -352,7 +360,7 @@ class GraphDecoder:
 
 
 class _Decode:
-    """Attention of one new token for the first rows of the cache."""
+    """Decode attention for the first rows of the cache."""
 
     def __init__(self, kernels: Kernels, cache: KVCache, cached: Tensor, size: int) -> None:
         self.kernels, self.cache, self.cached = kernels, cache, cached

@@ -1,8 +1,7 @@
 """Triton kernels of the decode step: attention over the KV cache, and sampling from logits.
 
-Both read what they need once. Attention of one token is bound by reading keys and values, so all query heads that share
-a key head are served by one program; sampling is bound by reading logits, so the draw, its log-prob and the entropy of
-the distribution come out of one pass.
+Both read their inputs once. Decode attention is bound by reading keys and values, so one program serves all query heads
+of a key head; sampling is bound by reading logits, so one pass gives the token, its log-prob and the entropy.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from retrain.modeling.attention import Scoring
 
 # Wider than any context.
 NO_WINDOW = 1 << 30
-# Least extent of a matrix instruction; query heads of one group, and small heads, are padded to it.
+# Minimum size of a matrix instruction; query heads of one group, and small heads, are padded to it.
 MIN_ROWS = 16
-# Vocabulary entries one program looks at.
+# Vocabulary entries per program.
 VOCABULARY_BLOCK = 4096
 
 
@@ -31,7 +30,7 @@ def _tanh(x):
 
 @triton.jit
 def _pack(x, IN_FP8: tl.constexpr, SCALED: tl.constexpr):
-    """One token's numbers as the cache rounds them, and their scale; `pack` in cache.py does the same."""
+    """One token's values as rounded in the cache, and their scale; the same as `pack` in cache.py."""
     x = x.to(tl.float32)
     scale = 1.0
     if IN_FP8:
@@ -44,7 +43,7 @@ def _pack(x, IN_FP8: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def _join(query, new, cache, scales, at, scale_at, is_size, IN_FP8: tl.constexpr, SCALED: tl.constexpr):
-    """Store a new token's key or value; gives it as every later query will read it."""
+    """Store a new token's key or value; returns it as later queries will read it."""
     packed, scale = _pack(tl.load(new, mask=is_size, other=0.0), IN_FP8, SCALED)
     stored = packed.to(cache.dtype.element_ty)
     tl.store(cache + at, stored, mask=is_size)
@@ -55,7 +54,7 @@ def _join(query, new, cache, scales, at, scale_at, is_size, IN_FP8: tl.constexpr
 
 @triton.jit
 def _weigh(scores, best, total):
-    """One step of a running softmax: the new maximum, the new sum, this block's weights, what shrinks the old ones."""
+    """One step of an online softmax: new maximum, new sum, this block's weights, and the rescaling of earlier ones."""
     new_best = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp(scores - new_best[:, None])
     shrink = tl.exp(best - new_best)
@@ -110,7 +109,7 @@ def _attend(
         gathered = gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
 
     if split == SPLITS - 1:
-        # The token itself: it is not in the cache yet, so it is attended to from registers and then stored.
+        # The new token is not in the cache yet: it is attended to from registers, then stored.
         k_at = new_key + row * key_row + head * key_head + sizes
         v_at = new_value + row * value_row + head * value_head + sizes
         slot = base + length * SIZE + sizes
@@ -151,10 +150,10 @@ def decode_attention(
     query: Tensor, pair: tuple[Tensor, Tensor], stores: tuple[Store, Store], cached: Tensor, scoring: Scoring,
     splits: int,
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token a row over its cache, which it then joins.
+    """Attention of one new token per row over its cache; appends the token to it.
 
     query (rows, heads, 1, size); the pair of key and value (rows, key heads, 1, size); stores (rows, key heads,
-    capacity, size); `cached` tokens of each row count, the new one not among them.
+    capacity, size); `cached` is the length of each row without the new token.
     """
     rows, heads, _, size = query.shape
     key, value = pair
@@ -165,7 +164,7 @@ def decode_attention(
     partial_stats = torch.empty(parts, 2, dtype=torch.float32, device=query.device)
     in_fp8, is_scaled = stores[0].values.dtype == torch.uint8, stores[0].scales is not None
     keys, values = (store.values.view(FP8) if in_fp8 else store.values for store in stores)
-    # Without scales anything will do where they would be: it is never read.
+    # Placeholder without scales; never read.
     key_scales, value_scales = (store.scales if store.scales is not None else partial_stats for store in stores)
     pad = max(MIN_ROWS, triton.next_power_of_2(size))
     _attend[(rows, key_heads, splits)](
@@ -196,13 +195,13 @@ def _scan_vocabulary(
     x = tl.load(logits + row * logits_row + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     x = x / tl.load(temperature)
     most = tl.max(x, 0)
-    # A block may hold nothing but filtered tokens; then its weights are all zero, not NaN.
+    # A block may contain only filtered tokens; its weights are then zero, not NaN.
     floor = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp(x - floor)
     finite = tl.where(x == float("-inf"), 0.0, x)
 
-    # An exponential race: the token whose exponential, over its probability, comes first is a fair draw. Counters are
-    # (token, row number, position), so a row draws the same whatever batch it sits in. One call makes four numbers.
+    # Exponential race: the token with the smallest Exp(1) / probability is a sample. The counters are (token, row
+    # number, position), so a row does not depend on its batch. One Philox call makes four numbers.
     quarter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     which = quarter * 0 + tl.load(numbers + slot).to(tl.uint32)
     position = quarter * 0 + tl.load(drawn + slot).to(tl.uint32)
@@ -246,23 +245,23 @@ def _settle(
 
     finished = tl.load(done + slot)
     count = tl.load(drawn + slot)
-    going_on = finished == 0
+    is_running = finished == 0
     place = slot * width + count
-    tl.store(out_tokens + place, token, mask=going_on)
-    tl.store(out_logprobs + place, chosen - normaliser, mask=going_on)
-    tl.store(out_entropies + place, normaliser - weighted / total, mask=going_on)
+    tl.store(out_tokens + place, token, mask=is_running)
+    tl.store(out_logprobs + place, chosen - normaliser, mask=is_running)
+    tl.store(out_entropies + place, normaliser - weighted / total, mask=is_running)
     is_stop = tl.load(stops + tl.arange(0, STOPS)) == token
     stopped = tl.max(is_stop.to(tl.int32), 0)
     ending = tl.where(stopped > 0, 1, (count + 1 >= tl.load(limits + slot)).to(tl.int32) * 2)
-    ending = tl.where(going_on, ending, finished)
+    ending = tl.where(is_running, ending, finished)
     tl.store(next_token + slot, token.to(tl.int64))
-    tl.store(drawn + slot, count + going_on.to(tl.int32))
-    tl.store(cached + slot, tl.load(cached + slot) + going_on.to(tl.int32))
+    tl.store(drawn + slot, count + is_running.to(tl.int32))
+    tl.store(cached + slot, tl.load(cached + slot) + is_running.to(tl.int32))
     tl.store(done + slot, ending)
 
 
 def draw_tokens(logits: Tensor, state: Slots, slots: Tensor) -> None:
-    """Draw one token for each of `slots` from (slots, vocabulary) logits; rows that are done stay as they are."""
+    """Sample one token for each of `slots` from (slots, vocabulary) logits; finished rows are unchanged."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     stats = torch.empty(rows, blocks, 5, dtype=torch.float32, device=logits.device)

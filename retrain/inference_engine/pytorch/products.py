@@ -1,4 +1,4 @@
-"""Matrix products of the sampling model: several layers in one product, and products in fp8."""
+"""Linear layers of the sampling model: fused siblings, packed CPU weights, and fp8."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrain.inference_engine.pytorch.cache import FP8, FP8_MAX
+from retrain.modeling.torch_internals import has_packed_linear, pack_matrix, packed_linear, scaled_fp8_product
 
-# Layers that stand side by side in standard models and are fed the same input.
+# Sibling layers of standard models, which share their input.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Product:
-    """One matrix product for several linear layers: the first of them that is called computes it for all.
+    """One matrix product for several linear layers, computed when the first of them is called.
 
-    Whoever is called with another input computes anew, so a model that feeds its layers differently is only slower.
+    A layer called with another input recomputes it: a model that feeds its layers differently is only slower.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
@@ -27,7 +28,7 @@ class Product:
         self.untaken = 0
 
     def part(self, index: int, inputs: Tensor) -> Tensor:
-        """The output of one of the layers."""
+        """The output of one layer."""
         if len(self.sizes) == 1:
             return self.compute(inputs)
         if self.source is not inputs:
@@ -40,72 +41,54 @@ class Product:
         return result
 
     def compute(self, inputs: Tensor) -> Tensor:
-        """All outputs, side by side."""
+        """All outputs, concatenated."""
         return F.linear(inputs, self.weight, self.bias)
 
     def store(self, index: int, weight: Tensor) -> None:
-        """Take over one layer's matrix."""
+        """Store one layer's matrix."""
         self.rows_of(index, self.weight).copy_(weight)
 
     def rows_of(self, index: int, held: Tensor) -> Tensor:
-        """One layer's rows of something that has a row for each output."""
+        """One layer's rows of a tensor with a row per output."""
         start = sum(self.sizes[:index])
         return held[start : start + self.sizes[index]]
 
 
 class PackedProduct(Product):
-    """The same on the CPU in float32, with the matrix in oneDNN's own layout: few rows run a third faster."""
+    """The same in float32 on the CPU, with the matrix in oneDNN's layout: small batches run a third faster."""
 
     def compute(self, inputs: Tensor) -> Tensor:
         """One product."""
         return packed_linear(inputs, self.packed, self.bias)
 
     def pack(self, weight: Tensor) -> None:
-        """Take over the matrix of all layers."""
+        """Store the matrix of all layers."""
         self.packed = pack_matrix(weight)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packed products are to be had."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and dtype == torch.float32 and bool(available)
-
-
-def pack_matrix(weight: Tensor) -> Tensor:
-    """A (outputs, inputs) matrix in the layout that packed_linear wants; a copy."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-    return packed
-
-
-def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """inputs · weightᵀ + bias."""
-    flat: Tensor = torch.ops.mkldnn._linear_pointwise(
-        inputs.reshape(-1, inputs.shape[-1]), packed, bias, "none", [], ""
-    )
-    return flat.view(*inputs.shape[:-1], -1)
+    """Whether packed products are available."""
+    return device.type == "cpu" and dtype == torch.float32 and has_packed_linear()
 
 
 class Fp8Product(Product):
-    """The same with 8-bit floats, scaled for each output in the weights and for each token in the input."""
+    """The same with 8-bit floats; weights are scaled per output, inputs per token."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
         super().__init__(weight, bias, sizes)
         self.scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
 
     def compute(self, inputs: Tensor) -> Tensor:
-        """One scaled product; the result is bf16, as the hardware gives it."""
+        """One scaled product with a bf16 result."""
         flat, scales = to_fp8(inputs.reshape(-1, inputs.shape[-1]))
-        outputs = torch._scaled_mm(
-            flat, self.weight.t(), scale_a=scales[:, None], scale_b=self.scales[None, :], out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )  # fmt: skip
+        outputs = scaled_fp8_product(flat, self.weight, scales, self.scales)
         outputs = outputs.view(*inputs.shape[:-1], -1)
         return outputs if self.bias is None else outputs + self.bias
 
     def store(self, index: int, weight: Tensor) -> None:
-        """Quantise one layer's matrix."""
+        """Quantise and store one layer's matrix."""
         values, scales = to_fp8(weight)
-        # Copied as bytes: few operations take fp8 as it is.
+        # Copied as bytes: few operations support fp8.
         self.rows_of(index, self.weight).view(torch.uint8).copy_(values.view(torch.uint8))
         self.rows_of(index, self.scales).copy_(scales)
 
@@ -117,7 +100,7 @@ def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Part(nn.Module):
-    """Stands where a linear layer stood, and takes its output from a product."""
+    """Replaces a linear layer; its output is part of a product."""
 
     def __init__(self, product: Product, index: int) -> None:
         super().__init__()
@@ -130,7 +113,7 @@ class Part(nn.Module):
 
 
 def find_siblings(model: nn.Module) -> list[dict[str, nn.Linear]]:
-    """Linear layers by name, in sets that one product can serve; every other one is a set of its own."""
+    """Linear layers by name, grouped where one product can serve several."""
     found: list[dict[str, nn.Linear]] = []
     for prefix, parent in model.named_modules():
         own = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
@@ -148,18 +131,18 @@ def _can_share(layers: Sequence[nn.Linear]) -> bool:
 
 
 def fits_fp8(layers: Sequence[nn.Linear]) -> bool:
-    """Whether the hardware's product takes these sizes."""
+    """Whether the hardware supports fp8 products of these sizes."""
     return all(size % 16 == 0 for layer in layers for size in (layer.in_features, layer.out_features))
 
 
 def replace_with(model: nn.Module, siblings: dict[str, nn.Linear], kind: type[Product], dtype: torch.dtype) -> Product:
-    """Put parts of one product where the layers were; its matrices are still to be stored."""
+    """Replace the layers by parts of one product, whose matrices are stored later."""
     layers = list(siblings.values())
     biases = [layer.bias.data for layer in layers if layer.bias is not None]
     sizes = [layer.out_features for layer in layers]
     shape, device = (sum(sizes), layers[0].in_features), layers[0].weight.device
     if kind is PackedProduct:
-        # The matrix lives in its packed form; what stands for it has a shape and no memory.
+        # The matrix is kept in packed form; this placeholder has its shape and no memory.
         weight = torch.empty((), dtype=dtype).expand(shape)
     else:
         weight = torch.empty(shape, dtype=FP8 if kind is Fp8Product else dtype, device=device)

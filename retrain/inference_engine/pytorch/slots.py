@@ -1,4 +1,4 @@
-"""The places of a running batch: who sits where, how far they are, and what they drew."""
+"""Slots of a running batch: state and sampled tokens of the row in each slot."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from retrain.inference_engine.pytorch.decoder import Drawn, Row
+from retrain.inference_engine.pytorch.decoder import Row, SampledRow
 
 
 class Slots:
-    """Tensors with a row a slot, at fixed addresses, for kernels that run without a word to the host.
+    """Tensors with one row per slot, at fixed addresses, updated by kernels without host synchronisation.
 
-    `done` is 0 while a slot's row goes on, 1 after a stop token, 2 at its limit; an empty slot counts as done.
+    `done` is 0 while a slot's row is running, 1 after a stop token, 2 at its limit; an empty slot counts as done.
     """
 
     def __init__(self, rows: int, width: int, stops: tuple[int, ...], seen: int, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Slots:
         self.done = torch.ones(rows, dtype=torch.int32, device=device)
         self.seeds, self.next_token = (zeros(rows, dtype=torch.int64) for _ in range(2))
         self.seen = zeros(rows, seen, dtype=torch.bool)
-        """Tokens each row has had, where a penalty asks for them."""
+        """Tokens that occur in each row, for the repetition penalty."""
         self.everyone = torch.arange(rows, device=device)
         self.temperature = zeros(1, dtype=torch.float32)
         padding = (-1,) * ((1 << max(len(stops) - 1, 0).bit_length()) - len(stops)) if stops else (-1,)
@@ -35,12 +35,12 @@ class Slots:
 
     @property
     def state(self) -> list[Tensor]:
-        """Everything that belongs to the row in a slot."""
+        """All per-slot state."""
         state = [self.tokens, self.logprobs, self.entropies, self.drawn, self.cached, self.limits, self.numbers]
         return [*state, self.done, self.seeds, self.next_token, self.seen]
 
-    def enter(self, slots: Tensor, rows: Sequence[Row]) -> None:
-        """Seat rows whose prompts are in the cache; drawing their first token counts the last prompt token in."""
+    def admit(self, slots: Tensor, rows: Sequence[Row]) -> None:
+        """Assign rows whose prompts are in the cache; sampling their first token counts the last prompt token."""
 
         def column(values: list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(slots.device)
@@ -54,35 +54,35 @@ class Slots:
             for slot, row in zip(slots.tolist(), rows, strict=True):
                 self.seen[slot, torch.as_tensor(row.prompt, device=slots.device)] = True
 
-    def look(self, size: int) -> tuple[list[int], list[int]]:
-        """How the first slots ended, and how many tokens each has drawn. This waits for the device."""
+    def poll(self, size: int) -> tuple[list[int], list[int]]:
+        """Done flags and sampled lengths of the first `size` slots. Synchronises with the device."""
         done, drawn = torch.stack((self.done[:size], self.drawn[:size])).tolist()
         return done, drawn
 
-    def drawn_in(self, slots: Sequence[int], lengths: Sequence[int], stopped: Sequence[bool]) -> list[Drawn]:
-        """What finished rows drew. Their slots are empty then."""
+    def take_finished(self, slots: Sequence[int], lengths: Sequence[int], stopped: Sequence[bool]) -> list[SampledRow]:
+        """The sampled rows of finished slots, which are freed."""
         at = torch.tensor(slots, device=self.tokens.device)
         tokens, logprobs, entropies = (
             part[at, : max(lengths)].cpu().numpy() for part in (self.tokens, self.logprobs, self.entropies)
         )
-        self.vacate(at)
+        self.free(at)
         return [
-            Drawn(tokens[i, :length], logprobs[i, :length], entropies[i, :length], stopped[i])
+            SampledRow(tokens[i, :length], logprobs[i, :length], entropies[i, :length], stopped[i])
             for i, length in enumerate(lengths)
         ]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Seat rows elsewhere; where they sat is empty then."""
+        """Move rows to other slots; their old slots are freed."""
         for held in self.state:
             held[target] = held[source]
-        self.vacate(source)
+        self.free(source)
 
-    def vacate(self, slots: Tensor) -> None:
-        """Empty slots. They are computed on, which costs next to nothing when no cache is read for them."""
+    def free(self, slots: Tensor) -> None:
+        """Free slots. They are still computed, which is cheap since no cache is read for them."""
         self.done[slots], self.cached[slots] = 1, 0
 
     def copy_from(self, old: Slots) -> None:
-        """Take over everything from a smaller set of slots."""
+        """Copy the state of a smaller set of slots."""
         self.temperature.copy_(old.temperature)
         for own, other in zip(self.state, old.state, strict=True):
             own[tuple(slice(length) for length in other.shape)].copy_(other)

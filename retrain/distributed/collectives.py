@@ -1,4 +1,4 @@
-"""Sums over the ranks: gradients in float32, in an order that depends on nothing but the parameters."""
+"""Collectives over the ranks. Gradients are summed in float32, in an order that depends only on the parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Elements added up in one go: large enough to fill the wire, small beside the model.
+from retrain.modeling.torch_internals import foreach_copy_
+
+# Elements per bucket: large enough to saturate the network, small compared with the model.
 BUCKET = 1 << 25
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Replace every gradient by its sum over the ranks; one that no rank has stays absent.
+def all_reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Replace every gradient by its sum over the ranks; a gradient that no rank has stays None.
 
-    The optimiser skips a parameter without gradient, an expert that no token went to, and must do so on every rank.
+    The optimizer skips parameters without a gradient (an expert without tokens) and must do so on every rank.
     """
     if not parameters:
         return
@@ -29,11 +31,11 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat)
         parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+        foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
 
 def in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours together, up to `BUCKET` elements."""
+    """Consecutive tensors in buckets of up to `BUCKET` elements."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(held.numel() for held in bucket) + tensor.numel() > BUCKET:
@@ -44,7 +46,7 @@ def in_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def agree_on(tensors: Sequence[Tensor]) -> None:
-    """Give every rank rank 0's values."""
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Copy rank 0's values to every rank."""
     for tensor in tensors:
         dist.broadcast(tensor, src=0)

@@ -1,7 +1,7 @@
-"""Runs a command and ends it, with all that it started, when whoever started this file is gone.
+"""Runs a command and ends it, with all its child processes, when the parent process is gone.
 
-A program of its own, of the standard library alone: `python keeper.py COMMAND ...`. Its standard input is a pipe that
-the trainer holds. However the trainer ends, also by SIGKILL, the pipe is closed, and the command is ended.
+Standalone, standard library only: `python supervisor.py COMMAND ...`. Its standard input is a pipe held by the trainer.
+However the trainer ends, even by SIGKILL, the pipe closes and the command is ended.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import subprocess
 import sys
 import threading
 
-# A server takes a while to end its own processes; what is still there afterwards is killed.
-PATIENCE_S = 15.0
+# Time for a server to stop its own processes; the rest is killed.
+GRACE_S = 15.0
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """Ask the command to end, and kill what does not."""
+    """Terminate the command, then kill what remains."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(PATIENCE_S)
+        server.wait(GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_for_the_end(server: subprocess.Popen[bytes]) -> None:
-    """Nothing is ever written to the pipe; that reading ends means that it was closed."""
+    """Wait until the pipe is closed; nothing is ever written to it."""
     os.read(0, 1)
     end(server)
 
 
 def main() -> None:
-    """Start the command, and exit as it does."""
+    """Run the command and exit with its code."""
     server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=wait_for_the_end, args=(server,), daemon=True).start()
     code = server.wait()
-    # Its processes may outlive it.
+    # Its child processes may outlive it.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     sys.exit(code if code >= 0 else 128 - code)

@@ -1,4 +1,4 @@
-"""What sharded ranks share: each must call every collective as often as the others, whatever its share of a step."""
+"""Sharded learners: every rank must call each collective equally often, whatever its share of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from retrain.backends.local.learner import Size, Totals
+from retrain.backends.local.learner import StepSize, Totals
 from retrain.config import TrainConfig
 from retrain.distributed.learner import RankedLearner
 from retrain.errors import BackendError
@@ -19,7 +19,7 @@ from retrain.modeling.packing import length_of
 from retrain.modeling.policy import Policy
 from retrain.types import Datum
 
-# A micro-batch that trains on nothing.
+# Padding micro-batch without trainable tokens.
 FILLER = Datum(
     prompt_ids=np.zeros(1, np.int64),
     completion_ids_T=np.zeros(1, np.int64),
@@ -29,40 +29,40 @@ FILLER = Datum(
 )
 
 
-class EvenLearner(RankedLearner):
-    """A Learner whose passes are collectives. `mirror` is a whole policy to sample from and save, where needed here."""
+class LockstepLearner(RankedLearner):
+    """A Learner whose passes are collectives. `mirror`: a full policy to sample from and save, where needed."""
 
-    is_whole = False
+    is_replicated = False
 
-    def __init__(self, policy: Policy, config: TrainConfig, say: Callable[[str], None], mirror: Policy | None) -> None:
-        super().__init__(policy, config, say)
+    def __init__(self, policy: Policy, config: TrainConfig, log: Callable[[str], None], mirror: Policy | None) -> None:
+        super().__init__(policy, config, log)
         self.mirror = mirror
 
     def warm_up(self, ways: set[str]) -> None:
-        """Nothing: ranks may need it at different times, and a pass of one waits for all of them."""
+        """Nothing: ranks would warm up at different times, and each pass waits for all of them."""
 
-    def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter that learns, by name and as a whole; every rank must go through all of them."""
+    def gathered_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trainable parameter by name, gathered; every rank must iterate over all of them."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def whole_policy(self) -> Policy | None:
-        """Gather the weights that learn into the mirror; every rank must call this."""
+    def gathered_policy(self) -> Policy | None:
+        """Gather the trainable weights into the mirror; every rank must call this."""
         own = dict(self.mirror.adapted.named_parameters()) if self.mirror is not None else {}
-        for name, whole in self.wholes():
+        for name, full in self.gathered_params():
             if own:
-                own[name].copy_(whole)
+                own[name].copy_(full)
         return self.mirror
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
-        """As many micro-batches as the rank with most of them has."""
+        """Micro-batches, padded to the largest count of any rank."""
         batches = super().split(datums)
         most = torch.tensor(len(batches), device=self.policy.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return [*batches, *([FILLER] for _ in range(int(most) - len(batches)))]
 
-    def _backward_within_memory(self, datums: Sequence[Datum], size: Size) -> Totals:
-        """Accumulate gradients. A rank that runs out of memory cannot start over, since the others wait for it."""
+    def _backward_within_memory(self, datums: Sequence[Datum], size: StepSize) -> Totals:
+        """Accumulate gradients. A rank that runs out of memory cannot retry, since the others wait for it."""
         self.memory.prepare(max((length_of(datum) for datum in datums), default=0))
         try:
             return self._backward(self.split(datums), size)
@@ -73,8 +73,8 @@ class EvenLearner(RankedLearner):
             ) from error
 
     def save(self, path: Path) -> None:
-        """Gather everything and let rank 0 write it, as a single process would."""
-        policy, state = self.whole_policy(), self.state()
+        """Gather everything; rank 0 writes what a single process would."""
+        policy, state = self.gathered_policy(), self.state()
         if dist.get_rank() == 0:
             assert policy is not None
             policy.save_adapter(path / "adapter")

@@ -1,4 +1,4 @@
-"""Who does what: prompts and datums divided among the ranks."""
+"""Splits prompts and datums over the ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from retrain.modeling.packing import by_prompt, length_of
 from retrain.types import Datum
 
 
-def share_prompts(prompts: int, ranks: int) -> list[slice]:
-    """Prompts in order, as evenly as can be: each rank has a stretch of them, so that answers need no sorting."""
+def split_prompts(prompts: int, ranks: int) -> list[slice]:
+    """Contiguous slices of prompts, as even as possible, so that results need no sorting."""
     edges = [rank * prompts // ranks for rank in range(ranks + 1)]
     return [slice(start, stop) for start, stop in pairwise(edges)]
 
 
-def share_datums(datums: Sequence[Datum], ranks: int) -> list[list[Datum]]:
-    """Datums by tokens: the longest group goes to whoever has least, completions of one prompt together.
+def balance_datums(datums: Sequence[Datum], ranks: int) -> list[list[Datum]]:
+    """Datums balanced by tokens: the longest group goes to the least loaded rank, completions of one prompt together.
 
-    A group that alone exceeds a rank's even share is cut, since the others would wait for it.
+    A group that exceeds an even share by itself is cut, since the other ranks would wait for it.
     """
     even = sum(map(length_of, datums)) / ranks
     pieces: list[list[Datum]] = []

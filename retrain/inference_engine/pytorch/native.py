@@ -1,4 +1,4 @@
-"""Forward passes of a model that attends by itself: its own code, transformers' cache, prompts padded on the left."""
+"""Forward passes with the model's own attention and transformers' KV cache; prompts are padded on the left."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from retrain.inference_engine.pytorch.decoder import Row
 from retrain.modeling.policy import Policy
 
 
-class OwnForward:
-    """The policy as Hugging Face runs it, adapter and all. Slow, and right for whatever `generate` is right for."""
+class NativeForward:
+    """The policy as Hugging Face runs it, adapter included. Slow, but works wherever `generate` does."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.cache: Any = None
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
-        """Run every row's prompt, its end at the right edge."""
+        """Prefill left-padded prompts."""
         device, longest = self.policy.device, max(len(row.prompt) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
         self.mask = torch.zeros_like(ids)
@@ -30,7 +30,7 @@ class OwnForward:
         return self._run(ids)
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """One token further."""
+        """Decode one token."""
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=1)
         return self._run(tokens[:, None])
 
@@ -44,7 +44,7 @@ class OwnForward:
         inputs = model.prepare_inputs_for_generation(
             ids, past_key_values=self.cache, attention_mask=self.mask, use_cache=True
         )
-        told = model(**inputs)
-        self.cache = told.past_key_values
-        logits: Tensor = told.logits[:, -1]
+        output = model(**inputs)
+        self.cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
         return logits

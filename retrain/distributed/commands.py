@@ -1,4 +1,4 @@
-"""What rank 0 asks of the others."""
+"""Commands that rank 0 sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrain.backends.local.learner import Size
+from retrain.backends.local.learner import StepSize
 from retrain.config import TrainConfig
 from retrain.types import Datum, IntArray, Sampling
 
@@ -20,14 +20,14 @@ class Build:
 
 @dataclass(frozen=True)
 class Sync:
-    """Take over the newest weights for sampling."""
+    """Sync the newest weights to the engine."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw completions of these prompts."""
+    """Sample completions for these prompts."""
 
     prompts: Sequence[IntArray]
     sampling: Sampling
@@ -35,16 +35,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Train:
-    """Take part in a step with these datums; `size` is that of the whole step."""
+    """Train on these datums; `size` is that of the global step."""
 
     datums: Sequence[Datum]
-    size: Size
+    size: StepSize
     step: int
 
 
 @dataclass(frozen=True)
 class Save:
-    """Take part in the writing of a checkpoint, which rank 0 does."""
+    """Take part in gathering a checkpoint, which rank 0 writes."""
 
     path: Path
 
@@ -56,4 +56,4 @@ class Load:
     path: Path
 
 
-Order = Build | Sync | Sample | Train | Save | Load
+RankCommand = Build | Sync | Sample | Train | Save | Load

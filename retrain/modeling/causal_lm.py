@@ -1,0 +1,101 @@
+"""The parts of a Hugging Face causal LM that retrain uses, as protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retrain.types import JsonObject
+
+
+class ModelConfig(Protocol):
+    """Configuration of a model; multimodal ones nest the text model's."""
+
+    name_or_path: str
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    max_position_embeddings: int
+    eos_token_id: int | list[int] | None
+
+    def get_text_config(self) -> ModelConfig:
+        """The configuration of the text model."""
+        ...
+
+    def to_dict(self) -> JsonObject:
+        """All settings."""
+        ...
+
+
+class GenerationConfig(Protocol):
+    """Defaults for generation."""
+
+    eos_token_id: int | list[int] | None
+
+
+class CausalLM(Protocol):
+    """A loaded model, which is also an `nn.Module`: see `module_of`."""
+
+    config: ModelConfig
+    generation_config: GenerationConfig
+    base_model: Any
+    """The backbone without the head."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        ...
+
+    def __call__(self, **inputs: object) -> Any:
+        """A forward pass."""
+        ...
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head."""
+        ...
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: object) -> Mapping[str, object]:
+        """Inputs of the next forward pass."""
+        ...
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write weights and configuration."""
+        ...
+
+    def enable_input_require_grads(self) -> None:
+        """Let the embeddings' outputs require gradients."""
+        ...
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, object]) -> None:
+        """Enable recomputation in every layer."""
+        ...
+
+    def eval(self) -> CausalLM:
+        """Disable dropout."""
+        ...
+
+    def requires_grad_(self, requires_grad: bool = ...) -> CausalLM:
+        """Freeze or unfreeze all parameters."""
+        ...
+
+    def to(self, device: torch.device | str) -> CausalLM:
+        """Move to a device."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        ...
+
+
+def module_of(model: object) -> nn.Module:
+    """The model as an `nn.Module`, which every CausalLM is."""
+    assert isinstance(model, nn.Module)
+    return model

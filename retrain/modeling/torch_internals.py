@@ -1,0 +1,124 @@
+"""Private PyTorch APIs: every use of one is in this module.
+
+Tested with torch 2.13. Where a version lacks one, there is a fallback or an error that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrain.errors import BackendError
+
+TESTED = "2.13.0"
+RECOMPILE_LIMIT = 64
+
+
+def _require(namespace: object, name: str) -> Callable[..., Any]:
+    try:
+        function: Callable[..., Any] = getattr(namespace, name)
+    except AttributeError as error:
+        raise BackendError(
+            f"torch {torch.__version__} has no {name}, which this run needs.  Try: pip install torch=={TESTED}"
+        ) from error
+    return function
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors with few kernel launches."""
+    torch._foreach_copy_(tuple(targets), tuple(sources))
+
+
+def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add many tensors in place with few kernel launches."""
+    torch._foreach_add_(tuple(targets), tuple(sources))
+
+
+def flash_attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float,
+    window: int,
+) -> Tensor:  # fmt: skip
+    """Causal flash attention over sequences of unequal lengths; queries are aligned with the end of their keys.
+
+    `ends` and `longest` are those of queries and keys; `window` is -1 for full attention.
+    """
+    forward = _require(torch.ops.aten, "_flash_attention_forward")
+    output: Tensor = forward(
+        query, key, value, ends[0], ends[1], longest[0], longest[1], 0.0, True, False,
+        scale=scale, window_size_left=window, window_size_right=0,
+    )[0]  # fmt: skip
+    return output
+
+
+def embedding_backward(values: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Sum the (values, width) of each of `rows` rows in a fixed order."""
+    summed: Tensor = _require(torch.ops.aten, "embedding_dense_backward")(values, index, rows, -1, False)
+    return summed
+
+
+def scaled_fp8_product(inputs: Tensor, weight: Tensor, input_scales: Tensor, weight_scales: Tensor) -> Tensor:
+    """inputs · weightᵀ of fp8 matrices with scales per row, as bf16."""
+    outputs: Tensor = _require(torch, "_scaled_mm")(
+        inputs, weight.t(), scale_a=input_scales[:, None], scale_b=weight_scales[None, :], out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return outputs
+
+
+def has_packed_linear() -> bool:
+    """Whether oneDNN's packed matrix products are available; plain ones are the fallback."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        _require(torch.ops.mkldnn, "_reorder_linear_weight")
+        _require(torch.ops.mkldnn, "_linear_pointwise")
+    except BackendError:
+        return False
+    return True
+
+
+def pack_matrix(weight: Tensor) -> Tensor:
+    """A copy of an (outputs, inputs) matrix in oneDNN's layout."""
+    packed: Tensor = _require(torch.ops.mkldnn, "_reorder_linear_weight")(weight.contiguous())
+    return packed
+
+
+def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """inputs · weightᵀ + bias, with a matrix from `pack_matrix`."""
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    output: Tensor = _require(torch.ops.mkldnn, "_linear_pointwise")(flat, packed, bias, "none", [], "")
+    return output.view(*inputs.shape[:-1], -1)
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether this CPU has bf16 products; assumed where PyTorch cannot tell."""
+    try:
+        supported = _require(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    except BackendError:
+        return True
+    return bool(supported())
+
+
+def raise_recompile_limit() -> None:
+    """Several kinds of layers in several modes need more compiled variants than the default 8."""
+    # Versions that lack the setting keep their default: more layers run uncompiled.
+    with suppress(AttributeError):
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def use_deterministic_compilation() -> None:
+    """Compile to the same kernels in every process; they are otherwise chosen by timing."""
+    import torch._inductor.config as inductor  # noqa: PLC0415  (takes seconds, needed on a GPU only)
+
+    # Versions that lack the setting choose by timing.
+    with suppress(AttributeError):
+        inductor.deterministic = True

@@ -16,6 +16,7 @@ from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, parse_rows
 
+Table = dict[str, Any]
 # Enough for the last steps of a log of any length.
 _TAIL_BYTES = 1 << 17
 # Number of last steps that the ETA is based on.
@@ -128,7 +129,7 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def read_tail(path: Path) -> list[dict[str, Any]]:
+def read_tail(path: Path) -> list[Table]:
     """The last complete rows of a JSONL file."""
     try:
         with path.open("rb") as file:
@@ -141,7 +142,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
     return list(parse_rows(lines[1 if size > _TAIL_BYTES else 0 : -1]))
 
 
-def _status(folder: Path, state: dict[str, Any]) -> str:
+def _status(folder: Path, state: Table) -> str:
     if is_held(folder):
         return "running"
     if state.get("status") == "running" or not state:
@@ -150,7 +151,7 @@ def _status(folder: Path, state: dict[str, Any]) -> str:
     return str(state.get("status"))
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> Table:
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -158,7 +159,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Table:
     try:
         return tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -62,17 +61,17 @@ def command(output: Path, template: str | None, list_templates: bool, interactiv
 def _ask_for_configuration(template: str | None) -> str:
     """Ask for the main options and return the file's text; an invalid answer is asked for again."""
     chosen: str = template or click.prompt("Start from", type=click.Choice(list(TEMPLATES)), default="quickstart")
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     kind = chosen if chosen in _QUESTIONS else "train"
     for path, question in _QUESTIONS[kind]:
         changes[path] = _ask(chosen, options_by_path()[path], question, changes)
     return starter(chosen, changes)
 
 
-def _ask(template: str, option: Option, question: str, changes: dict[str, Any]) -> Any:
+def _ask(template: str, option: Option, question: str, changes: dict[str, object]) -> object:
     current = TEMPLATES[template].values.get(option.path, option.default)
     while True:
-        answer: Any = click.prompt(question, default=current, type=str if option.type_name == "str" else None)
+        answer: object = click.prompt(question, default=current, type=str if option.type_name == "str" else None)
         try:
             build_config(parse_toml(starter(template, changes | {option.path: answer}), "this"), {}, source="this")
         except ConfigError as error:

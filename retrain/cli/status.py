@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
-from retrain.campaign.manifest import MANIFEST, read_table
+from retrain.campaign.manifest import MANIFEST, Record, read_table
 from retrain.campaign.progress import RunProgress, is_held, read_progress, seconds_left, taking_turns
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
@@ -98,7 +97,7 @@ def read_campaign(folder: Path) -> Entry:
     return Entry(str(folder), "campaign", status, live, taking_turns(runs) if in_turn else runs, in_turn=in_turn)
 
 
-def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:
+def _read_run(folder: Path, record: Record) -> RunProgress:
     progress = read_progress(folder / record["folder"])
     status = record["status"]
     # The manifest covers failures and runs on other machines; the lock shows whether a local run is alive.
@@ -114,14 +113,14 @@ def _read_run(folder: Path, record: dict[str, Any]) -> RunProgress:
     )
 
 
-def _elapsed(record: dict[str, Any], status: str) -> float:
+def _elapsed(record: Record, status: str) -> float:
     seconds = float(record["seconds"])
     if status != "running" or not record.get("started"):
         return seconds
     return seconds + max(0.0, (datetime.now(UTC) - datetime.fromisoformat(record["started"])).total_seconds())
 
 
-def describe(entry: Entry) -> dict[str, Any]:
+def describe(entry: Entry) -> dict[str, object]:
     """An entry as JSON."""
     runs = {name: asdict(run) | {"eta_seconds": run.eta_seconds} for name, run in entry.runs.items()}
     return asdict(entry) | {"runs": runs, "eta_seconds": entry.eta_seconds}

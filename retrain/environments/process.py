@@ -13,20 +13,19 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from retrain.environments import Log
 from retrain.environments.liveness import Liveness
-from retrain.environments.wire import Request, Start, pack_request
+from retrain.environments.wire import Request, Start, WireReply, pack_request
 from retrain.isolation.framing import FrameBuffer
 from retrain.isolation.guard import GuardedProcess
 from retrain.isolation.redaction import redact
 
-Listener = Callable[[Mapping[str, Any]], None]
+Listener = Callable[[WireReply], None]
 
 _READ_BYTES = 1 << 16
 _JOIN_S = 2.0
@@ -55,7 +54,7 @@ class EnvironmentProcess:
         self._numbers = itertools.count(1)
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._printed: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.started: Future[Mapping[str, Any]] = Future()
+        self.started: Future[WireReply] = Future()
         """The first reply: `ready`, `failed` or `died`."""
         self._listeners[0] = self._on_control
         printed, output = os.pipe()
@@ -88,13 +87,13 @@ class EnvironmentProcess:
         with self._lock:
             self._listeners.pop(number, None)
 
-    def send(self, kind: str, number: int, *arguments: Any) -> None:
+    def send(self, kind: str, number: int, *arguments: object) -> None:
         """Send a request; never blocks."""
         self._outbox.put(pack_request(Request(kind, number, arguments)))
 
-    def call(self, kind: str, *arguments: Any) -> Future[Mapping[str, Any]]:
+    def call(self, kind: str, *arguments: object) -> Future[WireReply]:
         """Send a request that has one reply."""
-        answer: Future[Mapping[str, Any]] = Future()
+        answer: Future[WireReply] = Future()
         number = self.listen(lambda reply: _settle(answer, reply))
         answer.add_done_callback(lambda _: self.forget(number))
         self.send(kind, number, *arguments)
@@ -116,7 +115,7 @@ class EnvironmentProcess:
                 thread.join(_JOIN_S)
         self._guarded.close()
 
-    def _on_control(self, reply: Mapping[str, Any]) -> None:
+    def _on_control(self, reply: WireReply) -> None:
         if reply["kind"] == "log":
             self.log(redact(reply["text"]))
         elif not self.started.done():
@@ -133,7 +132,7 @@ class EnvironmentProcess:
         finally:
             self._on_exit()
 
-    def _dispatch(self, reply: Mapping[str, Any]) -> None:
+    def _dispatch(self, reply: WireReply) -> None:
         with self._lock:
             listener = self._listeners.get(reply["number"])
         if listener is not None:
@@ -176,7 +175,7 @@ class EnvironmentProcess:
                     self.log(redact(text))
 
 
-def _settle(answer: Future[Mapping[str, Any]], reply: Mapping[str, Any]) -> None:
+def _settle(answer: Future[WireReply], reply: WireReply) -> None:
     with contextlib.suppress(InvalidStateError):  # the caller has given up
         answer.set_result(reply)
 

@@ -22,6 +22,8 @@ from retrain.types import Example
 if TYPE_CHECKING:
     from retrain.config import schema
 
+Entry = Mapping[str, Any]
+"""A task of reasoning-gym: question, answer and metadata."""
 MIX = "composite"
 MINIMAL_SCORE = 0.05
 """Score that several scorers give to any text; it counts as 0."""
@@ -115,11 +117,11 @@ class ReasoningGym:
         metrics = {"answered": float(answer is not None), "scorer_raised": float(value is None)}
         return Outcome(self._reward(value or 0.0), metrics)
 
-    def _make_entry(self, place: int) -> Mapping[str, Any]:
-        entry: Mapping[str, Any] = self._dataset[place]
+    def _make_entry(self, place: int) -> Entry:
+        entry: Entry = self._dataset[place]
         return entry
 
-    def _score(self, answer: str | None, entry: Mapping[str, Any]) -> float | None:
+    def _score(self, answer: str | None, entry: Entry) -> float | None:
         """The score; None when the scorer raised, as it does on answers it cannot parse."""
         if answer is None:
             return 0.0

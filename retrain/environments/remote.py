@@ -12,7 +12,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,7 +20,7 @@ from retrain.data import Endless
 from retrain.environments import Chat, ChatOver, Log, Outcome, Reply
 from retrain.environments.liveness import Liveness
 from retrain.environments.process import EnvironmentProcess
-from retrain.environments.wire import Start, read_example, reply_fields, restore_error
+from retrain.environments.wire import Start, WireReply, read_example, reply_fields, restore_error
 from retrain.errors import PluginError, RetrainError, RolloutError
 from retrain.types import Example
 
@@ -218,13 +218,13 @@ class _Rollout:
         self.turns = turns
         self.taken = 0
         self.number = 0
-        self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[WireReply] = asyncio.Queue()
 
     async def play(self, example: Example) -> Outcome | None:
         """The outcome; None when the process exited because of another rollout."""
         loop = asyncio.get_running_loop()
 
-        def hear(reply: Mapping[str, Any]) -> None:
+        def hear(reply: WireReply) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(self.inbox.put_nowait, reply)
 
@@ -248,7 +248,7 @@ class _Rollout:
             if not is_over:
                 self.process.send("cancel", self.number)
 
-    def _answer(self, reply: Mapping[str, Any]) -> None:
+    def _answer(self, reply: WireReply) -> None:
         """Sample a reply to a turn, or repeat the reply of an earlier attempt."""
         request = (reply["method"], reply["messages"], reply["tools"])
         if self.taken == len(self.turns):
@@ -273,7 +273,7 @@ class _Rollout:
             text = str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}"
             self.process.send("answer", turn, "error", text)
 
-    def _finish(self, reply: Mapping[str, Any]) -> Outcome | None:
+    def _finish(self, reply: WireReply) -> Outcome | None:
         if reply["kind"] == "died":
             self._raise_if_responsible()
             return None
@@ -299,7 +299,7 @@ class _Rollout:
         return RolloutError("the environment's process was restarted, and this rollout did not repeat its turns.")
 
 
-def _read_result(reply: Mapping[str, Any], unknown: type[RetrainError]) -> Any:
+def _read_result(reply: WireReply, unknown: type[RetrainError]) -> Any:
     if reply["kind"] == "error":
         raise restore_error(reply, unknown)
     return reply["value"]

@@ -24,6 +24,7 @@ from retrain.rollout import check_completions
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
+Work = Coroutine[Any, Any, Any]
 PATIENCE_S = 30.0
 """How long waiting turns are held back for rollouts that are still busy."""
 _BEAT_S = 0.2
@@ -38,7 +39,7 @@ class EventLoop:
         self.thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self.thread.start()
 
-    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def submit(self, work: Work) -> Future[Any]:
         """Run a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
@@ -143,7 +144,7 @@ def play(
     loop: EventLoop,
     engine: InferenceEngine,
     queue: TurnQueue,
-    rollouts: Sequence[Coroutine[Any, Any, Any]],
+    rollouts: Sequence[Work],
     in_rounds: bool = False,
 ) -> list[Any]:
     """Run rollouts, sampling their turns in this thread; returns their results in order."""
@@ -162,8 +163,8 @@ def play(
         raise
 
 
-async def _run_all(queue: TurnQueue, rollouts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    async def run(number: int, rollout: Coroutine[Any, Any, Any]) -> Any:
+async def _run_all(queue: TurnQueue, rollouts: Sequence[Work]) -> list[Any]:
+    async def run(number: int, rollout: Work) -> Any:
         try:
             return await rollout
         finally:

@@ -20,6 +20,9 @@ from retrain.types import Example
 
 _ERRORS = {kind.__name__: kind for kind in (BackendError, ConfigError, MissingExtraError, PluginError, RolloutError)}
 
+WireReply = Mapping[str, Any]
+"""A decoded reply: `kind`, `number` and the fields of that kind."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -56,7 +59,7 @@ def describe_error(error: BaseException) -> dict[str, str]:
     return {"error": "", "detail": f"{type(error).__name__}: {error}"}
 
 
-def restore_error(reply: Mapping[str, Any], unknown: type[RetrainError]) -> RetrainError:
+def restore_error(reply: WireReply, unknown: type[RetrainError]) -> RetrainError:
     """The error in a reply; of type `unknown` unless it is one of retrain."""
     return _ERRORS.get(reply["error"], unknown)(reply["detail"])
 

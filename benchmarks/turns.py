@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from retrain.config import schema
-from retrain.environments import Chat, Environment, Outcome, Say, build_environment
+from retrain.environments import Chat, Environment, Log, Outcome, build_environment
 from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import EnvironmentRunner, Rules
@@ -55,7 +55,7 @@ class Instant:
 class Asks:
     """An environment that only asks."""
 
-    def __init__(self, section: schema.Environment, say: Say) -> None: ...
+    def __init__(self, section: schema.Environment, log: Log) -> None: ...
 
     def examples(self, split: str) -> Sequence[Example]:
         return [Example("4+4=?", "8", id="0")]

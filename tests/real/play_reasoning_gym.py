@@ -11,7 +11,7 @@ from typing import Any
 from retrain.config import load_config
 from retrain.config.schema import Environment as Section
 from retrain.environments import Outcome, Reply, load_split
-from retrain.environments.reasoning_gym import CRUMB, ReasoningGym, load
+from retrain.environments.reasoning_gym import MINIMAL_SCORE, ReasoningGym, load
 from retrain.errors import ConfigError
 from retrain.types import Example
 
@@ -76,7 +76,7 @@ def crumbs_are_no_reward() -> None:
         gym = build(task)
         example = gym.examples("train")[0]
         raw = gym._dataset.score_answer("zzz", gym.entry(0))
-        assert 0 < raw <= CRUMB, (task, raw)
+        assert 0 < raw <= MINIMAL_SCORE, (task, raw)
         assert answer(gym, example, "zzz").reward == 0.0
         assert answer(gym, example, example.reference).reward == 1.0
 

@@ -818,4 +818,4 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
     (tmp_path / "adapter" / "thesis.tex").write_text("irreplaceable")
     _, printed = train_quietly(fake_config(model, tmp_path))
     assert (tmp_path / "adapter" / "thesis.tex").read_text() == "irreplaceable"
-    assert "holds is not an adapter and is not overwritten" in printed
+    assert "holds files that retrain did not write, so it is left alone" in printed

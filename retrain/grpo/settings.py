@@ -21,6 +21,7 @@ from retrain.grpo.config import GRPOConfig
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
 from retrain.plugins import REGISTRIES, import_path, make_importable
+from retrain.runtime.text import plural
 
 OWN_SETS = ("arithmetic", "gsm8k", "math")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -55,7 +56,7 @@ def run_settings(settings: Mapping[str, Any], say: Callable[[str], None]) -> GRP
     result = trainer.train()
     rewards = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
     held_out = f", held-out reward {rewards[0]:.4f} before and {rewards[-1]:.4f} after" if rewards else ""
-    say(f"Done: {result.global_step} steps{held_out}, logs in {trainer.args.output_dir}.")
+    say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {trainer.args.output_dir}.")
     return trainer
 
 

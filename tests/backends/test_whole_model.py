@@ -120,7 +120,7 @@ def test_a_folder_with_somebody_elses_model_is_never_replaced(tiny: Path, tmp_pa
     said: list[str] = []
     publish_adapter(tmp_path, mine, said.append)
     assert sorted(path.name for path in mine.iterdir()) == before
-    assert "contains something other" in said[0]
+    assert "holds files that retrain did not write" in said[0]
 
 
 @pytest.mark.parametrize(("option", "value", "most"), [("micro_batches", 4, 1), ("micro_batch_rows", 2, 2)])

@@ -154,7 +154,7 @@ def _raises(completions: Any, **columns: Any) -> list[float]:
         (lambda completions, **columns: torch.tensor(1.0), "returned Tensor; it must return a list"),
         (lambda completions, **columns: ["good"] * 3, "returned 'good' at completion 0"),
         (lambda completions, **columns: [float("nan")] * 3, "must be finite"),
-        (lambda completions, **columns: [1e9] * 3, "must lie between"),
+        (lambda completions, **columns: [1e9] * 3, "must be between"),
         (lambda prompts: [1.0] * 3, "raised TypeError"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_column_that_a_row_lacks_is_none_there(tmp_path: Path) -> None:
     [
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs holds tokenize, which is set here"),
         ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": "x"}}, "which is no number"),
-        ({"model_init_kwargs": {"num_hidden_layers": "x"}}, "does not suit builtin:tiny"),
+        ({"model_init_kwargs": {"num_hidden_layers": "x"}}, "does not fit builtin:tiny"),
     ],
 )
 def test_a_table_that_cannot_be_handed_on_is_refused(arguments: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_without_a_user_the_last_message_is_the_question() -> None:
         ("teacher_adaptive_template", "{question}", "lacks {approach}."),
         ("teacher_adaptive_template", "?", "lacks {question} and {approach}."),
         ("student_with_teaching_template", "{question}", "lacks {teaching}."),
-        ("student_baseline_template", "{question} {teaching}", "has {teaching}, which it does not know."),
-        ("teacher_adaptive_template", "{question} {approach} {probe}", "has {probe}, which it does not know."),
+        ("student_baseline_template", "{question} {teaching}", "has the unknown variable {teaching}."),
+        ("teacher_adaptive_template", "{question} {approach} {probe}", "has the unknown variable {probe}."),
     ],
 )
 def test_a_template_with_the_wrong_variables_is_refused(key: str, text: str, told: str) -> None:

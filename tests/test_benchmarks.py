@@ -19,6 +19,7 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_the_memory_benchmark_says_that_it_needs_a_gpu() -> None:
     done = run_script("memory.py")
     assert done.returncode == 2

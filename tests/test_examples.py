@@ -101,6 +101,7 @@ def script(name: str) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_teaching_runs_with_the_student_that_its_script_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -688,6 +688,7 @@ def test_the_context_is_the_services_or_else_the_models(server: TinkerServer, tm
     assert backend_for(config_for(server, tmp_path)).capabilities.context_length == 256
 
 
+@pytest.mark.slow
 def test_a_state_of_another_run_is_refused(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path)
     train_quietly(config)
@@ -696,6 +697,7 @@ def test_a_state_of_another_run_is_refused(server: TinkerServer, tmp_path: Path)
         train_quietly(other, force_resume=True)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_gone_is_said(server: TinkerServer, tmp_path: Path) -> None:
     train_quietly(config_for(server, tmp_path))
     server.states.clear()
@@ -793,6 +795,7 @@ def teaching_config(server: TinkerServer, folder: Path, **overrides: Any) -> Tra
     return config_for(server, folder, **(own | overrides))
 
 
+@pytest.mark.slow
 def test_the_student_of_a_teacher_is_a_base_model_of_the_service(server: TinkerServer, tmp_path: Path) -> None:
     config = teaching_config(server, tmp_path, training__max_steps=2)
     _, printed = train_quietly(config)

@@ -88,6 +88,7 @@ def test_every_hub_source_loads_through_the_real_library(load):
     assert own[1] == ["3+3?", "6", "row 1", {"topic": "sums"}]
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_is_a_configuration_error_that_says_how_to_do_without(load):
     with small_hub() as hub:
         answers = load(

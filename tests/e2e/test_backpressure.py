@@ -5,10 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from .runs import rows, train_quietly
 from .tiny import config_for, write_model, write_tokenizer
 
 
+@pytest.mark.slow
 def test_a_real_run_explores_settles_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     model = write_tokenizer(write_model(tmp_path / "model", layers=1))
     settings = {

@@ -81,6 +81,7 @@ def test_the_commands_of_the_research_guide_work(capsys: pytest.CaptureFixture[s
     assert "Noise floor" in text and "Options that differ" in text
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_squeeze_page_work(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Long enough for an answer, or no group would teach anything and the adapter stayed zero.
     assert run(["my_run.toml", "--seed", "1", "--max-tokens", "48", "--batch-size", "4"]) == 0
@@ -92,6 +93,7 @@ def test_the_commands_of_the_squeeze_page_work(folder: Path, capsys: pytest.Capt
     assert (folder / "small_adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_back_pressure_page_work(folder: Path) -> None:
     for words in commands("back-pressure.md"):
         assert run(words) == 0, words
@@ -139,6 +141,7 @@ def test_the_commands_of_the_logging_page_work(folder: Path, monkeypatch: pytest
     assert len(scope["rewards"]) == 2
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_reports_page_work(folder: Path) -> None:
     for mode in ("grpo", "maxrl"):
         write_run(folder / "logs" / "sweep" / mode, 1, mode)

@@ -74,6 +74,7 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(server: Loopback, tmp_path:
     assert rows_without_times(whole.log_dir) == rows_without_times(cut.log_dir)
 
 
+@pytest.mark.slow
 def test_one_step_ahead_is_said_to_be_one_step_stale(server: Loopback, tmp_path: Path) -> None:
     result, printed = train_quietly(config_of(server, tmp_path, training__async_steps=1))
     metrics = rows(result.log_dir)
@@ -85,6 +86,7 @@ def test_one_step_ahead_is_said_to_be_one_step_stale(server: Loopback, tmp_path:
     assert all(row["policy_proof"] == pytest.approx(1.0, abs=0.01) for row in metrics[2:])
 
 
+@pytest.mark.slow
 def test_a_swapped_adapter_stops_the_run_within_a_step_and_the_run_can_go_on(server: Loopback, tmp_path: Path) -> None:
     config = config_of(server, tmp_path, training__max_steps=4)
     seen = 0

@@ -89,7 +89,7 @@ def test_endless_examples_are_drawn_there_by_the_same_seed() -> None:
             there[-1]
 
 
-@pytest.mark.parametrize("when", ["regex", "regex in a thread", "sleep"])
+@pytest.mark.parametrize("when", ["regex in a thread", "sleep", pytest.param("regex", marks=pytest.mark.slow)])
 def test_a_rollout_that_lets_nothing_else_run_is_a_timeout_and_the_others_go_on(when: str) -> None:
     said: list[str] = []
     with cases(when, said.append) as own:
@@ -141,6 +141,7 @@ def test_turns_taken_before_a_restart_are_not_sampled_again() -> None:
     assert [len(group.completions_G[0].transcript) for group in groups[1:]] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_rollout_that_does_not_repeat_itself_after_a_restart_is_an_error() -> None:
     examples = 2
     with cases("whim") as own, pytest.raises(Exception, match="failed for 2 of 2 rollouts") as caught:

@@ -59,6 +59,7 @@ def test_what_is_no_id_is_refused(id: str) -> None:
         module_name(id)
 
 
+@pytest.mark.slow
 def test_a_multi_turn_environment_runs_its_own_loop() -> None:
     tries = iter(["\\boxed{99}"] * 4 + ["\\boxed{6}"] * 4)
     engine = TextEngine(lambda _: next(tries))

@@ -370,6 +370,7 @@ def _fill(folder: str, start: int) -> None:
             cache.keep({str(n): 1.0, "shared": 0.0})
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_cache(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_fill, args=(str(tmp_path), 50 * n)) for n in range(3)]

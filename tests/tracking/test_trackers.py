@@ -416,6 +416,7 @@ def test_trackio_that_is_not_installed_is_said_in_a_sentence(monkeypatch: pytest
         importlib.import_module("retrain.tracking.trackio")
 
 
+@pytest.mark.slow
 def test_wandb_is_sent_a_table_of_completions(tmp_path: Path, offline: None) -> None:
     from retrain.tracking.background import BackgroundTracker
     from retrain.tracking.wandb import WandbTracker

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Tests use one process per core, so each process gets one thread. Tests marked `threads` run again with two threads.
+# Tests use one process per core, so each process gets one thread. Tests marked `threads` run with two threads.
 # GOMP_SPINCOUNT makes waiting threads sleep early: spinning would take the core from the thread they wait for.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PYTEST_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -m 'threads and not slow'
@@ -19,7 +19,7 @@ test: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n auto --durations=30
+	$(PYTEST) -n auto --durations=30 -m 'not slow and not gpu and not real and not threads'
 	$(PYTEST_THREADS)
 
 test-slow: $(DEV_STAMP)

@@ -244,6 +244,7 @@ class Tampering:
         monkeypatch.setattr(Sampler, "response", response)
 
 
+@pytest.mark.slow
 def test_altered_log_probs_stop_the_run_before_the_service_takes_the_step(
     server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

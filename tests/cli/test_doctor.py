@@ -224,6 +224,7 @@ def test_a_wrong_file_is_an_input_error(capsys: pytest.CaptureFixture[str]) -> N
     assert "max_steps" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_real_torch_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     state = doctor.probe_torch()

@@ -174,13 +174,13 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
     ("alter", "told"),
     [
         (raise_logprob, DISAGREES + ".*one log-prob"),
-        (swap_contents, ANY),
         (duplicate, "completion 7 of group .* repeats completion 0"),
         (SwapPrompts(with_ids=False), ANY),
         *slow(
             (set_logprob, DISAGREES + ".*one log-prob"),
             (lift_logprob, "it sent a log-prob of .*, and none is above 0"),
             (set_id, ANY),
+            (swap_contents, ANY),
             (drop, "it sent 7 of 8 completions"),
             (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
         ),
@@ -246,6 +246,7 @@ def round_logprobs(body: dict[str, Any], choices: Choices) -> Choices:
 
 
 @pytest.mark.parametrize("alter", [shuffle, *slow(set_text)])
+@pytest.mark.slow
 def test_reordered_choices_and_altered_texts_change_nothing(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, alter: Alter
 ) -> None:
@@ -284,6 +285,7 @@ def test_one_row_that_disagrees_is_left_out_counted_and_shown(
 
 
 @pytest.mark.parametrize("every", [False, *slow(True)])
+@pytest.mark.slow
 def test_a_step_ahead_rows_that_stand_out_from_the_drift_are_found(
     server: Loopback, tmp_path: Path, every: bool
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_run_trains_through_a_server_and_proves_the_policy_at_every_step(serve
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_never_cut(server: Loopback, tmp_path: Path, ahead: int) -> None:
     whole, _ = train_quietly(config_of(server, tmp_path / "whole", training__async_steps=ahead))
     half = config_of(server, tmp_path / "cut", training__async_steps=ahead, training__max_steps=2)

@@ -97,6 +97,7 @@ def test_a_run_from_python_is_the_run_of_its_toml(tmp_path: Path) -> None:
             assert mine[key] == theirs[key], key
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     whole = make(tmp_path / "whole", max_steps=4, lr_scheduler_type="constant")
     whole.train()

@@ -69,6 +69,9 @@ class TrainResult:
     last_evaluation: Evaluation | None
     weights: str = ""
     """Where a service keeps the trained weights; empty when they are in `[backend] adapter_path`."""
+    adapter: Path | None = None
+    """Folder of the newest adapter, or of the model in full fine-tuning: `[backend] adapter_path`, or the last
+    checkpoint where it could not be copied there."""
 
 
 def train(
@@ -140,9 +143,10 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
             adapt_batch_size(parts, state, metrics)
             record(parts, state, batch, metrics)
         parts.control.after_step(step, metrics)
-    last = finish(parts, state)
+    last, adapter = finish(parts, state)
     weights = str(read_notes(parts.checkpoints.path_of(state.step)).get("adapter", ""))
-    return TrainResult(str(parts.folder.path), state.step, state.right / max(1, state.scored), first, last, weights)
+    right = state.right / max(1, state.scored)
+    return TrainResult(str(parts.folder.path), state.step, right, first, last, weights, adapter)
 
 
 def collect_batch(parts: Parts, state: RunState) -> StepBatch:
@@ -323,8 +327,8 @@ def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
         )
 
 
-def save(parts: Parts, state: RunState, status: str) -> None:
-    """Write a checkpoint at this step, unless it exists, and update trainer_state.json."""
+def save(parts: Parts, state: RunState, status: str) -> Path | None:
+    """Write a checkpoint at this step, unless it exists, and update trainer_state.json; return where the adapter is."""
     if isinstance(parts.backend, AsyncBackend):
         settle(parts, state, parts.backend.settle())
     parts.tracker.release()
@@ -355,15 +359,14 @@ def save(parts: Parts, state: RunState, status: str) -> None:
             **read_notes(path),
         },
     )
-    publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print)
+    return publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print)
 
 
-def finish(parts: Parts, state: RunState) -> Evaluation | None:
-    """Evaluate a last time and mark the run as finished."""
+def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | None]:
+    """Evaluate a last time and mark the run as finished; return the evaluation and where the adapter is."""
     last = None
     if parts.evaluator.every:
         # One step further: a sampler that lags by one step then has the last update.
         last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
         parts.jsonl.write(EVALS, [last.record(state.step)])
-    save(parts, state, "finished")
-    return last
+    return last, save(parts, state, "finished")

@@ -19,7 +19,6 @@ from retrain.config.unsupported import check_supported
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_process, find_rank_info
 from retrain.runtime.text import plural
-from retrain.storage.publishing import RECORD
 
 if TYPE_CHECKING:
     from retrain.trainer import TrainResult
@@ -150,10 +149,10 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         raise
     evaluation = result.last_evaluation
     held_out = f", held-out {100 * evaluation.pass_at_1:.1f}%" if evaluation is not None else ""
-    adapter = Path(config.backend.adapter_path).expanduser()
-    if not (adapter / RECORD).is_file():
-        adapter = Path(result.log_dir) / "checkpoints" / f"step_{result.steps:06d}" / "adapter"
-    where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter.is_dir() else ""
+    given = Path(config.backend.adapter_path).expanduser()
+    # A run works with absolute paths; the user is shown the path as configured.
+    adapter = given if result.adapter == given.absolute() else result.adapter
+    where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter else ""
     where = f", weights in {result.weights}" if result.weights else where
     _echo(f"Done: {plural(result.steps, 'step')}{held_out}, logs in {result.log_dir}{where}.")
     return 0

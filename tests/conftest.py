@@ -5,7 +5,12 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A busy machine can delay any example: time limits belong to pytest-timeout.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Triton reads this when it is first imported: where there is no GPU, its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():

@@ -134,7 +134,7 @@ def assemble(
         try:
             parts = _build(config, force_resume, console, stack, overrides)
         except PluginError as error:
-            # Before the first step, a plug-in that does not load is a configuration error.
+            # Before the first step, a plugin that does not load is a configuration error.
             error.exit_code = ConfigError.exit_code
             raise
         yield parts

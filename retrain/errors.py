@@ -2,7 +2,7 @@
 
     RetrainError
     ├── ConfigError         invalid TOML, flag or file                                exit 2
-    ├── PluginError         a plug-in is missing, invalid or returned invalid values  exit 1
+    ├── PluginError         a plugin is missing, invalid or returned invalid values  exit 1
     ├── MissingExtraError   an optional dependency is not installed                   exit 2
     ├── BackendError        the training backend failed                               exit 1
     ├── RolloutError        sampling or scoring failed                                exit 1
@@ -53,7 +53,7 @@ class ConfigError(RetrainError):
 
 
 class PluginError(RetrainError):
-    """A plug-in could not be found, is not of its kind, or returned an invalid value."""
+    """A plugin could not be found, is not of its kind, or returned an invalid value."""
 
 
 class MissingExtraError(RetrainError):

@@ -53,12 +53,12 @@ class Registry:
         return {name: part if isinstance(part, str) else part.target for name, part in self.parts.items()}
 
     def facts(self, name: str) -> Part:
-        """Facts about a built-in part; nothing is known of a plug-in."""
+        """Facts about a built-in part; nothing is known of a plugin."""
         part = self.parts.get(name, "")
         return Part(part) if isinstance(part, str) else part
 
     def reads(self, name: str, key: str) -> bool:
-        """Whether a part reads an option of its table; a plug-in may read any."""
+        """Whether a part reads an option of its table; a plugin may read any."""
         return name not in self.parts or key in self.facts(name).reads
 
     @property
@@ -93,7 +93,7 @@ class Registry:
             try:
                 return point.load()
             except (Exception, SystemExit) as error:
-                raise PluginError(f"{self.kind} plug-in {name!r} ({point.value}) failed to load: {error!r}") from error
+                raise PluginError(f"{self.kind} plugin {name!r} ({point.value}) failed to load: {error!r}") from error
         if not is_dotted_path(name):
             raise PluginError(self.explain_unknown(name))
         make_importable(search_paths)
@@ -118,19 +118,19 @@ def import_path(path: str, kind: str) -> object:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name:
-            raise PluginError(f"{kind} plug-in {path!r}: importing {module_name!r} failed: {error!r}") from error
+            raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {error!r}") from error
         if module_name == error.name or module_name.startswith(f"{error.name}."):
             raise PluginError(
-                f"{kind} plug-in {path!r}: there is no module {module_name!r}. "
+                f"{kind} plugin {path!r}: there is no module {module_name!r}. "
                 f"Try: put {module_name.split('.')[0]}.py into the working directory, or name its folder in "
                 '[plugins] search_paths = ["folder"].'
             ) from error
         raise PluginError(
-            f"{kind} plug-in {path!r}: its module needs {error.name!r}, which is not installed."
+            f"{kind} plugin {path!r}: its module needs {error.name!r}, which is not installed."
         ) from error
     except (Exception, SystemExit) as error:
         # SystemExit: a script that was not meant to be imported must not end the run silently.
-        raise PluginError(f"{kind} plug-in {path!r}: importing {module_name!r} failed: {error!r}") from error
+        raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {error!r}") from error
     try:
         found: object = module
         for name in attribute.split("."):
@@ -139,12 +139,12 @@ def import_path(path: str, kind: str) -> object:
         public = [name for name in vars(module) if not name.startswith("_")]
         close = get_close_matches(attribute, public, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise PluginError(f"{kind} plug-in {path!r}: {module_name!r} has no {attribute!r}.{hint}") from error
+        raise PluginError(f"{kind} plugin {path!r}: {module_name!r} has no {attribute!r}.{hint}") from error
     return found
 
 
 def make_importable(search_paths: Sequence[str]) -> None:
-    """Put folders at the front of the import path, permanently: a plug-in may import lazily."""
+    """Put folders at the front of the import path, permanently: a plugin may import lazily."""
     folders = dict.fromkeys(str(Path(path).expanduser().resolve()) for path in search_paths)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     importlib.invalidate_caches()

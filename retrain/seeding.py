@@ -22,7 +22,7 @@ def fresh_seed() -> int:
 
 
 def seed_everything(seed: int, step: int) -> None:
-    """Seed the global generators, for dropout and for plug-ins that draw from them."""
+    """Seed the global generators, for dropout and for plugins that draw from them."""
     import numpy as np  # noqa: PLC0415  (the configuration side imports this module too)
 
     value = derive_seed(seed, "global", step)

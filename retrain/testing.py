@@ -1,4 +1,4 @@
-"""Fakes for testing plug-ins and loops without a model."""
+"""Fakes for testing plugins and loops without a model."""
 
 from __future__ import annotations
 

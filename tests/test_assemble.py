@@ -12,7 +12,7 @@ from retrain.config import load_config
 from retrain.errors import ConfigError
 
 
-def test_a_batch_that_repeats_its_few_examples_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "1+2=?", "answer": "3"}]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(

@@ -79,7 +79,7 @@ def test_judge_runs_and_counts_its_requests(tmp_path: Path, monkeypatch: pytest.
     assert written and not any(b"sk-of-a-test" in path.read_bytes() for path in written)
 
 
-def test_a_judge_that_refuses_the_key_ends_the_run_before_anything_is_loaded(
+def test_a_judge_that_rejects_the_key_ends_the_run_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")

@@ -83,7 +83,7 @@ def test_a_builtin_wins_over_an_entry_point_of_the_same_name(folder: Path) -> No
 def test_an_installed_part_that_fails_to_import_is_named(folder: Path) -> None:
     (folder / "sample_parts.py").write_text("raise RuntimeError('boom')\n")
     install(folder, "sample_parts:part")
-    assert "sample plug-in 'extra' (sample_parts:part) failed to load: RuntimeError('boom')" in refusal("extra")
+    assert "sample plugin 'extra' (sample_parts:part) failed to load: RuntimeError('boom')" in refusal("extra")
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:

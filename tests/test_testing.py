@@ -1,4 +1,4 @@
-"""The stand-ins that plug-in authors test with."""
+"""The stand-ins that plugin authors test with."""
 
 from __future__ import annotations
 

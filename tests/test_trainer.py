@@ -413,7 +413,7 @@ def test_a_tokenizer_without_a_chat_template_is_warned_of_and_given_plain_text(
     assert all("".join(map(chr, prompt)).endswith("?") for prompt in play.prompts[0])
 
 
-def test_prompts_that_do_not_fit_the_context_are_refused_before_sampling(
+def test_prompts_that_do_not_fit_the_context_are_rejected_before_sampling(
     model: Path, tmp_path: Path, play: type[Play]
 ) -> None:
     play.context_length = 70
@@ -445,7 +445,7 @@ def test_a_model_that_does_not_exist_says_how_to_point_at_a_folder(
     assert 'model = "path/to/model"' in told
 
 
-def test_an_engine_without_entropies_is_refused_where_they_are_needed(
+def test_an_engine_without_entropies_is_rejected_where_they_are_needed(
     model: Path, tmp_path: Path, play: type[Play]
 ) -> None:
     play.gives_entropies = False
@@ -529,7 +529,7 @@ def test_the_third_signal_ends_even_a_training_step_that_hangs(model: Path, tmp_
 
 
 def sleepy(context: AlgorithmContext) -> list[FloatArray]:
-    """An algorithm plug-in that takes for ever."""
+    """An algorithm plugin that takes for ever."""
     strike_soon(1)
     time.sleep(60)
     raise AssertionError("it was left to sleep")
@@ -607,7 +607,7 @@ def deaf(output: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:::wandb")
-def test_a_tracker_that_refuses_leaves_nothing_that_looks_like_a_run(
+def test_a_tracker_that_rejects_leaves_nothing_that_looks_like_a_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb

@@ -1,6 +1,6 @@
 """Credit assignment on the flattened tokens of a step: measure uncertainty, compute advantages, weigh tokens.
 
-`live_P` marks groups with a signal; the others get zeros, and plug-ins never see them.
+`live_P` marks groups with a signal; the others get zeros, and plugins never see them.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def call_plugin(who: str, where: str, call: Callable[[], object]) -> object:
         return call()
     except RetrainError:
         raise
-    # SystemExit: a plug-in that calls sys.exit must not end the run silently.
+    # SystemExit: a plugin that calls sys.exit must not end the run silently.
     except (Exception, SystemExit) as error:
         raise PluginError(f"{who} raised {error!r} at {where}.") from error
 
 
 def check_values(who: str, where: str, unit: str, values: object, indices: IntArray) -> FloatArray:
-    """A plug-in's values as an array, one for each of `indices`; raises PluginError otherwise."""
+    """A plugin's values as an array, one for each of `indices`; raises PluginError otherwise."""
     array = _as_numbers(who, where, values)
     if array.shape != indices.shape:
         got = f"{len(array)} values" if array.ndim == 1 else f"an array of shape {array.shape}"
@@ -209,7 +209,7 @@ def measure_uncertainty(method: Method, batch: TokenBatch) -> FloatArray:
             'Try: uncertainty_kind = "surprisal", or an engine that returns entropies.'
         )
     _check_logprobs(batch)
-    who = f"uncertainty plug-in {kind!r}"
+    who = f"uncertainty plugin {kind!r}"
     context = UncertaintyContext(_masked(batch, batch.logprobs), batch.entropies)
     return _masked(batch, check_flat(who, batch, call_plugin(who, "the batch", partial(method.uncertainty, context))))
 
@@ -217,20 +217,20 @@ def measure_uncertainty(method: Method, batch: TokenBatch) -> FloatArray:
 def assign_advantages(
     method: Method, batch: TokenBatch, uncertainty: FloatArray, live_P: Sequence[bool], sepa_lambda: float
 ) -> Advantages:
-    """Episode and token advantages of the batch. An algorithm plug-in's episode advantage is the mean of its tokens."""
+    """Episode and token advantages of the batch. An algorithm plugin's episode advantage is the mean of its tokens."""
     sepa_lambda = sepa_lambda if method.uses_sepa else 0.0
     live = list(_live_groups(batch, live_P))
     if method.algorithm is not None:
         algorithm = method.algorithm
         describe = _context_builder(method, batch, uncertainty, sepa_lambda)
-        who = f"algorithm plug-in {method.choice.algorithm_mode!r}"
+        who = f"algorithm plugin {method.choice.algorithm_mode!r}"
         tokens = _call_per_group(who, batch, live, lambda rows: algorithm(describe(rows)))
         return Advantages(batch.tokens.sum(tokens) / np.maximum(batch.tokens.lengths, 1), tokens)
-    episode = _episode_advantages(f"advantage plug-in {method.choice.advantage_mode!r}", method.advantage, batch, live)
+    episode = _episode_advantages(f"advantage plugin {method.choice.advantage_mode!r}", method.advantage, batch, live)
     if method.transform.token_transform is not None:
         transform = method.transform.token_transform
         describe = _context_builder(method, batch, uncertainty, sepa_lambda)
-        who = f"transform plug-in {method.choice.transform_mode!r}"
+        who = f"transform plugin {method.choice.transform_mode!r}"
 
         def ask(rows: slice) -> object:
             return transform(TransformContext(**vars(describe(rows)), episode_advantages_G=episode[rows].copy()))
@@ -255,7 +255,7 @@ def _transformed_entropies(
     method: Method, batch: TokenBatch, uncertainty: FloatArray, live: Sequence[slice], sepa_lambda: float
 ) -> FloatArray:
     spec = method.transform
-    who = f"transform plug-in {method.choice.transform_mode!r}"
+    who = f"transform plugin {method.choice.transform_mode!r}"
     if spec.batch_entropy_transform is not None:
         call = partial(spec.batch_entropy_transform, uncertainty, batch.execution, batch.tokens, sepa_lambda)
         return _masked(batch, check_flat(who, batch, call_plugin(who, "the batch", call)))
@@ -272,7 +272,7 @@ def _transform_each(
     live: Sequence[slice],
     sepa_lambda: float,
 ) -> FloatArray:
-    """Transform each completion's entropies; the plug-in sees sampled tokens only."""
+    """Transform each completion's entropies; the plugin sees sampled tokens only."""
     changed = uncertainty.copy()
     entropies_R, planning_R = batch.tokens.split(changed), batch.tokens.split(batch.planned)
     sampled_R = None if batch.sampled is None else batch.tokens.split(batch.sampled)
@@ -281,7 +281,7 @@ def _transform_each(
         if len(written) == 0:
             continue
         place = batch.rows[row].place
-        # Fancy indexing copies, so a plug-in may modify its arguments.
+        # Fancy indexing copies, so a plugin may modify its arguments.
         call = partial(transform, entropies_R[row][written], planning_R[row][written], sepa_lambda)
         values = check_values(who, place, "token", call_plugin(who, place, call), written)
         entropies_R[row][written] = values
@@ -299,7 +299,7 @@ def _episode_advantages(who: str, advantage: AdvantageFn, batch: TokenBatch, liv
 
 
 def _call_per_group(who: str, batch: TokenBatch, live: Sequence[slice], ask: Callable[[slice], object]) -> FloatArray:
-    """Token advantages from a plug-in that is called once per group."""
+    """Token advantages from a plugin that is called once per group."""
     flat = np.zeros(batch.tokens.total)
     views = batch.tokens.split(flat)
     for rows in live:

@@ -24,7 +24,7 @@ from retrain.types import BoolArray, Completion, FloatArray
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmContext:
-    """One group, for an algorithm plug-in. Token arrays: one per completion."""
+    """One group, for an algorithm plugin. Token arrays: one per completion."""
 
     rewards_G: FloatArray
     logprobs_G: tuple[FloatArray, ...]
@@ -130,12 +130,12 @@ class Method:
 
     @property
     def needs_planning(self) -> bool:
-        """Whether planning masks are used. An algorithm plug-in always gets them."""
+        """Whether planning masks are used. An algorithm plugin always gets them."""
         return self.algorithm is not None or self.transform.needs_planning
 
     @property
     def uses_sepa(self) -> bool:
-        """Whether the SEPA schedule is used. An algorithm plug-in always gets its lambda."""
+        """Whether the SEPA schedule is used. An algorithm plugin always gets its lambda."""
         return self.algorithm is not None or self.transform.uses_sepa_controller
 
 
@@ -158,7 +158,7 @@ def load_advantage(choice: Choice) -> AdvantageFn:
                 f"It takes: {_keywords(function, 1)}."
             )
         raise PluginError(
-            f"advantage plug-in {name!r} must be callable as f(rewards_G{''.join(f', {key}=…' for key in params)}), "
+            f"advantage plugin {name!r} must be callable as f(rewards_G{''.join(f', {key}=…' for key in params)}), "
             f"but its signature is {_signature(function)}."
         )
     return cast(AdvantageFn, partial(function, **params)) if params else cast(AdvantageFn, function)
@@ -176,7 +176,7 @@ def load_transform(choice: Choice) -> TransformSpec:
         return found
     if not callable(found):
         raise PluginError(
-            f"transform plug-in {name!r} is {type(found).__name__}, not a TransformSpec, a function that returns one, "
+            f"transform plugin {name!r} is {type(found).__name__}, not a TransformSpec, a function that returns one, "
             "or a function of a TransformContext."
         )
     if _takes(found, 0, params):
@@ -188,7 +188,7 @@ def load_transform(choice: Choice) -> TransformSpec:
         )
     if not _takes(found, 1, {}) and not _takes(found, 1, params):
         raise PluginError(
-            f"transform plug-in {name!r} has the signature {_signature(found)}. "
+            f"transform plugin {name!r} has the signature {_signature(found)}. "
             "Try: f() returning a TransformSpec, or f(context) returning token advantages."
         )
     bound = cast(TokenTransform, _with_accepted(found, params))
@@ -202,7 +202,7 @@ def load_algorithm(choice: Choice) -> AlgorithmFn:
     bound = _with_accepted(function, choice.transform_params)
     if not _takes(bound, 1, {}):
         raise PluginError(
-            f"algorithm plug-in {name!r} must be callable as f(context), but its signature is {_signature(function)}."
+            f"algorithm plugin {name!r} must be callable as f(context), but its signature is {_signature(function)}."
         )
     return cast(AlgorithmFn, bound)
 
@@ -216,7 +216,7 @@ def load_uncertainty(choice: Choice) -> Uncertainty:
     function = _load_function("uncertainty", name, choice.search_paths)
     if not _takes(function, 1, {}):
         raise PluginError(
-            f"uncertainty plug-in {name!r} must be callable as f(context), but its signature is {_signature(function)}."
+            f"uncertainty plugin {name!r} must be callable as f(context), but its signature is {_signature(function)}."
         )
     return Uncertainty(name, cast(UncertaintyFn, function))
 
@@ -225,10 +225,10 @@ def _call_factory(name: str, factory: Callable[..., object], params: Params) -> 
     try:
         spec = factory(**params)
     except (Exception, SystemExit) as error:
-        raise PluginError(f"transform plug-in {name!r} raised {error!r} when asked for its TransformSpec.") from error
+        raise PluginError(f"transform plugin {name!r} raised {error!r} when asked for its TransformSpec.") from error
     if not isinstance(spec, TransformSpec):
         raise PluginError(
-            f"transform plug-in {name!r} returned {type(spec).__name__} instead of a TransformSpec. "
+            f"transform plugin {name!r} returned {type(spec).__name__} instead of a TransformSpec. "
             "Try: give it one parameter, the context, if it returns token advantages."
         )
     return spec
@@ -237,7 +237,7 @@ def _call_factory(name: str, factory: Callable[..., object], params: Params) -> 
 def _load_function(kind: str, name: str, search_paths: Sequence[str]) -> Callable[..., object]:
     found = REGISTRIES[kind].load(name, search_paths)
     if not callable(found):
-        raise PluginError(f"{kind} plug-in {name!r} is {type(found).__name__}, not a function.")
+        raise PluginError(f"{kind} plugin {name!r} is {type(found).__name__}, not a function.")
     return found
 
 

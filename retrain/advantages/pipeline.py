@@ -29,7 +29,7 @@ class AdvantageResult:
     token_advantages: list[FloatArray]
     """One array per completion, one value per token."""
     episode_advantages: FloatArray
-    """One value per completion; for an algorithm plug-in, the mean of its tokens."""
+    """One value per completion; for an algorithm plugin, the mean of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Credit:
 
 
 class CreditAssigner:
-    """Turns scored groups into token advantages. Plug-ins are loaded and checked on construction."""
+    """Turns scored groups into token advantages. Plugins are loaded and checked on construction."""
 
     def __init__(self, algorithm: Algorithm, gtpo: Gtpo, hicra: Hicra, search_paths: Sequence[str] = ()) -> None:
         takes_params = algorithm.algorithm_mode or is_plugin("transform", algorithm.transform_mode)
@@ -161,7 +161,7 @@ def compute_advantages(
 ) -> AdvantageResult:
     """Token advantages of one group: rewards, and the log-probs of each completion's tokens.
 
-    Modes are built-in names, names of installed plug-ins or dotted paths. Without masks no token counts as planning.
+    Modes are built-in names, names of installed plugins or dotted paths. Without masks no token counts as planning.
     """
     choice = Choice(
         advantage_mode=advantage_mode,

@@ -23,12 +23,12 @@ HUB_S = 4.0
 """Timeout in seconds of the check that the Hub can be reached."""
 
 
-def check_before_loading(config: TrainConfig, say: Callable[[str], None] = lambda line: None) -> None:
+def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambda line: None) -> None:
     """Raise one error with all obstacles; if the Hub cannot be reached, use only the cache."""
     issues = tuple(find_obstacles(config))
     if not issues and needs_hub(config) and not is_offline() and not hub_answers():
         go_offline()
-        say(f"The Hugging Face Hub ({hub_url()}) cannot be reached: only what is in the cache is used.")
+        log(f"The Hugging Face Hub ({hub_url()}) cannot be reached: only what is in the cache is used.")
         issues = tuple(find_obstacles(config))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)

@@ -22,8 +22,8 @@ __all__ = ["limit_openmp_spinning", "main", "run", "suggest_command"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("retrain.cli.demo", "Train the built-in model on the CPU, offline, in two minutes."),
     "init": ("retrain.cli.init", "Write a starter configuration."),
-    "init-plugin": ("retrain.cli.init_plugin", "Write a plug-in skeleton."),
-    "plugins": ("retrain.cli.plugins", "List built-in components and installed plug-ins."),
+    "init-plugin": ("retrain.cli.init_plugin", "Write a plugin skeleton."),
+    "plugins": ("retrain.cli.plugins", "List built-in components and installed plugins."),
     "explain": ("retrain.cli.explain", "Show what a configuration would do."),
     "plan": ("retrain.cli.plan", "Estimate the memory, time and cost of a run."),
     "launch": ("retrain.cli.launch", "Train with several processes on this machine."),

@@ -1,6 +1,6 @@
 """`retrain doctor`: what is installed and what a configuration needs, with the fix for each problem.
 
-Versions come from package metadata. CUDA, plug-ins, tokenizers and servers are tried out in separate processes.
+Versions come from package metadata. CUDA, plugins, tokenizers and servers are tried out in separate processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`retrain init-plugin`: write a plug-in to start from, with its test, and print how a configuration uses it.
+"""`retrain init-plugin`: write a plugin to start from, with its test, and print how a configuration uses it.
 
 The files are `scaffolds/KIND.py.txt` and `scaffolds/test_KIND.py.txt`: `string.Template`s, where `$name` is the module.
 """
@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).with_name("scaffolds")
 
 @dataclass(frozen=True)
 class Scaffold:
-    """One kind of plug-in: its name inside the module, and the lines of TOML that use it."""
+    """One kind of plugin: its name inside the module, and the lines of TOML that use it."""
 
     kind: str
     attribute: str
@@ -30,7 +30,7 @@ class Scaffold:
 
     @property
     def module(self) -> str:
-        """A plug-in that works unchanged."""
+        """A plugin that works unchanged."""
         return (_FOLDER / f"{self.kind}.py.txt").read_text(encoding="utf-8")
 
     @property
@@ -72,7 +72,7 @@ SCAFFOLDS: dict[str, Scaffold] = {
 }
 
 
-@click.command("init-plugin", short_help="Write a plug-in to start from.")
+@click.command("init-plugin", short_help="Write a plugin to start from.")
 @click.option(
     "--kind",
     required=True,
@@ -86,7 +86,7 @@ SCAFFOLDS: dict[str, Scaffold] = {
     "--output", default=".", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (default: .)."
 )
 def command(kind: str, name: str, with_test: bool, output: Path) -> None:
-    """Write NAME.py, a plug-in that works unchanged, and print the lines of TOML that use it."""
+    """Write NAME.py, a plugin that works unchanged, and print the lines of TOML that use it."""
     scaffold = SCAFFOLDS[kind]
     files = {output / f"{name}.py": scaffold.module}
     if with_test:
@@ -113,7 +113,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_is_free(name: str) -> None:
-    """A module of the same name on the import path could be imported instead of the plug-in."""
+    """A module of the same name on the import path could be imported instead of the plugin."""
     taken = PathFinder.find_spec(name)
     if name in sys.stdlib_module_names or taken is not None:
         where = taken.origin if taken is not None else "part of Python"

@@ -1,4 +1,4 @@
-"""What `retrain doctor` tries out: importing plug-ins, loading the tokenizer, contacting servers.
+"""What `retrain doctor` tries out: importing plugins, loading the tokenizer, contacting servers.
 
 Trials run in a separate process, so that an import that crashes or hangs cannot stop the report.
 """
@@ -67,7 +67,7 @@ def try_out(config: TrainConfig) -> list[Trial]:
 
 def main() -> None:
     """Entry point of the process: a configuration on standard input, one line per trial on standard output."""
-    # Output of plug-ins must not be mistaken for a result.
+    # Output of plugins must not be mistaken for a result.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     config = build_config(parse_toml(sys.stdin.read(), "stdin"), {}, "the configuration")
@@ -83,7 +83,7 @@ def main() -> None:
         out.write(_MARK + json.dumps(asdict(trial)) + "\n")
         out.flush()
     out.close()
-    # Do not wait for threads and processes that plug-ins left behind.
+    # Do not wait for threads and processes that plugins left behind.
     os._exit(0)
 
 

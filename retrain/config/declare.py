@@ -44,7 +44,7 @@ class Facets:
     synonyms: tuple[str, ...] | None = None
     """Its names in other tools, to suggest this option for."""
     kind: str | None = None
-    """Plug-in registry that its value is looked up in."""
+    """Plugin registry that its value is looked up in."""
     unused: Reason | None = None
     """Why it has no effect on a run; a note is printed if it is set nevertheless."""
     in_campaign: Reason | None = None

@@ -30,7 +30,7 @@ class Option:
 
     @property
     def kind(self) -> str:
-        """Plug-in registry that its value is looked up in, or ""."""
+        """Plugin registry that its value is looked up in, or ""."""
         return self.facets.kind or ""
 
     @property

@@ -1,6 +1,6 @@
 """Reasons why an option has no effect, for the `unused` facet of its declaration.
 
-A name that is not built in is a plug-in's. Plug-ins receive complete tables and may read any option of them, so options
+A name that is not built in is a plugin's. Plugins receive complete tables and may read any option of them, so options
 count as used.
 """
 
@@ -52,7 +52,7 @@ needs_zero_3 = used_if("distributed.zero_stage", lambda stage: stage == 3)
 
 
 def needs_plugin(kind: str, path: str) -> Reason:
-    """Used by plug-ins alone."""
+    """Used by plugins alone."""
     return used_if(path, lambda name: is_plugin(kind, name))
 
 

@@ -34,12 +34,12 @@ class DetectorClass(Protocol):
 
 
 def build_detector(planning: Planning, strategic_grams: str = "", search_paths: Sequence[str] = ()) -> PlanningDetector:
-    """Build `[planning] detector`: a built-in, an installed plug-in, or a dotted path."""
+    """Build `[planning] detector`: a built-in, an installed plugin, or a dotted path."""
     name = planning.detector
     found = REGISTRIES["planning"].load(name, search_paths)
     if not isinstance(found, DetectorClass):
         raise PluginError(
-            f"planning plug-in {name!r} has no from_config(planning, strategic_grams). "
+            f"planning plugin {name!r} has no from_config(planning, strategic_grams). "
             "Try: name a class with that classmethod and with detect(token_texts)."
         )
     try:
@@ -47,16 +47,16 @@ def build_detector(planning: Planning, strategic_grams: str = "", search_paths: 
     except RetrainError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"planning plug-in {name!r} raised {error!r} in from_config.") from error
+        raise PluginError(f"planning plugin {name!r} raised {error!r} in from_config.") from error
     if not isinstance(detector, PlanningDetector):
         raise PluginError(
-            f"planning plug-in {name!r}: from_config returned {type(detector).__name__}, without detect()."
+            f"planning plugin {name!r}: from_config returned {type(detector).__name__}, without detect()."
         )
     return _CheckedDetector(name, detector)
 
 
 class _CheckedDetector:
-    """Validates a plug-in's masks and names the plug-in in errors."""
+    """Validates a plugin's masks and names the plugin in errors."""
 
     def __init__(self, name: str, detector: PlanningDetector) -> None:
         self._name = name
@@ -69,9 +69,9 @@ class _CheckedDetector:
         except RetrainError:
             raise
         except (Exception, SystemExit) as error:
-            raise PluginError(f"planning plug-in {self._name!r} raised {error!r} in detect.") from error
+            raise PluginError(f"planning plugin {self._name!r} raised {error!r} in detect.") from error
         if mask.shape != (len(token_texts),):
             raise PluginError(
-                f"planning plug-in {self._name!r} returned a mask of shape {mask.shape} for {len(token_texts)} tokens."
+                f"planning plugin {self._name!r} returned a mask of shape {mask.shape} for {len(token_texts)} tokens."
             )
         return mask

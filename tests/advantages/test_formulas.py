@@ -28,7 +28,7 @@ def test_maxrl_is_zero_when_the_mean_is_not_above_a_millionth(rewards: list[floa
 
 
 @pytest.mark.parametrize("rewards", [[-1.0, -1.0, -1.0, 1.0], [-0.5, 0.500007], [-2.0, -1.0]])
-def test_maxrl_refuses_negative_rewards_and_says_what_to_do(rewards: list[float]) -> None:
+def test_maxrl_rejects_negative_rewards_and_says_what_to_do(rewards: list[float]) -> None:
     with pytest.raises(ConfigError, match=r'at least 0, and one is -.*Try: advantage_mode = "grpo", or add') as caught:
         maxrl(np.array(rewards))
     assert f"add {-min(rewards):g} to every reward" in str(caught.value)
@@ -58,7 +58,7 @@ def test_shannon_entropy_is_what_the_engine_returned() -> None:
     assert shannon_entropy(context).tolist() == [0.7, 0.3]
 
 
-def test_shannon_entropy_without_entropies_is_refused() -> None:
+def test_shannon_entropy_without_entropies_is_rejected() -> None:
     with pytest.raises(ValueError, match="needs the true entropy"):
         shannon_entropy(UncertaintyContext(np.log([0.5])))
 

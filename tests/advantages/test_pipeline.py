@@ -209,7 +209,7 @@ def test_a_mask_of_the_wrong_length_is_an_error_that_names_the_completion() -> N
         assigner().assign([group(answers, [1.0, 0.0])], [[np.array([True]), np.array([True])]])
 
 
-def test_an_engine_without_entropies_is_refused_before_training_and_in_it() -> None:
+def test_an_engine_without_entropies_is_rejected_before_training_and_in_it() -> None:
     chosen = assigner(uncertainty_kind="shannon_entropy")
     assert chosen.needs_entropies
     chosen.require_entropies(True, "pytorch")
@@ -228,6 +228,6 @@ def test_an_assigner_says_what_it_needs(mode: str, planning: bool, sepa: bool) -
     assert (chosen.needs_planning, chosen.uses_sepa, chosen.needs_entropies) == (planning, sepa, False)
 
 
-def test_lists_of_unequal_number_are_refused() -> None:
+def test_lists_of_unequal_number_are_rejected() -> None:
     with pytest.raises(ValueError, match="logprobs_G holds 1 completions"):
         compute_advantages([1, 0], [[-1.0]])

@@ -1,4 +1,4 @@
-"""Plug-ins from a file in the working directory: each shape they may have, and each way they may go wrong."""
+"""Plugins from a file in the working directory: each shape they may have, and each way they may go wrong."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_advantage_params_reach_a_custom_advantage(write: Write) -> None:
         compute(advantage_mode=f"{name}.scaled")
 
 
-def test_a_built_in_advantage_refuses_parameters() -> None:
+def test_a_built_in_advantage_rejects_parameters() -> None:
     with pytest.raises(ConfigError, match=r"advantage 'grpo' does not take 'scale'\. It takes: nothing"):
         compute(advantage_params={"scale": 4.0})
     with pytest.raises(ConfigError, match="transform 'gtpo' takes no parameters"):
@@ -213,7 +213,7 @@ def test_a_transform_that_misbehaves_is_named(write: Write, source: str, message
     name = write(source)
     with pytest.raises(PluginError, match=message) as caught:
         compute(transform_mode=f"{name}.PART")
-    assert f"transform plug-in '{name}.PART'" in str(caught.value)
+    assert f"transform plugin '{name}.PART'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_advantage_that_misbehaves_is_named(write: Write, source: str, messag
     name = write(source)
     with pytest.raises(PluginError, match=message) as caught:
         compute(advantage_mode=f"{name}.PART")
-    assert f"advantage plug-in '{name}.PART'" in str(caught.value)
+    assert f"advantage plugin '{name}.PART'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_other_plugins_that_misbehave_are_named(write: Write, kind: str, source:
     name = write(source)
     with pytest.raises(PluginError, match=message) as caught:
         compute(**{kind: f"{name}.PART"})
-    assert f"plug-in '{name}.PART'" in str(caught.value)
+    assert f"plugin '{name}.PART'" in str(caught.value)
 
 
 def test_places_in_messages_count_completions_that_were_left_out(write: Write) -> None:

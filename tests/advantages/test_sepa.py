@@ -101,7 +101,7 @@ def test_update_takes_uncertainties_or_their_variance_and_skips_batches_without_
 
 
 @pytest.mark.parametrize("variance", [-1.0, float("nan"), float("inf")])
-def test_an_impossible_variance_is_refused(variance: float) -> None:
+def test_an_impossible_variance_is_rejected(variance: float) -> None:
     with pytest.raises(ValueError, match="not a valid variance"):
         controller().update(variance)
 

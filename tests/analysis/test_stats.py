@@ -192,7 +192,7 @@ def test_equal_values_in_every_seed_are_no_evidence() -> None:
     assert shifted.test.p_value == pytest.approx(2 / 256)
 
 
-def test_nothing_to_compare_is_refused() -> None:
+def test_nothing_to_compare_is_rejected() -> None:
     with pytest.raises(ConfigError, match="only one condition"):
         compare({"a": {1: 0.0}})
     with pytest.raises(ConfigError, match="no condition 'z'"):

@@ -106,7 +106,7 @@ def test_a_model_trained_as_a_whole_has_a_frozen_copy_for_a_student(model: Path)
     assert tokens(student.engine.generate(PROMPTS, SAMPLING)) == before
 
 
-def test_a_student_without_weights_is_refused_by_the_option_that_names_it(model: Path, tmp_path: Path) -> None:
+def test_a_student_without_weights_is_rejected_by_the_option_that_names_it(model: Path, tmp_path: Path) -> None:
     config = config_for(
         model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(tmp_path)
     )

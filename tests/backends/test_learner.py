@@ -401,7 +401,7 @@ def test_a_checkpoint_from_before_the_first_update_loads(tiny: Path, tmp_path: P
     assert made.step(random_datums(SIZES)) == other.step(random_datums(SIZES))
 
 
-def test_an_adapter_of_another_shape_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_shape_is_rejected(tiny: Path, tmp_path: Path) -> None:
     learner(tiny, lora__target_modules="q_proj,v_proj").save(tmp_path)
     with pytest.raises(BackendError, match="other layers"):
         learner(tiny).load(tmp_path)
@@ -433,7 +433,7 @@ def test_rank_alpha_and_target_modules_are_as_configured(tiny: Path) -> None:
     assert double.lora_alpha == 6
 
 
-def test_target_modules_that_do_not_exist_are_refused(tiny: Path) -> None:
+def test_target_modules_that_do_not_exist_are_rejected(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[lora\] target_modules = 'nonsense' does not fit"):
         policy_for(config_for(tiny, lora__target_modules="nonsense"))
 

@@ -60,7 +60,7 @@ def test_devices_are_those_of_the_file(
         ("gpu:3", 2, 'devices = "gpu:3", but PyTorch finds 2 GPUs here.  Try: devices = "gpu:0"'),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused(
+def test_a_gpu_that_is_not_there_is_rejected(
     text: str, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

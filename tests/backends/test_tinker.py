@@ -98,8 +98,8 @@ def config_for(server: TinkerServer, folder: Path, **overrides: Any) -> TrainCon
 
 
 def backend_for(config: TrainConfig, said: list[str] | None = None) -> TinkerBackend:
-    say = said.append if said is not None else lambda line: None
-    backend = build(config, load_tokenizer(config.model.model), say, lambda phase, done, total: None)
+    log = said.append if said is not None else lambda line: None
+    backend = build(config, load_tokenizer(config.model.model), log, lambda phase, done, total: None)
     assert isinstance(backend, TinkerBackend)
     BACKENDS.append(backend)
     return backend
@@ -511,7 +511,7 @@ def test_a_step_without_rows_asks_nothing_of_the_service(server: TinkerServer, t
         ({"loss__type": "grpo"}, "[loss] type"),
     ],
 )
-def test_what_the_service_cannot_do_is_refused(
+def test_what_the_service_cannot_do_is_rejected(
     server: TinkerServer, tmp_path: Path, overrides: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as rejected:
@@ -520,7 +520,7 @@ def test_what_the_service_cannot_do_is_refused(
     assert not server.seen
 
 
-def test_a_loss_that_the_service_lacks_is_refused_with_those_that_it_has(
+def test_a_loss_that_the_service_lacks_is_rejected_with_those_that_it_has(
     server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_file(config_for(server, tmp_path, loss__type="grpo"), tmp_path) == 2
@@ -530,7 +530,7 @@ def test_a_loss_that_the_service_lacks_is_refused_with_those_that_it_has(
     assert "Loading" not in printed.out, "before anything is loaded"
 
 
-def test_a_custom_loss_without_an_equivalent_is_refused_up_front(
+def test_a_custom_loss_without_an_equivalent_is_rejected_up_front(
     server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tinkerless.py").write_text(
@@ -565,7 +565,7 @@ def test_a_cap_that_the_service_does_not_apply_is_said(
     assert len(told) == int(ignored)
 
 
-def test_an_uncertainty_that_needs_entropies_is_refused_by_the_name_of_the_backend(
+def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
     server: TinkerServer, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="which the tinker engine does not return"):
@@ -657,7 +657,7 @@ def test_a_busy_service_is_asked_again(server: TinkerServer, tmp_path: Path) -> 
     assert server.paths().count("asample") == 2
 
 
-def test_completions_without_logprobs_are_refused(server: TinkerServer, tmp_path: Path) -> None:
+def test_completions_without_logprobs_are_rejected(server: TinkerServer, tmp_path: Path) -> None:
     engine = backend_for(config_for(server, tmp_path)).sampler(0)
     original = TinkerServer.asample
 
@@ -690,7 +690,7 @@ def test_the_context_is_the_services_or_else_the_models(server: TinkerServer, tm
 
 
 @pytest.mark.slow
-def test_a_state_of_another_run_is_refused(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_state_of_another_run_is_rejected(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path)
     train_quietly(config)
     other = config_for(server, tmp_path, model__lora_rank=8, resume__from=str(tmp_path / "logs"))
@@ -822,7 +822,7 @@ def test_what_the_student_draws_on_the_service_depends_on_seed_and_prompt(server
     assert [c.token_ids_T.tolist() for (c,) in together] == [c.token_ids_T.tolist() for (c,) in backwards]
 
 
-def test_a_student_that_the_service_does_not_offer_is_refused(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_student_that_the_service_does_not_offer_is_rejected(server: TinkerServer, tmp_path: Path) -> None:
     config = teaching_config(server, tmp_path, teaching__student_model="builtin:tiny")
     with pytest.raises(ConfigError, match=r"\[teaching\] student_model = 'builtin:tiny' is not offered by"):
         train_quietly(config)

@@ -90,7 +90,7 @@ def test_what_is_no_path_of_an_adapter_is_wrong_input(server: TinkerServer, tmp_
         fetch_adapter(path, tmp_path)
 
 
-def test_weights_for_sampling_are_refused_with_the_reason(server: TinkerServer, tmp_path: Path) -> None:
+def test_weights_for_sampling_are_rejected_with_the_reason(server: TinkerServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not hand out"):
         fetch_adapter("tinker://run-0/sampler_weights/last", tmp_path)
 
@@ -104,7 +104,7 @@ def test_a_state_that_is_not_there_is_said(server: TinkerServer, tmp_path: Path)
     "name",
     ["../escaped", "a/../../escaped", "/tmp/escaped", "a\\..\\..\\escaped", "", ".", "..", "a/\0b"],
 )
-def test_a_file_that_would_land_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_would_land_outside_its_folder_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(BackendError, match="outside its folder"):
         plan_files({"adapter_config.json": "https://there/x", name: "https://there/y"}, tmp_path / "here")
 
@@ -122,7 +122,7 @@ def test_only_http_addresses_are_followed(tmp_path: Path, url: str) -> None:
         plan_files({"adapter_config.json": url}, tmp_path)
 
 
-def test_no_files_and_endless_files_are_refused(tmp_path: Path) -> None:
+def test_no_files_and_endless_files_are_rejected(tmp_path: Path) -> None:
     for count in (0, download.MAX_FILES + 1):
         with pytest.raises(BackendError, match="listed"):
             plan_files({f"{n}.bin": "https://there/x" for n in range(count)}, tmp_path)
@@ -145,7 +145,7 @@ def test_a_listing_that_tries_to_escape_leaves_nothing(
     assert not (tmp_path / "here").exists() or not list((tmp_path / "here").iterdir())
 
 
-def test_more_than_an_adapter_can_be_is_refused(
+def test_more_than_an_adapter_can_be_is_rejected(
     server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "MAX_BYTES", 1000)
@@ -154,7 +154,7 @@ def test_more_than_an_adapter_can_be_is_refused(
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_what_is_no_adapter_is_refused(server: TinkerServer, tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_rejected(server: TinkerServer, tmp_path: Path) -> None:
     folder = server.folder / "run-7" / "mine"
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("nothing here")

@@ -65,6 +65,6 @@ def test_builtin_tiny_names_a_folder_and_other_names_pass_through() -> None:
     assert resolve_model("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
 
 
-def test_an_unknown_embedded_model_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_embedded_model_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="builtin:tiny"):
         resolve_model("builtin:huge")

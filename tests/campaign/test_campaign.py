@@ -267,7 +267,7 @@ def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, ca
     assert "no run was skipped" in capsys.readouterr().out
 
 
-def test_too_few_seeds_for_an_early_look_are_refused_before_anything_is_written(
+def test_too_few_seeds_for_an_early_look_are_rejected_before_anything_is_written(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     config = campaign_config(tmp_path / "c", seeds=[1, 2, 3, 4, 5], stop_when="decided")
@@ -276,14 +276,14 @@ def test_too_few_seeds_for_an_early_look_are_refused_before_anything_is_written(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_part_that_is_absent_is_refused_for_each_condition(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_part_that_is_absent_is_rejected_for_each_condition(tmp_path: Path, monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match="attention_kernel"):
         config = campaign_config(tmp_path / "c", conditions=[GRPO, MAXRL | {"attention_kernel": "tk"}])
         run_with(FakeExecutor(), config, monkeypatch)
     assert not (tmp_path / "c").exists()
 
 
-def test_a_folder_of_another_version_is_refused_unless_one_insists(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_folder_of_another_version_is_rejected_unless_one_insists(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     run_with(FakeExecutor(codes={"grpo+none_s1": 1}), config, monkeypatch)
     table = manifest_of(tmp_path)
@@ -302,7 +302,7 @@ def test_a_folder_of_another_version_is_refused_unless_one_insists(tmp_path: Pat
         ("[]", "None"),
     ],
 )
-def test_a_manifest_of_another_format_or_a_torn_one_is_refused(
+def test_a_manifest_of_another_format_or_a_torn_one_is_rejected(
     tmp_path: Path, monkeypatch: Patch, text: str, words: str
 ) -> None:
     (tmp_path / "manifest.json").write_text(text)
@@ -310,7 +310,7 @@ def test_a_manifest_of_another_format_or_a_torn_one_is_refused(
         run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
 
 
-def test_other_settings_in_the_same_folder_are_refused_with_the_difference(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_other_settings_in_the_same_folder_are_rejected_with_the_difference(tmp_path: Path, monkeypatch: Patch) -> None:
     run_with(FakeExecutor(codes={"maxrl+none_s2": 1}), campaign_config(tmp_path), monkeypatch)
     changed = campaign_config(tmp_path, {"training": {"lr": 1e-3}})
     with pytest.raises(CheckpointError, match=r"training\.lr: 4e-05 -> 0\.001"):

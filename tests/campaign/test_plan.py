@@ -88,7 +88,7 @@ def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:
         ({}, {"stop_when": "decided", "conditions": [GRPO]}, "stop_when compares conditions, and there is only one"),
     ],
 )
-def test_what_a_campaign_cannot_use_is_refused(
+def test_what_a_campaign_cannot_use_is_rejected(
     tmp_path: Path, tables: dict[str, Any], campaign: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

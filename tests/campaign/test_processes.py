@@ -23,8 +23,8 @@ SLOW = """
 import time
 from e2e.fakes import build as build_fake
 
-def build(config, tokenizer, say, progress):
-    backend = build_fake(config, tokenizer, say, progress)
+def build(config, tokenizer, log, progress):
+    backend = build_fake(config, tokenizer, log, progress)
     train = backend.train_step
     backend.train_step = lambda datums, step: time.sleep(0.3) or train(datums, step)
     return backend

@@ -188,7 +188,7 @@ def test_turns_go_round() -> None:
         ({}, [GRPO, GRPO | {"prefix_caching": False}], "inference.prefix_caching: .* has False"),
     ],
 )
-def test_runs_that_cannot_share_a_model_are_refused_with_the_reason(
+def test_runs_that_cannot_share_a_model_are_rejected_with_the_reason(
     tmp_path: Path, tables: dict[str, Any], conditions: list[dict[str, Any]], words: str
 ) -> None:
     config = campaign_config(

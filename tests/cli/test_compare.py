@@ -135,7 +135,7 @@ def test_torn_lines_are_left_out_and_reported(campaign: Path, capsys: pytest.Cap
     assert sum("1 incomplete line skipped" in note for note in data["notes"]) == 2
 
 
-def test_different_models_are_refused_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_models_are_rejected_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"a{seed}", [0.1], training__seed=seed)
         write_run(tmp_path / f"b{seed}", [0.2 * seed], training__seed=seed, model__model="some/other")
@@ -164,7 +164,7 @@ def test_a_campaign_that_stopped_early_says_so(tmp_path: Path, capsys: pytest.Ca
     assert any("sequential test" in note for note in data["notes"])
 
 
-def test_what_cannot_be_compared_is_refused(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_rejected(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert "neither a run nor a campaign" in refusal(capsys, tmp_path / "empty")
     assert "there is no folder" in refusal(capsys, tmp_path / "nowhere")

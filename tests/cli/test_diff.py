@@ -70,7 +70,7 @@ def test_the_screen_names_options_metrics_and_what_is_equal(tmp_path: Path, caps
         (("a", "empty"), "no step in common"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_what_cannot_be_compared_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sides: tuple[str, str], message: str
 ) -> None:
     write_run(tmp_path / "a", [0.1])

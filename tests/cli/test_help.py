@@ -78,7 +78,7 @@ def test_completion_scripts_call_retrain(shell: str, capsys: pytest.CaptureFixtu
         assert subprocess.run([program, "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", "tcsh"]) == 2
     assert "fish" in capsys.readouterr().err
 

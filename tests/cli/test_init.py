@@ -44,7 +44,7 @@ def test_list_names_the_templates_and_writes_nothing(capsys: pytest.CaptureFixtu
     assert list(Path().iterdir()) == []
 
 
-def test_an_existing_file_is_refused_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_file_is_rejected_and_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     Path("retrain.toml").write_text("# mine\n", encoding="utf-8")
     assert run(["init"]) == 2
     assert "--force" in capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_folder_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> Non
     assert "runs/retrain.toml" in capsys.readouterr().err
 
 
-def test_an_unknown_template_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_template_is_rejected_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "--template", "quick"]) == 2
     assert "quickstart" in capsys.readouterr().err
 

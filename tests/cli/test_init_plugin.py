@@ -75,7 +75,7 @@ def test_in_the_working_directory_no_search_path_is_needed(
 
 
 @pytest.mark.parametrize("name", ["1st", "my-plugin", "a.b", "class", "", "../up", "größe"])
-def test_a_name_that_python_cannot_import_is_refused(
+def test_a_name_that_python_cannot_import_is_rejected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["init-plugin", "--kind", "reward", "--name", name, "--output", str(tmp_path)]) == 2
@@ -84,7 +84,7 @@ def test_a_name_that_python_cannot_import_is_refused(
 
 
 @pytest.mark.parametrize("name", ["json", "sys", "numpy"])
-def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_taken_is_rejected(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init-plugin", "--kind", "reward", "--name", name, "--output", str(tmp_path)]) == 2
     assert f"my_{name}" in capsys.readouterr().err
 
@@ -96,6 +96,6 @@ def test_existing_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
 
 
-def test_an_unknown_kind_is_refused_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_is_rejected_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init-plugin", "--kind", "rewards", "--name", "x"]) == 2
     assert "reward" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_every_kind_of_block_is_read() -> None:
     )
 
 
-def test_an_unknown_topic_is_refused_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_topic_is_rejected_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", "--topic", "quikstart"]) == 2
     assert capsys.readouterr().err == "error: the manual has no topic 'quikstart'.  Did you mean 'quickstart'?\n"
 
@@ -108,7 +108,7 @@ def test_a_topic_like_no_other_is_answered_with_the_list(capsys: pytest.CaptureF
     assert "Topics: name, synopsis" in capsys.readouterr().err
 
 
-def test_two_actions_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_actions_at_once_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", "--sync", "--check"]) == 2
     assert "are mutually exclusive" in capsys.readouterr().err
 

@@ -188,7 +188,7 @@ def test_a_campaign_on_a_service_costs_all_its_runs(capsys: pytest.CaptureFixtur
     assert cost["campaign_price"] == pytest.approx(6 * cost["run_price"])
 
 
-def test_a_squeeze_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_squeeze_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     write('[squeeze]\nadapter_path = "nowhere"\n')
     assert run(["plan"]) == 2
     assert "no training" in capsys.readouterr().err

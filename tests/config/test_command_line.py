@@ -70,7 +70,7 @@ def test_an_option_that_a_flag_leaves_unused_is_one_line_and_the_run_starts(
     assert capsys.readouterr().err == ""
 
 
-def test_strict_refuses_what_is_not_used(
+def test_strict_rejects_what_is_not_used(
     folder: Path, started: list[TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "mine.toml").write_text("[planning]\nthreshold = 0.5\n")

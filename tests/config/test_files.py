@@ -158,13 +158,13 @@ def test_a_key_given_twice_is_an_error_with_its_line() -> None:
     ],
     ids=["lists", "tables", "dotted key", "dotted header", "dotted key in a table"],
 )
-def test_deep_nesting_is_refused_with_its_line_and_without_delay(text: str) -> None:
+def test_deep_nesting_is_rejected_with_its_line_and_without_delay(text: str) -> None:
     begin = time.process_time()
     assert message_of(text) == "run.toml is not a configuration: line 2 is nested too deeply."
     assert time.process_time() - begin < 2
 
 
-def test_a_number_that_python_refuses_to_read_is_reported_with_its_line() -> None:
+def test_a_number_that_python_rejects_to_read_is_reported_with_its_line() -> None:
     assert (
         message_of("a = 1\nb = " + "9" * 5000)
         == "run.toml cannot be read: it holds a number that is too large (line 2)."

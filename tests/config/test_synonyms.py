@@ -44,9 +44,9 @@ def test_a_flag_of_another_tool_is_answered_with_ours(
     ],
 )
 def test_a_key_of_another_tool_is_answered_with_ours(table: dict[str, float], hint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         build_config({"training": table}, {}, "run.toml")
-    assert hint in str(refused.value)
+    assert hint in str(raised.value)
 
 
 @pytest.mark.parametrize("rest", [[], ["small.toml"], ["--max-steps", "1"]])

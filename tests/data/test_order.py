@@ -102,7 +102,7 @@ def test_a_huge_bound_on_an_endless_source_costs_nothing_and_still_has_epochs():
     assert len(drawn) == 7
 
 
-def test_a_checkpoint_of_other_data_is_refused():
+def test_a_checkpoint_of_other_data_is_rejected():
     with pytest.raises(CheckpointError, match="made with 4 examples, the data now has 5"):
         ExampleOrder(examples(5), 0).load_state_dict(ExampleOrder(examples(4), 0).state_dict())
 

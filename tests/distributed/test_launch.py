@@ -98,7 +98,7 @@ def test_signals_reach_rank_0_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_several_processes_cannot_run_is_refused_before_they_start(
+def test_what_several_processes_cannot_run_is_rejected_before_they_start(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.toml"

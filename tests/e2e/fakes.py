@@ -83,19 +83,19 @@ class SettlingBackend(LateBackend):
         return self.reported
 
 
-def build_late(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> LateBackend:
+def build_late(config: TrainConfig, tokenizer: Any, log: Any, progress: Any) -> LateBackend:
     """A backend that reports late and cannot be waited for."""
     return LateBackend(WatchedEngine(lambda *a: Play.script(*a)))
 
 
-def build_settling(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> LateBackend:
+def build_settling(config: TrainConfig, tokenizer: Any, log: Any, progress: Any) -> LateBackend:
     """A backend that reports late, as those of this package do."""
     return SettlingBackend(WatchedEngine(lambda *a: Play.script(*a)))
 
 
-def build(config: TrainConfig, tokenizer: Any, say: Any, progress: Any) -> PlayedBackend:
+def build(config: TrainConfig, tokenizer: Any, log: Any, progress: Any) -> PlayedBackend:
     """What `[backend] backend = "e2e.fakes.build"` makes."""
     backend = PlayedBackend(WatchedEngine(lambda *a: Play.script(*a)))
     backend.capabilities = Capabilities(Play.context_length, Play.gives_entropies)
-    say("LocalTrainHelper ready (engine=scripted, split_mode=False).")
+    log("LocalTrainHelper ready (engine=scripted, split_mode=False).")
     return backend

@@ -144,7 +144,7 @@ def test_a_server_that_is_not_fit_is_wrong_input(
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in capsys.readouterr().err
 
 
-def test_true_entropies_are_refused_before_training(
+def test_true_entropies_are_rejected_before_training(
     server: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(server, tmp_path, algorithm__uncertainty_kind="shannon_entropy")
@@ -152,7 +152,7 @@ def test_true_entropies_are_refused_before_training(
     assert "vllm engine does not return" in capsys.readouterr().err
 
 
-def test_prompts_that_do_not_fit_the_servers_context_are_refused(
+def test_prompts_that_do_not_fit_the_servers_context_are_rejected(
     server: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.context = 20

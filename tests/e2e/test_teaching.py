@@ -157,13 +157,13 @@ def test_a_student_that_cannot_be_loaded_is_wrong_input(
     assert "[teaching] student_model" in "".join(capfd.readouterr())
 
 
-def test_a_backend_that_lends_no_student_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_backend_that_lends_no_student_is_rejected(model: Path, tmp_path: Path) -> None:
     config = fake_config(model, tmp_path, teaching__enabled=True, algorithm__advantage_mode="grpo")
     with pytest.raises(ConfigError, match=r"provides a frozen model, and e2e\.fakes\.build does not"):
         train_quietly(config)
 
 
-def test_templates_that_fill_the_context_are_refused_before_anything_is_sampled(model: Path, tmp_path: Path) -> None:
+def test_templates_that_fill_the_context_are_rejected_before_anything_is_sampled(model: Path, tmp_path: Path) -> None:
     config = config_for(model, tmp_path, teaching__student_with_teaching_template="x" * 300 + "{question} {teaching}")
     with pytest.raises(ConfigError, match=r"the taught student reads up to \d+ .* do not fit its context of 256"):
         train_quietly(config)

@@ -61,7 +61,7 @@ def test_a_rollout_that_fails_says_where(when: str, detail: str) -> None:
         play(build("troubled", args={"when": when}), lambda _: "2", n=2, count=1)
 
 
-def test_what_cannot_be_used_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_used_is_rejected_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r'needs verifiers 0.4 or later.*pip install "verifiers>=0.4"'):
         build("no_exports", "v1")
     with pytest.raises(ConfigError, match=r"has 'wen', which the environment does not take.  Did you mean 'when'"):

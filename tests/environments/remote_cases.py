@@ -27,9 +27,9 @@ def hang() -> None:
 class Cases:
     """Two turns and 1.0, unless it is example 0 and `when` names something else to do between the turns."""
 
-    def __init__(self, section: Any, say: Any) -> None:
+    def __init__(self, section: Any, log: Any) -> None:
         self.args = section.args
-        say(f"loading with {section.args}")
+        log(f"loading with {section.args}")
         if self.args.get("when") == "build":
             hang()
 

@@ -54,12 +54,12 @@ class TextEngine:
         pass
 
 
-def player(environment: Environment, say: Callable[[str], None] = lambda _: None, **limits: Any) -> EnvironmentRunner:
+def player(environment: Environment, log: Callable[[str], None] = lambda _: None, **limits: Any) -> EnvironmentRunner:
     """A player with limits that do not matter unless they are given; `timeout_s` is one of them."""
     timeout_s, in_rounds = limits.pop("timeout_s", 20.0), limits.pop("in_rounds", False)
     tokenizer = limits.pop("tokenizer", None) or tiny_tokenizer()
     rules = Rules(Limits(**{"max_tokens": 64, "context": 2048, **limits}), timeout_s, in_rounds=in_rounds)
-    return EnvironmentRunner(environment, ChatTemplate(tokenizer), rules, say, lambda *_: None)
+    return EnvironmentRunner(environment, ChatTemplate(tokenizer), rules, log, lambda *_: None)
 
 
 def play(

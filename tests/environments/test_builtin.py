@@ -187,7 +187,7 @@ def test_the_calculator_computes_like_python(expression: str) -> None:
         ("calculator", {"calls": 0}, "args.calls is not valid"),
     ],
 )
-def test_what_cannot_be_played_is_refused(id: str, args: dict[str, Any], text: str) -> None:
+def test_what_cannot_be_played_is_rejected(id: str, args: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(id, **args)
     assert text in str(caught.value)

@@ -192,13 +192,13 @@ def test_an_empty_prompt_is_an_error() -> None:
         converse(chat_with(["x"])[0], "  ")
 
 
-def test_images_are_refused_with_a_sentence() -> None:
+def test_images_are_rejected_with_a_sentence() -> None:
     with pytest.raises(RolloutError, match="'image_url' in it; retrain trains on text only"):
         text_of([{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}])
     assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
 
 
-def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
+def test_a_template_that_rejects_a_conversation_is_quoted() -> None:
     picky = tokenizer_with("{{ raise_exception('roles must alternate') if messages | length > 1 }}<|assistant|>")
     with pytest.raises(RolloutError, match=r"chat template rejected .*roles must alternate"):
         converse(chat_with(["a", "b"], picky)[0], "a", "b")

@@ -29,8 +29,8 @@ LIMIT_S = 1.5
 
 
 @contextmanager
-def remote(say: Callable[[str], None] = lambda _: None, **section: Any) -> Iterator[RemoteEnvironment]:
-    environment = RemoteEnvironment(Section(**section), [HERE], say)
+def remote(log: Callable[[str], None] = lambda _: None, **section: Any) -> Iterator[RemoteEnvironment]:
+    environment = RemoteEnvironment(Section(**section), [HERE], log)
     try:
         yield environment
     finally:
@@ -38,10 +38,10 @@ def remote(say: Callable[[str], None] = lambda _: None, **section: Any) -> Itera
 
 
 @contextmanager
-def cases(when: str, say: Callable[[str], None] = lambda _: None, **args: Any) -> Iterator[EnvironmentRunner]:
+def cases(when: str, log: Callable[[str], None] = lambda _: None, **args: Any) -> Iterator[EnvironmentRunner]:
     args = {"when": when, **args}
-    with remote(say, provider="remote_cases.Cases", args=args, timeout_s=LIMIT_S) as environment:
-        own = player(environment, say, timeout_s=LIMIT_S)
+    with remote(log, provider="remote_cases.Cases", args=args, timeout_s=LIMIT_S) as environment:
+        own = player(environment, log, timeout_s=LIMIT_S)
         try:
             yield own
         finally:

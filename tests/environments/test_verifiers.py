@@ -54,7 +54,7 @@ def test_an_id_names_a_module(id: str, module: str) -> None:
 
 
 @pytest.mark.parametrize("id", ["a/b/c", "../x", "name with blanks", "@1", "a/", "https://x.y/z"])
-def test_what_is_no_id_is_refused(id: str) -> None:
+def test_what_is_no_id_is_rejected(id: str) -> None:
     with pytest.raises(ConfigError, match="is not an environment id"):
         module_name(id)
 
@@ -139,7 +139,7 @@ def test_a_rollout_that_fails_says_where(when: str, detail: str) -> None:
         ("only_test", {"split": "train"}, ConfigError, r"args\.split is 'train'"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(
+def test_what_cannot_be_used_is_rejected_with_the_reason(
     id: str, args: dict[str, Any], error: type[RetrainError], message: str
 ) -> None:
     with pytest.raises(error, match=f"(?s){message}"):
@@ -155,7 +155,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
         ({"rows": 0}, "no rows to train on: its training split is empty.*primeintellect/gsm8k"),
     ],
 )
-def test_rows_that_cannot_be_trained_on_are_refused(args: dict[str, Any], message: str) -> None:
+def test_rows_that_cannot_be_trained_on_are_rejected(args: dict[str, Any], message: str) -> None:
     section = Environment(provider="verifiers", id="troubled", args=args)
     with pytest.raises(RetrainError, match=message):
         load_split(build("troubled", args=args), section, "train")

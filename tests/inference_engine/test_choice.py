@@ -35,7 +35,7 @@ def engine_with(policy: Policy, **options: object) -> PyTorchEngine:
         ("dtype", "fp8", r"compute capability 8\.9 or newer .*, this is the CPU"),
     ],
 )
-def test_what_cannot_be_had_is_refused_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
+def test_what_cannot_be_had_is_rejected_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
     with pytest.raises(
         ConfigError, match=rf'\[inference\] {key} = "{value}" is not supported by the pytorch engine here: .*{reason}'
     ):

@@ -220,7 +220,7 @@ def test_the_trainer_keeps_the_sampled_token_where_rounding_would_cut_it() -> No
 
 
 @pytest.mark.parametrize("length", [0, CONTEXT, CONTEXT + 9])
-def test_a_prompt_that_leaves_no_room_is_refused(llama: Rig, length: int) -> None:
+def test_a_prompt_that_leaves_no_room_is_rejected(llama: Rig, length: int) -> None:
     prompts: list[IntArray] = [*random_prompts((4,)), *random_prompts((length,))]
     with pytest.raises(RolloutError, match=rf"prompt 1 has {length} tokens; the context holds {CONTEXT}"):
         llama.engine.generate(prompts, sampling_with())

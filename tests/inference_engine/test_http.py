@@ -204,7 +204,7 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
     ],
 )
-def test_a_server_that_lacks_something_is_refused_with_what_mends_it(
+def test_a_server_that_lacks_something_is_rejected_with_what_mends_it(
     rig: Make, server: Loopback, values: dict[str, Any], told: str
 ) -> None:
     set_on(server, **values)
@@ -212,7 +212,7 @@ def test_a_server_that_lacks_something_is_refused_with_what_mends_it(
         rig(server).check()
 
 
-def test_a_server_with_another_model_is_refused(rig: Make, tmp_path: Path) -> None:
+def test_a_server_with_another_model_is_rejected(rig: Make, tmp_path: Path) -> None:
     other = write_tokenizer(write_model(tmp_path / "other", "llama"))
     with (
         Loopback(other, name="other") as server,
@@ -221,7 +221,7 @@ def test_a_server_with_another_model_is_refused(rig: Make, tmp_path: Path) -> No
         rig(server).check()
 
 
-def test_a_wrong_key_is_refused_and_the_right_one_works(
+def test_a_wrong_key_is_rejected_and_the_right_one_works(
     rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.key = "secret"
@@ -266,9 +266,9 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
         return fault if last else respond(asked, body, key)
 
     monkeypatch.setattr(server, "respond", die)
-    with pytest.raises(ConfigError, match=r"failed when it loaded its first adapter.*check its log") as refused:
+    with pytest.raises(ConfigError, match=r"failed when it loaded its first adapter.*check its log") as raised:
         rig(server, wait_s=0.2).check()
-    assert "--enable-lora" not in str(refused.value)
+    assert "--enable-lora" not in str(raised.value)
 
 
 def test_nobody_at_the_port_is_said_after_the_wait(rig: Make, server: Loopback) -> None:
@@ -296,19 +296,19 @@ def test_something_else_at_the_port_is_told_apart(rig: Make, server: Loopback, m
         rig(server).check()
 
 
-def test_a_sampling_option_that_the_server_means_otherwise_is_refused(rig: Make, server: Loopback) -> None:
+def test_a_sampling_option_that_the_server_means_otherwise_is_rejected(rig: Make, server: Loopback) -> None:
     with pytest.raises(ConfigError, match=r"top_k = 5 is not supported by engine = .openai."):
         rig(server, build=openai).check(replace(SAMPLING, top_k=5))
 
 
-def test_two_cuts_that_the_server_makes_in_another_order_are_refused_together(rig: Make, server: Loopback) -> None:
+def test_two_cuts_that_the_server_makes_in_another_order_are_rejected_together(rig: Make, server: Loopback) -> None:
     one = rig(server)
     with pytest.raises(ConfigError, match=r"top_p and min_p cannot be combined.*min_p = 0.0"):
         one.check(replace(SAMPLING, min_p=0.1))
     one.check(replace(SAMPLING, top_p=1.0, min_p=0.1))
 
 
-def test_an_adapter_folder_that_cannot_be_made_is_refused(rig: Make, server: Loopback, tmp_path: Path) -> None:
+def test_an_adapter_folder_that_cannot_be_made_is_rejected(rig: Make, server: Loopback, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="adapter_dir"):
         rig(server, adapter_dir=str(tmp_path / "file"))

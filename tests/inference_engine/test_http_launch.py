@@ -199,7 +199,7 @@ def test_a_device_is_chosen(wanted: str, trains: str, gpus: int, chosen: str) ->
         ("cuda:2", 2, "does not exist: 2 GPUs found"),
     ],
 )
-def test_a_device_that_cannot_be_had_is_refused(wanted: str, gpus: int, told: str) -> None:
+def test_a_device_that_cannot_be_had_is_rejected(wanted: str, gpus: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         launch.choose_device(wanted, torch.device("cuda:0"), gpus)
 
@@ -245,7 +245,7 @@ def test_the_rank_is_one_that_vllm_takes(with_vllm: None, model: Path, tmp_path:
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.5"
 
 
-def test_a_rank_beyond_all_of_vllms_is_refused(with_vllm: None, model: Path, tmp_path: Path) -> None:
+def test_a_rank_beyond_all_of_vllms_is_rejected(with_vllm: None, model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path, model__lora_rank=513)
     with pytest.raises(ConfigError, match=r"lora_rank = 513 is more than vLLM supports.*512"):
         launch.command_for(config, policy_for(config, trained=False), "cpu")

@@ -163,7 +163,7 @@ def test_an_adapter_for_mlx_has_the_same_product(tmp_path: Path) -> None:
     assert torch.allclose(theirs, ours.T)
 
 
-def test_a_tokenizer_that_does_not_round_trip_is_refused_by_an_engine_that_takes_text(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_round_trip_is_rejected_by_an_engine_that_takes_text(tmp_path: Path) -> None:
     policy = policy_for(config_for(write_model(tmp_path, "llama")))
     tokenizer = load_tokenizer("builtin:tiny")
     engine = mlx(policy, Inference(), tokenizer, lambda *_: None)
@@ -177,7 +177,7 @@ def test_a_tokenizer_that_does_not_round_trip_is_refused_by_an_engine_that_takes
         engine.shutdown()
 
 
-def test_max_without_a_url_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_max_without_a_url_is_rejected_with_the_reason(tmp_path: Path) -> None:
     policy = policy_for(config_for(write_model(tmp_path, "llama")))
     with pytest.raises(ConfigError, match=r"in this process.*max serve"):
         build(policy, Inference(), None, lambda *_: None)

@@ -161,7 +161,7 @@ def test_a_detector_that_misbehaves_is_named(
     detector = build_detector(Planning(detector="odd_detector.Odd"))
     with pytest.raises(PluginError, match=message) as caught:
         detector.detect(["a", "b"])
-    assert "planning plug-in 'odd_detector.Odd'" in str(caught.value)
+    assert "planning plugin 'odd_detector.Odd'" in str(caught.value)
     assert (caught.value.__cause__ is not None) == ("raised" in str(caught.value))
 
 

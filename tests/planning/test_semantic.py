@@ -83,7 +83,7 @@ def test_without_sentence_transformers_the_message_says_what_to_install(monkeypa
         build_detector(Planning(detector="semantic"))
 
 
-def test_grams_for_the_semantic_detector_are_refused_rather_than_ignored() -> None:
+def test_grams_for_the_semantic_detector_are_rejected_rather_than_ignored() -> None:
     with pytest.raises(ConfigError, match="used by the regex detector only"):
         build_detector(Planning(detector="semantic"), "wait")
 

@@ -113,7 +113,7 @@ def solve_colouring(puzzle: dict[str, Any]) -> dict[str, int]:
     return colours
 
 
-def partial_credit_can_be_refused() -> None:
+def partial_credit_can_be_rejected() -> None:
     gym = build("chain_sum", partial=False)
     assert gym._reward(0.99) == 0.0 and gym._reward(1.0) == 1.0
     assert build("chain_sum")._reward(0.5) == 0.5
@@ -141,7 +141,7 @@ def the_example_loads() -> None:
     assert len(load_split(load(section, print), section, "train")) == 5000
 
 
-def what_cannot_be_had_is_refused() -> None:
+def what_cannot_be_had_is_rejected() -> None:
     refused("chain_sums", r"'chain_sums'.*Did you mean chain_sum")
     refused("chain_sum", r"args.sice is unknown.*Did you mean size", sice=5)
     refused("chain_sum", r"refused the settings of 'chain_sum'.*no_such", config={"no_such": 1})
@@ -169,11 +169,11 @@ CHECKS: tuple[Callable[[], None], ...] = (
     a_scorer_that_raises_has_seen_a_wrong_answer,
     crumbs_are_no_reward,
     tasks_without_a_reference_are_scored_by_playing,
-    partial_credit_can_be_refused,
+    partial_credit_can_be_rejected,
     tasks_are_mixed_by_weight,
     a_task_that_rewards_nonsense_is_named,
     the_example_loads,
-    what_cannot_be_had_is_refused,
+    what_cannot_be_had_is_rejected,
 )
 
 for check in CHECKS:

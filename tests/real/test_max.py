@@ -76,6 +76,6 @@ def test_without_adapters_ids_and_log_probs_are_those_of_the_base_model(
         engine.shutdown()
 
 
-def test_training_is_refused_because_adapters_need_a_gpu(server: Served, model: Path, tmp_path: Path) -> None:
+def test_training_is_rejected_because_adapters_need_a_gpu(server: Served, model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"LoRA functionality is not enabled.*on a GPU.*do not run on a CPU"):
         train_quietly(run_on("max", server.url, model, tmp_path))

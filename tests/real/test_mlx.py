@@ -49,12 +49,12 @@ def test_five_steps_prove_the_policy_and_resume(server: Served, tiny: Path, tmp_
     assert all(row["mismatch_max"] < 1e-3 for row in metrics)
 
 
-def test_options_that_mlx_means_otherwise_are_refused(server: Served, tiny: Path, tmp_path: Path) -> None:
+def test_options_that_mlx_means_otherwise_are_rejected(server: Served, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p = 0.9 cannot be had"):
         train_quietly(run_on("mlx", server.url, tiny, tmp_path, training__top_p=0.9))
 
 
-def test_a_model_that_mlx_reads_with_another_rope_is_refused(side_venv: Prepare, tmp_path: Path) -> None:
+def test_a_model_that_mlx_reads_with_another_rope_is_rejected(side_venv: Prepare, tmp_path: Path) -> None:
     """mlx-lm 0.32.2 does not read rope_parameters; without a theta at the top level it cannot have the right one."""
     model = widen_heads(tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())

@@ -23,8 +23,8 @@ PLUGIN = """
 import time
 from e2e.fakes import build as build_fake
 
-def build(config, tokenizer, say, progress):
-    backend = build_fake(config, tokenizer, say, progress)
+def build(config, tokenizer, log, progress):
+    backend = build_fake(config, tokenizer, log, progress)
     train = backend.train_step
     backend.train_step = lambda datums, step: time.sleep({pause}) or train(datums, step)
     return backend
@@ -191,7 +191,7 @@ def test_ctrl_c_stops_the_cluster_runs_and_leaves_checkpoints(
 
 
 @pytest.mark.timeout(600)
-def test_more_gpus_than_the_cluster_has_are_refused(
+def test_more_gpus_than_the_cluster_has_are_rejected(
     tmp_path: Path, python: Path, environment: dict[str, str], cluster: Cluster
 ) -> None:
     process = start(python, tmp_path, environment, gpus=1.0)

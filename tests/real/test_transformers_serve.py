@@ -21,7 +21,7 @@ INSTALLS = [
 ]
 
 
-def test_a_server_without_token_ids_is_refused(side_venv: Prepare, tmp_path: Path) -> None:
+def test_a_server_without_token_ids_is_rejected(side_venv: Prepare, tmp_path: Path) -> None:
     python, port = side_venv("transformers-serve", INSTALLS), free_port()
     model = widen_heads(tmp_path / "model")
     place = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]

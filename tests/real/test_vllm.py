@@ -43,12 +43,12 @@ def test_five_steps_deliver_adapters_prove_the_policy_and_resume(server: Served,
     assert [model["id"] for model in listed] == ["tiny"], "every adapter was unloaded"
 
 
-def test_the_wrong_rank_is_refused(server: Served, tiny: Path, tmp_path: Path) -> None:
+def test_the_wrong_rank_is_rejected(server: Served, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank.*--max-lora-rank 16"):
         train_quietly(run_on("vllm", server.url, tiny, tmp_path, model__lora_rank=16))
 
 
-def test_another_model_is_refused(server: Served, tiny: Path, tmp_path: Path) -> None:
+def test_another_model_is_rejected(server: Served, tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     widen_heads(other)
     from safetensors.numpy import load_file, save_file
@@ -86,7 +86,7 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_goes_on(
     assert [row["step"] for row in rows(config.logging.log_dir)] == [0, 1, 2, 3, 4]
 
 
-def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_refused(
+def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_rejected(
     vllm_python: Path, tiny: Path, tmp_path: Path
 ) -> None:
     flags = ("--logprobs-mode", "processed_logprobs")

@@ -134,7 +134,7 @@ def test_dead_groups_and_time_are_accounted_for(campaign: Path) -> None:
     assert one["series"]["other_time_s"] == pytest.approx([0.4] * 6)
 
 
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a run nor a campaign"):
         collect([tmp_path])
     assert run(["report", str(tmp_path / "nowhere")]) == 2

@@ -298,7 +298,7 @@ def test_a_password_in_the_address_is_not_shown(server: JudgeServer, monkeypatch
     assert "hunter2" not in repr(find_server(Reward(type="judge"))) and KEY not in repr(find_server(Reward()))
 
 
-def test_a_key_in_the_query_of_the_address_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_in_the_query_of_the_address_is_rejected_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "https://host.example/v1?api_key=hunter2")
     with pytest.raises(ConfigError, match="OPENAI_BASE_URL has a query") as caught:
         build_reward(Reward(type="judge", judge_cache=""))
@@ -306,7 +306,7 @@ def test_a_key_in_the_query_of_the_address_is_refused_and_not_shown(monkeypatch:
 
 
 @pytest.mark.parametrize("key", ["clé", "schlüssel"])
-def test_a_key_that_cannot_be_sent_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_cannot_be_sent_is_rejected(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(ConfigError, match="OPENAI_API_KEY") as caught:
         build_reward(Reward(type="judge"))
@@ -383,7 +383,7 @@ def test_several_processes_share_the_cache(tmp_path: Path) -> None:
         assert len(cache.find([*map(str, range(200)), "shared"])) == 151
 
 
-def test_a_cache_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+def test_a_cache_that_is_no_cache_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "verdicts.sqlite").write_text("hello " * 1000)
     (tmp_path / "file").touch()
     for folder in (tmp_path, tmp_path / "file"):

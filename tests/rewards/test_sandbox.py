@@ -245,12 +245,12 @@ def test_text_of_every_kind_arrives_unchanged():
         ("NOT_A_REWARD", "neither a function nor an object with a score method"),
     ],
 )
-def test_a_function_that_cannot_be_a_reward_is_refused_at_the_start(function, message):
+def test_a_function_that_cannot_be_a_reward_is_rejected_at_the_start(function, message):
     with pytest.raises(PluginError, match=message):
         custom(function)
 
 
-def test_a_module_that_is_missing_or_broken_is_refused_at_the_start(tmp_path):
+def test_a_module_that_is_missing_or_broken_is_rejected_at_the_start(tmp_path):
     def start(module: str) -> RewardPool:
         spec = RewardSpec((TermSpec("custom", custom_module=module),), search_paths=(str(tmp_path),))
         return RewardPool(spec, workers=2)

@@ -80,7 +80,7 @@ def test_a_sum_out_of_bounds_is_an_error_of_that_item_alone():
 
 
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (-1e308, -1e308), (float("inf"), float("-inf"))])
-def test_a_sum_that_overflows_is_refused(weights):
+def test_a_sum_that_overflows_is_rejected(weights):
     reward = WeightedReward([Term("match", weight, MatchReward()) for weight in weights])
     with pytest.raises(ValueError, match=r"the weighted terms add up to .*; it must be finite"):
         reward.score(r"\boxed{1}", "1")

@@ -29,7 +29,7 @@ def test_a_process_finds_its_place() -> None:
 
 
 @pytest.mark.parametrize("told", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
-def test_a_place_that_cannot_be_is_refused(told: dict[str, str]) -> None:
+def test_a_place_that_cannot_be_is_rejected(told: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="RANK"):
         find_rank_info(told)
 
@@ -64,9 +64,9 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
 def test_what_accelerate_was_told_must_be_what_the_file_says(
     tables: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         check_multi_process(build_config({"distributed": tables}, {}, "run.toml"), environment)
-    assert words in str(refused.value)
+    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(("tables", "environment"), [({}, {}), ({"fsdp": True}, FSDP), ({"zero_stage": 3}, ZERO)])
@@ -75,7 +75,7 @@ def test_what_agrees_is_accepted(tables: dict[str, Any], environment: dict[str, 
 
 
 @pytest.mark.parametrize("tables", [{"fsdp": True}, {"zero_stage": 1}, {"zero_stage": 3}])
-def test_sharding_over_one_process_is_refused(tables: dict[str, Any]) -> None:
+def test_sharding_over_one_process_is_rejected(tables: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"needs several processes.  Try: retrain launch --processes 2"):
         check_single_process(build_config({"distributed": tables}, {}, "run.toml"))
 
@@ -98,7 +98,7 @@ def test_a_rank_has_a_device_of_its_own(
     assert find_device(config, RankInfo(local[0], local[1], *local), lambda line: None) == torch.device(expected)
 
 
-def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = build_config({"backend": {"devices": "gpu:0"}}, {}, "run.toml")
     with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
@@ -106,7 +106,7 @@ def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_refused(monkeypatch
 
 
 @pytest.mark.parametrize(("devices", "gpus"), [("gpu:0", 2), ("gpu:0,gpu:1", 8), ("gpu:0,gpu:1,gpu:9", 8)])
-def test_ranks_without_a_gpu_of_their_own_are_refused(devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_gpu_of_their_own_are_rejected(devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
     with pytest.raises(ConfigError, match=f"3 ranks on this machine need a GPU each, but it has {gpus}"):
@@ -155,13 +155,13 @@ def test_starter_files_are_written_and_accelerate_reads_them(
     assert "exists and was not changed" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_is_rejected_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert cli.run(["distributed", "init", str(tmp_path / "file" / "folder")]) == 2
     assert "cannot be written to" in capsys.readouterr().err
 
 
-def test_a_second_run_of_a_script_is_refused_since_the_other_ranks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_of_a_script_is_rejected_since_the_other_ranks_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_ENDED", [0])
     with pytest.raises(ConfigError, match="the other ranks ended with the first run"):
         run.train_on_ranks(build_config({}, {}, "run.toml"), RankInfo(0, 2, 0, 2))

@@ -213,7 +213,7 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         ("empty", "has no LoRA factors"),
     ],
 )
-def test_a_bad_adapter_is_refused_with_the_reason(tmp_path: Path, kind: str, message: str) -> None:
+def test_a_bad_adapter_is_rejected_with_the_reason(tmp_path: Path, kind: str, message: str) -> None:
     tensors, told = broken(kind)
     folder = write_adapter(tmp_path / "bad", tensors, **told)
     with pytest.raises(ConfigError, match=message):
@@ -223,7 +223,7 @@ def test_a_bad_adapter_is_refused_with_the_reason(tmp_path: Path, kind: str, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_not_there_or_not_readable_are_refused(adapter: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_there_or_not_readable_are_rejected(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no adapter folder"):
         analyze_adapter(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"it has no adapter_config.json"):
@@ -283,7 +283,7 @@ def test_the_command_prints_the_table_and_compresses(
         ({"adapter_path": "nowhere"}, "there is no adapter folder"),
     ],
 )
-def test_a_wrong_table_is_refused(
+def test_a_wrong_table_is_rejected(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], message: str
 ) -> None:
     given_ = {key: str(adapter) if value == "A" else value for key, value in options.items()}

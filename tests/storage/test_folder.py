@@ -144,7 +144,7 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_in_use_by_another_live_run_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_live_run_is_rejected(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "logs")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -157,7 +157,7 @@ def test_a_folder_in_use_by_another_live_run_is_refused(model: Path, tmp_path: P
     train_quietly(fake_config(model, tmp_path, training__max_steps=1))
 
 
-def test_a_run_that_is_resumed_while_it_lives_is_refused(model: Path, run_folder: Path) -> None:
+def test_a_run_that_is_resumed_while_it_lives_is_rejected(model: Path, run_folder: Path) -> None:
     resuming = fake_config(model, run_folder, resume__from=str(run_folder / "logs"))
     held = RunFolder(resuming, False, print)
     try:
@@ -171,10 +171,10 @@ def test_a_run_that_is_resumed_while_it_lives_is_refused(model: Path, run_folder
 
 def test_a_refused_resume_lets_go_of_the_folder(model: Path, run_folder: Path) -> None:
     logs = str(run_folder / "logs")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         train_quietly(fake_config(model, run_folder, training__lr=1.0, resume__from=logs))
     # The error, and with it every local variable on the way, is still alive here.
-    assert refused.value is not None
+    assert raised.value is not None
     train_quietly(fake_config(model, run_folder, resume__from=logs))
 
 
@@ -193,7 +193,7 @@ def test_an_earlier_run_that_cannot_step_aside_is_an_error(
         train_quietly(fake_config(model, run_folder, logging__log_dir="."))
 
 
-def test_a_resume_that_changes_the_meaning_is_refused_with_the_list(
+def test_a_resume_that_changes_the_meaning_is_rejected_with_the_list(
     model: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = run_folder / "logs"

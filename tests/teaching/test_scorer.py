@@ -107,7 +107,7 @@ def coin(prompt: str, rng: np.random.Generator) -> str:
 
 
 def scorer_for(encoder: PromptEncoder, reply: Reply = coin, **options: Any) -> TeachingScorer:
-    """`options` are of `[teaching]`; `grade`, `context`, `templates` and `say` are the test's own."""
+    """`options` are of `[teaching]`; `grade`, `context`, `templates` and `log` are the test's own."""
     grade, context = options.pop("grade", None), options.pop("context", 4096)
     templates, stream = options.pop("templates", PLAIN), options.pop("stream", StringIO())
     section = Teaching(enabled=True, **options)
@@ -387,7 +387,7 @@ def test_prompts_that_outgrow_a_context_are_cut_from_the_left(encoder: PromptEnc
     ("context", "who", "seen", "writes"),
     [(45, "the baseline student", 9, 40), (57, "the teacher", 19, 40), (90, "the taught student", 51, 40)],
 )
-def test_questions_that_leave_no_room_are_refused(
+def test_questions_that_leave_no_room_are_rejected(
     encoder: PromptEncoder, context: int, who: str, seen: int, writes: int
 ) -> None:
     room = scorer_for(encoder, context=context, max_probe_tokens=9)
@@ -395,7 +395,7 @@ def test_questions_that_leave_no_room_are_refused(
         check_context(room, EXAMPLES, 40)
 
 
-def test_questions_that_fit_or_are_cut_to_fit_are_not_refused(encoder: PromptEncoder, tmp_path: Path) -> None:
+def test_questions_that_fit_or_are_cut_to_fit_are_not_rejected(encoder: PromptEncoder, tmp_path: Path) -> None:
     check_context(scorer_for(encoder, context=91, max_probe_tokens=9), EXAMPLES, 40)
     check_context(scorer_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9), EXAMPLES, 40)
 
@@ -407,7 +407,7 @@ def test_the_students_engine_is_shut_down(encoder: PromptEncoder) -> None:
     assert isinstance(student, Frozen) and student.closed == 1
 
 
-def test_an_engine_that_returns_too_little_is_refused(encoder: PromptEncoder) -> None:
+def test_an_engine_that_returns_too_little_is_rejected(encoder: PromptEncoder) -> None:
     room = scorer_for(encoder)
     room.student.engine.generate = lambda prompts, sampling: []  # type: ignore[method-assign]
     with pytest.raises(RolloutError, match="returned a list of 0 for 1 prompts"):

@@ -74,10 +74,10 @@ def test_without_a_user_the_last_message_is_the_question() -> None:
         ("teacher_adaptive_template", "{question} {approach} {probe}", "has the unknown variable {probe}."),
     ],
 )
-def test_a_template_with_the_wrong_variables_is_refused(key: str, text: str, told: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_template_with_the_wrong_variables_is_rejected(key: str, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
         load_config(None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, f"teaching.{key}": text})
-    assert f"[teaching] {key} {told}" in str(refused.value)
+    assert f"[teaching] {key} {told}" in str(raised.value)
 
 
 def test_latex_in_a_template_is_no_variable() -> None:

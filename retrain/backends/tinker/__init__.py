@@ -14,12 +14,12 @@ from retrain.inference_engine import Progress
 __all__ = ["build", "require_sdk"]
 
 
-def build(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
+def build(config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress) -> Backend:
     """Connect to the service and create, or restore, the adapter to train."""
     require_sdk('[backend] backend = "tinker"')
     from retrain.backends.tinker.backend import connect_backend  # noqa: PLC0415  (imports the SDK, an optional extra)
 
-    return connect_backend(config, tokenizer, say, progress)
+    return connect_backend(config, tokenizer, log, progress)
 
 
 def require_sdk(what: str) -> None:

@@ -37,21 +37,21 @@ _UNKNOWN_CONTEXT = 1 << 30
 IMPORTANCE_SAMPLING = TinkerLoss("importance_sampling")
 
 
-def connect_backend(config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress) -> Backend:
+def connect_backend(config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress) -> Backend:
     """Connect, check that the service has the model, and create the training client unless the run is resumed."""
     check_supported(config)
     backend_loss = build_loss(config.loss, config.plugins.search_paths).on_tinker()
     if config.loss.ratio_cap and backend_loss is not None and not backend_loss.caps_ratios:
-        say(
+        log(
             f"Ignored with Tinker: [loss] ratio_cap = {config.loss.ratio_cap:g}; its {config.loss.type} clips by "
             "clip_low and clip_high alone."
         )
-    throttle = Throttle(config.backend.throttle_dir, config.backend.max_concurrent, say)
-    say("Connecting to Tinker...")
-    service = Service(config.model.base_url, say)
+    throttle = Throttle(config.backend.throttle_dir, config.backend.max_concurrent, log)
+    log("Connecting to Tinker...")
+    service = Service(config.model.base_url, log)
     context = find_context_length(service, config.model.model)
     engine = TinkerEngine(service, throttle, tokenizer, find_stop_ids(config.model.model, tokenizer), progress)
-    backend = TinkerBackend(config, service, engine, context, say)
+    backend = TinkerBackend(config, service, engine, context, log)
     if not config.resume.from_:
         backend.create()
     return backend
@@ -86,14 +86,14 @@ class TinkerBackend:
     """
 
     def __init__(
-        self, config: TrainConfig, service: Service, engine: TinkerEngine, context: int, say: Callable[[str], None]
+        self, config: TrainConfig, service: Service, engine: TinkerEngine, context: int, log: Callable[[str], None]
     ) -> None:
         self.config = config
         self.loss = build_loss(config.loss, config.plugins.search_paths)
         self.service = service
         self.engine = engine
         self.throttle = engine.throttle
-        self.say = say
+        self.log = log
         self.lag = config.training.async_steps
         training = config.training
         self.capabilities = Capabilities(
@@ -104,7 +104,7 @@ class TinkerBackend:
             # The service reports log-probs before temperature and truncation.
             sampled_logprobs=(training.temperature, training.top_p, training.top_k) == (1.0, 1.0, 0),
         )
-        self.agreement = Agreement(HALF, say)
+        self.agreement = Agreement(HALF, log)
         self.training: tinker.TrainingClient | None = None
         self.submitted: Future[_Applied] | None = None
         self.next_sampler: Future[tinker.SamplingClient] | None = None
@@ -118,7 +118,7 @@ class TinkerBackend:
     def create(self) -> None:
         """Create an adapter on the service."""
         model, rank = self.config.model.model, self.config.model.lora_rank
-        self.say(f"Creating LoRA training client (model={model}, rank={rank})...")
+        self.log(f"Creating LoRA training client (model={model}, rank={rank})...")
         with self.throttle.slot():
             self.training = self.service.call(
                 lambda: self.service.client.create_lora_training_client(
@@ -130,7 +130,7 @@ class TinkerBackend:
                 ),
                 "creating the training client",
             )
-        self.say("Training client ready.")
+        self.log("Training client ready.")
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine with the weights that `step` is sampled from, at most `async_steps` behind the newest."""
@@ -195,18 +195,18 @@ class TinkerBackend:
                 f"{path} was not saved by the tinker backend, so it cannot be resumed there."
             ) from error
         model, rank = self.config.model.model, self.config.model.lora_rank
-        self.say(f"Creating LoRA training client (model={model}, rank={rank}) from {kept}...")
+        self.log(f"Creating LoRA training client (model={model}, rank={rank}) from {kept}...")
         with self.throttle.slot():
             self._check_state(kept)
             self.training = self.service.call(
                 lambda: self.service.client.create_training_client_from_state_with_optimizer(kept), f"loading {kept}"
             )
-        self.say("Training client ready.")
+        self.log("Training client ready.")
         self.saved = [kept]
         self.submitted, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, say: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
         """A base model of the service: that of the policy, or another."""
         name = config.teaching.student_model or config.model.model
@@ -217,7 +217,7 @@ class TinkerBackend:
                 lambda: self.service.client.create_sampling_client(base_model=name), "preparing the student"
             )
         engine.sync(client)
-        say(f"Student: {name}, on the service.")
+        log(f"Student: {name}, on the service.")
         return FrozenModel(engine, context)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
@@ -338,7 +338,7 @@ class TinkerBackend:
             try:
                 self.service.wait(rest.delete_checkpoint_from_tinker_path(old), f"deleting {old}")
             except (BackendError, ConfigError) as error:
-                self.say(f"Warning: {old} could not be deleted: {error}")
+                self.log(f"Warning: {old} could not be deleted: {error}")
 
 
 def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple[Any, Any, Any]:

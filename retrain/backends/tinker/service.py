@@ -33,10 +33,10 @@ _KEY = "TINKER_API_KEY"
 class Service:
     """A Tinker service that responds."""
 
-    def __init__(self, base_url: str, say: Callable[[str], None]) -> None:
+    def __init__(self, base_url: str, log: Callable[[str], None]) -> None:
         check_key()
         self.url = resolve_base_url(base_url or None)
-        self.say = say
+        self.log = log
         self.patience_s = PATIENCE_S
         self.health_check_s = HEALTH_CHECK_S
         self._await_answer()
@@ -96,7 +96,7 @@ class Service:
                 )
             if not notified:
                 notified = True
-                self.say(f"Nothing answers at {self.url} yet; trying for {START_PATIENCE_S:.0f} s...")
+                self.log(f"Nothing answers at {self.url} yet; trying for {START_PATIENCE_S:.0f} s...")
             time.sleep(min(1.0, START_PATIENCE_S / 10))
 
     def explain(self, error: Exception, doing: str) -> RetrainError:

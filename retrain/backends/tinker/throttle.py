@@ -25,10 +25,10 @@ _NOTIFY_AFTER_S = 5.0
 class Throttle:
     """At most `slots` concurrent holders of `slot()`, over all processes and threads that use the same folder."""
 
-    def __init__(self, folder: str, slots: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: str, slots: int, log: Callable[[str], None]) -> None:
         self.folder = Path(folder).expanduser() if folder else default_folder()
         self.slots = slots
-        self.say = say
+        self.log = log
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(self._open("line"))
@@ -58,7 +58,7 @@ class Throttle:
             while (held := self._find_free()) is None:
                 if not notified and time.monotonic() - began > _NOTIFY_AFTER_S:
                     notified = True
-                    self.say(f"Waiting for other runs: [backend] max_concurrent = {self.slots} are in a Tinker call.")
+                    self.log(f"Waiting for other runs: [backend] max_concurrent = {self.slots} are in a Tinker call.")
                 time.sleep(_POLL_S)
             return held
         finally:

@@ -1,4 +1,4 @@
-"""Tables about runs: campaigns, squeezing, resuming, logging and plug-ins."""
+"""Tables about runs: campaigns, squeezing, resuming, logging and plugins."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -43,10 +43,10 @@ class Scripted(Loopback):
         options = {key: body[key] for key in ("max_tokens", "temperature", "repetition_penalty")}
         with self.lock:
             self.policy.load_adapter_state(self.base if adapter is None else adapter)
-            told = self.scorer.logprobs(drawn_rows, Sampling(**options))
+            logprobs = self.scorer.logprobs(drawn_rows, Sampling(**options))
         return [
             {"index": at, "token_ids": ids.tolist(), "logprobs": {"token_logprobs": values.tolist()}}
-            for at, (ids, values) in enumerate(zip(drawn, told, strict=True))
+            for at, (ids, values) in enumerate(zip(drawn, logprobs, strict=True))
         ]
 
 
@@ -94,18 +94,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--url", default="")
     parser.add_argument("--model", type=Path)
-    told = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        if told.url:
-            compare(told.model, told.url, Path(scratch), told.steps)
+        if args.url:
+            compare(args.model, args.url, Path(scratch), args.steps)
             return
         model = write_tokenizer(write_model(Path(scratch) / "model", "qwen3", layers=3))
         port = multiprocessing.Value("i", 0)
-        server = multiprocessing.Process(target=serve, args=(model, port, told.seconds), daemon=True)
+        server = multiprocessing.Process(target=serve, args=(model, port, args.seconds), daemon=True)
         server.start()
         while not port.value:
             time.sleep(0.05)
-        compare(model, f"http://127.0.0.1:{port.value}", Path(scratch), told.steps)
+        compare(model, f"http://127.0.0.1:{port.value}", Path(scratch), args.steps)
         server.terminate()
         server.join()
 

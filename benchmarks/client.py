@@ -41,8 +41,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
         reply: Any = {}
         if "prompt" in body:
             await asyncio.sleep(seconds)
-            told = {"token_logprobs": [-0.5] * tokens, "tokens": ["x"] * tokens, "text_offset": list(range(tokens))}
-            choice = {"text": "x" * tokens, "logprobs": told, "token_ids": [5] * tokens, "finish_reason": "length"}
+            logprobs = {"token_logprobs": [-0.5] * tokens, "tokens": ["x"] * tokens, "text_offset": list(range(tokens))}
+            choice = {"text": "x" * tokens, "logprobs": logprobs, "token_ids": [5] * tokens, "finish_reason": "length"}
             reply = {"choices": [choice | {"index": at} for at in range(body["n"])]}
         data = json.dumps(reply).encode()
         writer.write(
@@ -85,8 +85,8 @@ class BareLoop:
         async def one(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Any:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             writer.write(head + body)
-            told = await reader.readuntil(b"\r\n\r\n")
-            return json.loads(await reader.readexactly(content_length(told)))
+            head = await reader.readuntil(b"\r\n\r\n")
+            return json.loads(await reader.readexactly(content_length(head)))
 
         async def every() -> None:
             await asyncio.gather(*(one(body, *made) for body, made in zip(bodies, self.connections, strict=True)))
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.0)
-    told = parser.parse_args()
+    args = parser.parse_args()
     port = multiprocessing.Value("i", 0)
-    server = multiprocessing.Process(target=serve, args=(port, told.tokens, told.seconds), daemon=True)
+    server = multiprocessing.Process(target=serve, args=(port, args.tokens, args.seconds), daemon=True)
     server.start()
     while not port.value:
         time.sleep(0.05)
@@ -117,7 +117,7 @@ def main() -> None:
         policy = load_policy(config.model, config.lora, 0, torch.device("cpu"), lambda line: None)
         inference = config.inference.model_copy(update={"engine": "vllm", "url": url, "adapter_dir": folder})
         engine = vllm(policy, inference, load_tokenizer("builtin:tiny"), lambda *_: None)
-        measure(engine, url, told)
+        measure(engine, url, args)
     server.terminate()
     server.join()
 
@@ -129,32 +129,32 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - clock, time.process_time() - busy
 
 
-def measure(engine: Any, url: str, told: argparse.Namespace) -> None:
+def measure(engine: Any, url: str, args: argparse.Namespace) -> None:
     engine.survey = Survey(context=1024)
     engine.fleet.servers[0].model = "tiny"
     deliveries = []
-    for _ in range(told.rounds):
+    for _ in range(args.rounds):
         engine.newest, engine.adapter = {}, None
         deliveries.append(timed(lambda: engine.sync(engine.policy)))
-    print(f"{told.concurrency} completions of {told.tokens} tokens at once, {told.seconds} s each on the server")
+    print(f"{args.concurrency} completions of {args.tokens} tokens at once, {args.seconds} s each on the server")
     print("| requests | bare loop | retrain | overhead | bare loop, computing | retrain, computing |")
     print("|---|---|---|---|---|---|")
     for n in (16, 1):
-        prompts = [torch.randint(5, 400, (32,)).numpy() for _ in range(told.concurrency // n)]
-        sampling = Sampling(max_tokens=told.tokens, n=n)
+        prompts = [torch.randint(5, 400, (32,)).numpy() for _ in range(args.concurrency // n)]
+        sampling = Sampling(max_tokens=args.tokens, n=n)
         asks = [ask for at, prompt in enumerate(prompts) for ask in engine._asks(prompt, sampling, at)]
         bodies = [json.dumps(engine.wire.request("tiny", engine.adapter, ask)).encode() for ask in asks]
 
         def through_engine(asks: list[Any] = asks) -> None:
             # Without the rescoring: that is the trainer's work, not the client's.
-            drawn = engine.client.run(engine._draw(asks, told.concurrency))
+            drawn = engine.client.run(engine._draw(asks, args.concurrency))
             engine._completions([row for _, row in drawn])
 
         bare = BareLoop(url)
         bare.open(len(bodies))
         through_engine()
         plain, ours = [], []
-        for _ in range(told.rounds):
+        for _ in range(args.rounds):
             plain.append(timed(lambda bare=bare, bodies=bodies: bare.send(bodies)))
             ours.append(timed(through_engine))
         bare.close()

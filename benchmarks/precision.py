@@ -114,7 +114,7 @@ def main() -> int:
         policy, prompts = random_policy(load, load_config(None, options))
     print(f"{args.workload} on {torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'attention':>10}{'weights':>9}{'cache':>7}{'sample':>9}{'tokens/s':>10}{'|Δ|':>10}{'ratio':>8}{'KL':>10}")
-    told = []
+    results = []
     for choice in CHOICES:
         config = load_config(None, options | {f"inference.{k}": v for k, v in choice.items()})
         names = [choice.get(key, "auto") for key in ("attention_kernel", "dtype", "kv_cache_dtype")]
@@ -126,12 +126,12 @@ def main() -> int:
         numbers = f"{row['sample_s']:9.2f}{row['tokens_per_s']:10.0f}{row['error']:10.5f}"
         numbers += f"{row['ratio']:8.4f}{row['kl']:10.6f}"
         print(f"{names[0]:>10}{names[1]:>9}{names[2]:>7}{numbers}", flush=True)
-        told.append({"choice": choice, **row})
+        results.append({"choice": choice, **row})
         gc.collect()
         torch.cuda.empty_cache()
-    print(f"mean surprisal of a token: {told[0]['surprisal']:.2f} nats")
+    print(f"mean surprisal of a token: {results[0]['surprisal']:.2f} nats")
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1))
+        args.json.write_text(json.dumps(results, indent=1))
     return 0
 
 

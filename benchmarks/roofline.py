@@ -88,11 +88,11 @@ def main() -> int:
     parser.add_argument("--measured", type=Path, default=None, help="a file written by step.py --json")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    told = json.loads(args.measured.read_text(encoding="utf-8")) if args.measured else None
-    name = args.workload or (told["workload"] if told else "w1" if args.device == "cuda" else "w4")
+    measured = json.loads(args.measured.read_text(encoding="utf-8")) if args.measured else None
+    name = args.workload or (measured["workload"] if measured else "w1" if args.device == "cuda" else "w4")
     shape = read_shape({"model_type": MODELS[WORKLOADS[name].model].family, **MODELS[WORKLOADS[name].model].shape})
     assert shape is not None
-    sampled = told["rows"]["retrain"].get("tokens") if told else None
+    sampled = measured["rows"]["retrain"].get("tokens") if measured else None
     work = workload_for(name, 2 if args.device == "cuda" else 4, sampled)
     bandwidth, tflops = measure_bandwidth(args.device), measure_tflops(args.device)
     card = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -103,7 +103,7 @@ def main() -> int:
         "train": print_phases(training_phases(shape, work), tflops, bandwidth),
     }
     print(f"{'step':40}{sum(halves.values()):10.3f}  sampling {halves['sample']:.3f}, training {halves['train']:.3f}")
-    for side, row in (told["rows"] if told else {}).items():
+    for side, row in (measured["rows"] if measured else {}).items():
         for half, best in (*halves.items(), ("step", sum(halves.values()))):
             if f"{half}_s" in row:
                 print(f"{side}: {half} took {row[f'{half}_s']:.3f} s, {best / row[f'{half}_s']:.0%} of the roofline")

@@ -44,9 +44,9 @@ def peak_gib(device: str) -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else UNKNOWN
 
 
-def tell(numbers: dict[str, Any]) -> None:
+def report(numbers: dict[str, Any]) -> None:
     """A line for the parent process: what is known so far."""
-    print("told", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
+    print("metrics", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
 
 
 def run_ours(workload: Workload, steps: int, device: str, deterministic: str, unchecked: bool) -> None:
@@ -98,22 +98,22 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
         sampled = synchronise(device)
         lengths = [len(ids) for _, ids, _ in rows]
         numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
-        tell(numbers)
+        report(numbers)
         datums = [
             Datum(
                 p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool), *divmod(at, workload.group)
             )
             for at, (p, ids, logprobs) in enumerate(rows)
         ]
-        told = learner.step(datums)
+        metrics = learner.step(datums)
         done = synchronise(device)
         numbers |= {"train_s": done - sampled, "step_s": done - begin, "peak_gib": peak_gib(device)}
         numbers["step_cpu_s"] = time.process_time() - cpu
         numbers["train_tokens_per_s"] = (sum(lengths) + PROMPT * len(rows)) / (done - sampled)
-        numbers |= {"ratio_mean": told["ratio_mean"], "ratio_max": told["ratio_max"]}
+        numbers |= {"ratio_mean": metrics["ratio_mean"], "ratio_max": metrics["ratio_max"]}
         if step == 0:
             print(f"first step done {done - started:.1f} s after the weights were there", flush=True)
-        tell(numbers)
+        report(numbers)
 
 
 def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) -> None:
@@ -144,7 +144,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step = synchronise(device) - begun
             numbers.update(train_s=step - numbers["sample_s"], step_s=step, peak_gib=peak_gib(device))
-            tell(numbers | {"step_cpu_s": time.process_time() - cpu})
+            report(numbers | {"step_cpu_s": time.process_time() - cpu})
 
     trainer = GRPOTrainer(
         model=model,
@@ -169,7 +169,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
         lengths = [len(ids) for ids in out[1]]
         numbers.clear()
         numbers.update(sample_s=synchronise(device) - begin, tokens=sum(lengths), longest=max(lengths))
-        tell(numbers)
+        report(numbers)
         return out
 
     trainer._generate = timed
@@ -177,7 +177,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
 
 
 def measure(side: str, command: list[str], timeout: float, threads: int) -> Numbers:
-    """Run one side; the last numbers it told, with NaN for what it had not come to."""
+    """Run one side; the last numbers it reported, NaN where it did not get that far."""
     environment = dict(os.environ)
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -188,12 +188,12 @@ def measure(side: str, command: list[str], timeout: float, threads: int) -> Numb
             alarm.start()
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("told "):
-                told = json.loads(line[5:])
+            if line.startswith("metrics "):
+                latest = json.loads(line.removeprefix("metrics "))
                 # A finished step is worth more than the half of the next one.
-                if "step_s" in told or "step_s" not in numbers:
-                    numbers = told
-            print(side, line.removeprefix("told "), end="", flush=True)
+                if "step_s" in latest or "step_s" not in numbers:
+                    numbers = latest
+            print(side, line.removeprefix("metrics "), end="", flush=True)
         code = process.wait()
         if alarm is not None:
             alarm.cancel()
@@ -255,19 +255,19 @@ def main() -> int:
     sides = {"retrain": (sys.executable, args.steps, 0.0)}
     if args.peer:
         sides[args.peer] = (args.peer_python, args.peer_steps, args.peer_timeout)
-    told: dict[str, list[Numbers]] = {side: [] for side in sides}
+    rounds_by_side: dict[str, list[Numbers]] = {side: [] for side in sides}
     for _ in range(args.rounds):
         for side, (python, steps, timeout) in sides.items():
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
             command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic]
             command += ["--unchecked"] if args.unchecked else []
-            told[side].append(measure(side, command, timeout, args.threads))
-    rows = {side: medians(rounds) for side, rounds in told.items()}
+            rounds_by_side[side].append(measure(side, command, timeout, args.threads))
+    rows = {side: medians(rounds) for side, rounds in rounds_by_side.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     title = f"{args.workload} on {card}, torch {torch.__version__}"
     print_table(title, rows)
     if args.json:
-        text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": told}, indent=2)
+        text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": rounds_by_side}, indent=2)
         args.json.write_text(text + "\n", encoding="utf-8")
     return 0 if all("sample_s" in row or "step_s" in row for row in rows.values()) else 1
 

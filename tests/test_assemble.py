@@ -1,4 +1,4 @@
-"""What is refused once the parts of a run are known."""
+"""Errors found while a run is assembled."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path:
             "reward.workers": 1,
         },
     )
-    told = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"
-    with pytest.raises(ConfigError, match=told), assemble(config):
+    message = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"
+    with pytest.raises(ConfigError, match=message), assemble(config):
         pass

@@ -28,8 +28,8 @@ def test_the_memory_benchmark_says_that_it_needs_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_the_roofline_runs_on_the_cpu_and_sets_a_measured_step_against_it(tmp_path: Path) -> None:
-    told = {"workload": "w4", "rows": {"retrain": {"sample_s": 1e6, "train_s": 2e6, "step_s": 3e6, "tokens": 1024}}}
-    (tmp_path / "step.json").write_text(json.dumps(told))
+    data = {"workload": "w4", "rows": {"retrain": {"sample_s": 1e6, "train_s": 2e6, "step_s": 3e6, "tokens": 1024}}}
+    (tmp_path / "step.json").write_text(json.dumps(data))
     done = run_script("roofline.py", "--device", "cpu", "--measured", str(tmp_path / "step.json"))
     assert done.returncode == 0, done.stderr
     for words in (

@@ -27,7 +27,7 @@ def test_without_a_signal_nothing_happens_and_handlers_stay() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_whoever_insists_is_let_through() -> None:
+def test_force_skips_the_check() -> None:
     done = []
     with Interrupts(), pytest.raises(KeyboardInterrupt), deferred():
         for _ in range(3):

@@ -36,7 +36,7 @@ def test_problems_whose_scoring_failed_do_not_count() -> None:
     assert (nothing.pass_at_1, nothing.interval) == (0.0, (0.0, 1.0))
 
 
-def test_wilsons_interval_is_the_textbook_one_for_one_answer_a_problem() -> None:
+def test_wilsons_interval_is_the_textbook_one_for_one_answer_per_problem() -> None:
     # 8 of 10: the published interval is 0.490 to 0.943.
     low, high = wilson_interval([1.0] * 8 + [0.0] * 2)
     assert (round(low, 3), round(high, 3)) == (0.490, 0.943)

@@ -59,7 +59,7 @@ def test_guess_number_runs_over_several_turns(tmp_path: Path) -> None:
     assert "1..9?" in line
 
 
-def test_calculator_runs_on_a_model_that_knows_nothing(tmp_path: Path) -> None:
+def test_calculator_runs_on_an_untrained_model(tmp_path: Path) -> None:
     model = write_tokenizer(write_model(tmp_path / "model"), TEMPLATE)
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 4096}))

@@ -92,7 +92,7 @@ def test_an_unknown_name_gets_a_suggestion() -> None:
     assert REGISTRY.explain_unknown("joni") == "'joni' is not a known sample part. Did you mean 'join'?"
 
 
-def test_a_missing_module_is_told_apart_from_one_that_needs_another(folder: Path) -> None:
+def test_a_missing_module_is_distinguished_from_one_that_needs_another(folder: Path) -> None:
     assert "there is no module 'no_such_module'" in refusal("no_such_module.part")
     assert "there is no module 'no_such.deeper'" in refusal("no_such.deeper.part")
     (folder / "needy.py").write_text("import no_such_dependency\n")

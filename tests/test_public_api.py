@@ -46,8 +46,8 @@ def test_every_listed_name_exists() -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "peft", "wandb", "datasets")
     code = f"import retrain, retrain.config, retrain.cli, sys; print([m for m in {heavy} if m in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"
 
 
 def test_train_and_load_config_are_the_same_functions_everywhere() -> None:

@@ -42,9 +42,9 @@ class WordReward(BatchReward):
         pass
 
 
-def scorer(said: list[str] | None = None) -> Scorer:
-    heard: list[str] = [] if said is None else said
-    return Scorer(CodeEncoder(), WordReward(), heard.append, lambda *_: None)  # type: ignore[arg-type]
+def scorer(logged: list[str] | None = None) -> Scorer:
+    lines: list[str] = [] if logged is None else logged
+    return Scorer(CodeEncoder(), WordReward(), lines.append, lambda *_: None)  # type: ignore[arg-type]
 
 
 def engine(*texts: str) -> ScriptedEngine:
@@ -62,7 +62,7 @@ def test_groups_come_in_order_with_their_own_prompt_and_scores() -> None:
     assert rollouts.errors == 0
 
 
-def test_a_reward_is_given_the_prompt_and_what_the_source_knows() -> None:
+def test_a_reward_is_given_the_prompt_and_the_metadata_of_the_source() -> None:
     made = scorer()
     made.sample_and_score(engine("right"), EXAMPLES[:2], Sampling(max_tokens=9))
     items: list[Item] = made.reward.items  # type: ignore[attr-defined]
@@ -74,12 +74,12 @@ def test_a_reward_is_given_the_prompt_and_what_the_source_knows() -> None:
 
 
 def test_failures_are_counted_apart_and_the_first_is_shown_once() -> None:
-    said: list[str] = []
-    made = scorer(said)
+    logged: list[str] = []
+    made = scorer(logged)
     for _ in range(2):
         rollouts = made.sample_and_score(engine("right", "error", "wrong"), EXAMPLES[:1], Sampling(max_tokens=9, n=3))
         assert (rollouts.errors, rollouts.correct_rate) == (1, 0.5)
-    assert said == [
+    assert logged == [
         "Scoring failed for 1 of 3 completions; they are left out. The first one:",
         "error in detail\nTraceback",
     ]

@@ -12,7 +12,7 @@ from retrain.types import Datum, Sampling
 PROMPTS = [np.arange(3), np.arange(5)]
 
 
-def test_a_scripted_engine_answers_as_it_is_told() -> None:
+def test_a_scripted_engine_answers_as_scripted() -> None:
     engine = ScriptedEngine(lambda prompt, index, rng: f"{len(prompt)}:{index}")
     groups = engine.generate(PROMPTS, Sampling(max_tokens=2, n=3))
     assert [[c.text for c in group] for group in groups] == [["3:", "3:", "3:"], ["5:", "5:", "5:"]]

@@ -219,9 +219,9 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
 
     play.before_generate = staticmethod(break_the_second_step)
     assert run_command(fake_config(model, tmp_path)) == 1
-    told = capsys.readouterr().err
-    assert "scoring failed for 6 of 8 completions (error: ValueError: this response is cursed)" in told
-    assert told.endswith(f"To resume: retrain --resume {tmp_path / 'logs'}\n"), "below the error"
+    printed = capsys.readouterr().err
+    assert "scoring failed for 6 of 8 completions (error: ValueError: this response is cursed)" in printed
+    assert printed.endswith(f"To resume: retrain --resume {tmp_path / 'logs'}\n"), "below the error"
     assert (tmp_path / "logs" / "checkpoints" / "step_000001" / "checkpoint.json").exists()
     play.script = by_index("right", "wrong")
     play.before_generate = staticmethod(lambda call: None)
@@ -265,9 +265,9 @@ def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(
     play.script = by_index("right", "wrong")
     config = fake_config(model, tmp_path, reward__custom_function="score_sign")
     assert run_command(config) == 2
-    told = capsys.readouterr().err
-    assert 'advantage_mode = "maxrl" divides by the mean reward' in told
-    assert 'Try: advantage_mode = "grpo", or add 1 to every reward' in told
+    printed = capsys.readouterr().err
+    assert 'advantage_mode = "maxrl" divides by the mean reward' in printed
+    assert 'Try: advantage_mode = "grpo", or add 1 to every reward' in printed
     assert play.trained == []
     assert run_command(config, "--advantage-mode", "grpo") == 0
     assert len(play.trained) == 4
@@ -306,7 +306,7 @@ def test_only_empty_completions_are_survived(model: Path, tmp_path: Path, play: 
     assert [row["num_datums"] for row in rows(tmp_path / "logs")] == [0, 0]
 
 
-def test_a_loss_that_is_not_a_number_is_logged_as_none_and_the_run_goes_on(
+def test_a_loss_that_is_not_a_number_is_logged_as_none_and_the_run_continues(
     model: Path, tmp_path: Path, play: type[Play]
 ) -> None:
     play.outcome = {"loss": float("nan"), "ratio_max": float("inf"), "grad_norm": None, "skipped": 1}
@@ -395,11 +395,11 @@ def test_recorded_rollouts_read_back_as_they_were(model: Path, tmp_path: Path) -
     train_quietly(fake_config(model, tmp_path, training__record=True, training__max_tokens=18))
     recorded = dict(read_recordings(tmp_path / "logs"))
     assert sorted(recorded) == [0, 1, 2, 3]
-    told = rows(tmp_path / "logs", "emergence/generations.jsonl")
+    generations = rows(tmp_path / "logs", "emergence/generations.jsonl")
     for step, groups in recorded.items():
         flat = [(c, s) for group in groups for c, s in zip(group.completions_G, group.scores_G, strict=True)]
         assert [(c.text, s.value) for c, s in flat] == [
-            (row["completion"], row["reward"]) for row in told if row["step"] == step
+            (row["completion"], row["reward"]) for row in generations if row["step"] == step
         ]
         assert {c.finish_reason for c, _ in flat} == {"length"}
 
@@ -440,9 +440,9 @@ def test_a_model_that_does_not_exist_says_how_to_point_at_a_folder(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run_command(fake_config(Path("nobody/has-this-model"), tmp_path)) == 2
-    told = capsys.readouterr().err
-    assert '[model] model = "nobody/has-this-model": no such folder' in told
-    assert 'model = "path/to/model"' in told
+    printed = capsys.readouterr().err
+    assert '[model] model = "nobody/has-this-model": no such folder' in printed
+    assert 'model = "path/to/model"' in printed
 
 
 def test_an_engine_without_entropies_is_rejected_where_they_are_needed(
@@ -583,7 +583,7 @@ def test_a_plain_error_before_training_saves_the_step_it_came_in(
 
 
 @pytest.mark.parametrize("output", ["closed pipe", "full device", "none at all"])
-def test_a_run_does_not_end_because_nobody_listens(
+def test_a_closed_output_does_not_end_a_run(
     output: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if output == "none at all":

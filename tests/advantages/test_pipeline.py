@@ -153,7 +153,7 @@ def test_errors_and_timeouts_are_left_out_of_the_mean_and_earn_nothing() -> None
     assert credit.episode_advantages_PG[0].tolist() == [0.5, 0.0, -0.5, 0.0]
 
 
-def test_dead_groups_are_told_apart_and_earn_nothing() -> None:
+def test_dead_groups_are_distinguished_and_earn_nothing() -> None:
     pair = [completion([-1.0]), completion([-2.0])]
     groups = [
         group(pair, [1.0, 1.0]),

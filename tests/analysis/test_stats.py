@@ -74,7 +74,7 @@ def test_under_no_effect_any_verdict_is_as_rare_as_alpha_says(noise: str, condit
 
 
 @pytest.mark.slow
-def test_whole_campaigns_without_effect_raise_few_false_alarms_and_those_with_one_are_found() -> None:
+def test_complete_campaigns_without_effect_raise_few_false_alarms_and_those_with_one_are_found() -> None:
     rng = np.random.default_rng(4)
     false, found = 0, 0
     for _ in range(300):
@@ -210,7 +210,7 @@ def test_problems_are_paired_one_by_one() -> None:
     assert compare_problems(before, before).p_value is None
 
 
-def test_differences_that_cancel_are_not_said_to_be_equal_in_every_seed() -> None:
+def test_differences_that_cancel_are_not_reported_as_equal_in_every_seed() -> None:
     opposite = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.4, 2: 0.6}})[0].sentence
     assert "The mean difference is zero." in opposite
     equal = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.5, 2: 0.5}})[0].sentence

@@ -112,25 +112,25 @@ def test_deterministic_kernels_are_on_inside_and_as_before_outside(tiny: Path) -
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_told_otherwise(tiny: Path) -> None:
+def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_configured_otherwise(tiny: Path) -> None:
     for wanted, expected in (("auto", False), (True, True)):
-        said: list[str] = []
-        determinism = Determinism(wanted, policy_for(config_for(tiny)), said.append)  # type: ignore[arg-type]
+        logged: list[str] = []
+        determinism = Determinism(wanted, policy_for(config_for(tiny)), logged.append)  # type: ignore[arg-type]
         determinism.min_sequences = 3.7
         for sequences, longest, always in ((1, 2048, True), (4, 9000, True), (3, 2049, False), (3, 2049, False)):
             with determinism.kernels(sequences, longest):
                 assert torch.are_deterministic_algorithms_enabled() == (always or expected)
-        assert len(said) == (0 if expected else 1)
+        assert len(logged) == (0 if expected else 1)
 
 
-def test_an_operation_without_a_deterministic_kernel_is_told_once_and_the_run_continues(
+def test_an_operation_without_a_deterministic_kernel_is_reported_once_and_the_run_continues(
     tiny: Path,
 ) -> None:
-    said: list[str] = []
-    determinism = Determinism("auto", policy_for(config_for(tiny)), said.append)
+    logged: list[str] = []
+    determinism = Determinism("auto", policy_for(config_for(tiny)), logged.append)
     determinism.disable_after(RuntimeError("odd_cuda does not have a deterministic implementation. You can ..."))
     assert not determinism.is_on
-    assert said == [
+    assert logged == [
         "Warning: this run is not bitwise reproducible: odd_cuda does not have a deterministic implementation."
     ]
 
@@ -196,16 +196,16 @@ def test_micro_batches_that_the_user_asks_for_win_over_recorded_ones(tiny: Path,
     assert after.memory.micro_batch_tokens == 512
 
 
-def test_what_cannot_be_taken_over_is_said(tiny: Path, tmp_path: Path, four_threads: None) -> None:
-    said: list[str] = []
+def test_what_cannot_be_taken_over_is_reported(tiny: Path, tmp_path: Path, four_threads: None) -> None:
+    logged: list[str] = []
     config = config_for(tiny)
     learner = learner_for(policy_for(config), config)
-    learner.log = said.append
+    learner.log = logged.append
     save_sizes(tmp_path, learner, SizedEngine(1))
     torch.set_num_threads(2)
     load_sizes(tmp_path, learner, SizedEngine(1, fits=False))
-    assert said[0].startswith("Warning: this run used 4 threads and now has 2;")
-    assert said[1].startswith("Warning: less memory is free than before")
+    assert logged[0].startswith("Warning: this run used 4 threads and now has 2;")
+    assert logged[1].startswith("Warning: less memory is free than before")
 
 
 def test_a_checkpoint_without_sizes_still_loads(tiny: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lend(policy: Policy, config: TrainConfig) -> FrozenModel:
-    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
+    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *_: None)
 
 
 def tokens(drawn: Sequence[Sequence[Completion]]) -> list[list[int]]:
@@ -51,7 +51,7 @@ def test_the_base_is_sampled_whatever_the_adapter_has_learned(model: Path) -> No
     assert tokens(student.engine.generate(PROMPTS, SAMPLING)) == tokens(expected)
     learner_for(policy, config).step(random_datums([(5, 8), (3, 6)]), 0)
     assert tokens(student.engine.generate(PROMPTS, SAMPLING)) == tokens(expected)
-    taught = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *told: None)
+    taught = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *_: None)
     assert tokens(taught.generate(PROMPTS, SAMPLING)) != tokens(expected)
 
 
@@ -82,10 +82,10 @@ def test_another_model_is_loaded_frozen(model: Path, other: Path) -> None:
     config = config_for(
         model, algorithm__advantage_mode="grpo", teaching__enabled=True, teaching__student_model=str(other)
     )
-    said: list[str] = []
+    logged: list[str] = []
     policy = policy_for(config)
-    lent = build_frozen(policy, config, PlainTokenizer(), said.append, lambda *told: None)
-    assert said == [f"Loading student: {other} on cpu..."]
+    lent = build_frozen(policy, config, PlainTokenizer(), logged.append, lambda *_: None)
+    assert logged == [f"Loading student: {other} on cpu..."]
     engine = lent.engine
     assert isinstance(engine, FrozenEngine)
     assert type(engine.policy.causal_lm).__name__ == "LlamaForCausalLM"
@@ -94,7 +94,7 @@ def test_another_model_is_loaded_frozen(model: Path, other: Path) -> None:
     assert tokens(engine.generate(PROMPTS, SAMPLING)) != tokens(base.generate(PROMPTS, SAMPLING))
 
 
-def test_a_model_trained_as_a_whole_has_a_frozen_copy_for_a_student(model: Path) -> None:
+def test_full_finetuning_has_a_frozen_copy_for_a_student(model: Path) -> None:
     config = config_for(model, model__lora_rank=0)
     policy = policy_for(config, trained=False)
     student = lend(policy, config)
@@ -117,10 +117,10 @@ def test_a_student_without_weights_is_rejected_by_the_option_that_names_it(model
 def test_a_student_that_waits_in_cpu_memory_draws_the_same(model: Path) -> None:
     config = config_for(model)
     student = without_adapter(policy_for(config))
-    told = (student, config.inference, PlainTokenizer(), lambda *told: None)
-    offloaded = OffloadedEngine(*told)
+    parts = (student, config.inference, PlainTokenizer(), lambda *_: None)
+    offloaded = OffloadedEngine(*parts)
     for _ in range(2):
-        assert tokens(offloaded.generate(PROMPTS, SAMPLING)) == tokens(FrozenEngine(*told).generate(PROMPTS, SAMPLING))
+        assert tokens(offloaded.generate(PROMPTS, SAMPLING)) == tokens(FrozenEngine(*parts).generate(PROMPTS, SAMPLING))
     offloaded.sync(None)
     offloaded.shutdown()
 
@@ -128,11 +128,11 @@ def test_a_student_that_waits_in_cpu_memory_draws_the_same(model: Path) -> None:
 def test_the_local_backends_lend_and_a_plain_one_does_not(model: Path) -> None:
     config = config_for(model)
     policy = policy_for(config)
-    engine = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *told: None)
+    engine = PyTorchEngine(policy, config.inference, PlainTokenizer(), lambda *_: None)
     split = SplitBackend(learner_for(policy, config), policy.clone_with_new_adapter(), engine)
     for backend in (LocalBackend(learner_for(policy, config), engine), split):
         assert isinstance(backend, FrozenModelProvider)
-        lent = backend.frozen(config, PlainTokenizer(), lambda line: None, lambda *told: None)
+        lent = backend.frozen(config, PlainTokenizer(), lambda line: None, lambda *_: None)
         assert lent.context_length == policy.context_length
         assert len(lent.engine.generate(PROMPTS[:1], SAMPLING)[0]) == 2
     split.close(None)
@@ -144,7 +144,7 @@ def test_the_students_log_probs_are_those_of_the_base(model: Path) -> None:
     policy = policy_for(config)
     (drawn,), (again,) = (
         lend(policy, config).engine.generate(PROMPTS[:1], SAMPLING),
-        PyTorchEngine(without_adapter(policy), config.inference, PlainTokenizer(), lambda *told: None).generate(
+        PyTorchEngine(without_adapter(policy), config.inference, PlainTokenizer(), lambda *_: None).generate(
             PROMPTS[:1], Sampling(max_tokens=12, n=8, temperature=0.9, seed=1)
         ),
     )

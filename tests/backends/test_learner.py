@@ -262,16 +262,16 @@ def fail_above(made: Learner, most: int, monkeypatch: pytest.MonkeyPatch) -> lis
     return tried
 
 
-def test_out_of_memory_halves_the_micro_batch_and_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datums, said = random_datums(SIZES), []
+def test_out_of_memory_halves_the_micro_batch_and_continues(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datums, logged = random_datums(SIZES), []
     undisturbed = learner(tiny)
     undisturbed.step(datums)
     made = learner(tiny, memory__micro_batch_tokens=160)
-    made.memory.log = said.append
+    made.memory.log = logged.append
     tried = fail_above(made, 35, monkeypatch)
     metrics = made.step(datums)
     assert metrics["skipped"] == 0
-    assert said == [f"Out of memory; continuing with micro-batches of {n} tokens." for n in (80, 40)]
+    assert logged == [f"Out of memory; continuing with micro-batches of {n} tokens." for n in (80, 40)]
     for name, tensor in made.policy.adapter_state().items():
         torch.testing.assert_close(tensor, undisturbed.policy.adapter_state()[name], rtol=1e-3, atol=2e-5)
     # What was learnt about the memory is remembered.
@@ -284,11 +284,11 @@ def test_a_sequence_that_fits_no_memory_is_an_error_that_says_what_to_try(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = learner(tiny)
-    made.memory.log = (said := list[str]()).append
+    made.memory.log = (logged := list[str]()).append
     fail_above(made, 5, monkeypatch)
     with pytest.raises(BackendError, match=r"one sequence of 21 tokens does not fit.*all layers recomputed"):
         made.step(random_datums(SIZES))
-    assert said[-2:] == [
+    assert logged[-2:] == [
         "Out of memory; continuing with micro-batches of 21 tokens.",
         "Out of memory; continuing with activations recomputed in every layer.",
     ]

@@ -46,10 +46,10 @@ def test_devices_are_those_of_the_file(
     text: str, gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    said: list[str] = []
-    assert [str(device) for device in resolve_devices(text, said.append)] == expected
+    logged: list[str] = []
+    assert [str(device) for device in resolve_devices(text, logged.append)] == expected
     on_cpu = ['Warning: devices = "auto" found no GPU, so this run is on the CPU.']
-    assert said == (on_cpu if (text, gpus) == ("auto", 0) else [])
+    assert logged == (on_cpu if (text, gpus) == ("auto", 0) else [])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_gpu_that_is_not_there_is_rejected(
     assert f"[backend] {message}" in str(rejected.value)
 
 
-def test_a_file_without_devices_on_a_machine_without_a_gpu_is_told_the_line_to_write_before_anything_is_loaded(
+def test_a_file_without_devices_on_a_machine_without_a_gpu_gets_the_line_to_write_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -114,12 +114,12 @@ def same_logprobs(a: list[list[Completion]], b: list[list[Completion]]) -> bool:
 
 
 def test_the_start_up_lines_are_the_documented_ones(tiny: Path) -> None:
-    said: list[str] = []
-    build(config_for(tiny), PlainTokenizer(), said.append, quiet)
-    assert said[0] == f"Loading train model: {tiny} on cpu..."
-    assert said[1].startswith("trainable params: ")
-    assert said[2] == "Engine: pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
-    assert said[3] == "LocalTrainHelper ready (engine=pytorch, split_mode=False)."
+    logged: list[str] = []
+    build(config_for(tiny), PlainTokenizer(), logged.append, quiet)
+    assert logged[0] == f"Loading train model: {tiny} on cpu..."
+    assert logged[1].startswith("trainable params: ")
+    assert logged[2] == "Engine: pytorch on cpu, eager, sdpa attention, fp32 weights, fp32 cache"
+    assert logged[3] == "LocalTrainHelper ready (engine=pytorch, split_mode=False)."
 
 
 def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_an_error_on_the_training_thread_is_raised_at_the_next_step(tiny: Path) 
 @pytest.mark.parametrize("capable", [False, True])
 def test_a_cpu_that_emulates_bf16_is_warned_of(tiny: Path, monkeypatch: pytest.MonkeyPatch, capable: bool) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: capable)
-    said: list[str] = []
+    logged: list[str] = []
     config = config_for(tiny, model__dtype="bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load_policy(config.model, config.lora, 0, torch.device("cpu"), said.append)
-    assert any("does not compute in bf16" in line for line in said) is not capable
+        load_policy(config.model, config.lora, 0, torch.device("cpu"), logged.append)
+    assert any("does not compute in bf16" in line for line in logged) is not capable

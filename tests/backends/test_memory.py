@@ -36,9 +36,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return card
 
 
-def memory_of(model: Path, said: list[str], **options: Any) -> StepMemory:
+def memory_of(model: Path, logged: list[str], **options: Any) -> StepMemory:
     """The plan of a learner that believes to be on a GPU, for a model as wide as a real one."""
-    memory = StepMemory(policy_for(config_for(model)), Memory(**options), said.append)
+    memory = StepMemory(policy_for(config_for(model)), Memory(**options), logged.append)
     shape = read_shape(
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 32}
         | {"num_key_value_heads": 8, "vocab_size": 128_256}
@@ -50,13 +50,13 @@ def memory_of(model: Path, said: list[str], **options: Any) -> StepMemory:
 
 
 def test_where_there_is_room_nothing_is_recomputed_and_one_line_says_so(tiny: Path, gpu: Gpu) -> None:
-    memory = memory_of(tiny, said := [])
+    memory = memory_of(tiny, logged := [])
     memory.prepare(600)
     assert (memory.micro_batch_tokens, memory.recomputed_layers) == (9216, 0)
     memory.prepare(600)
     memory.prepare(700)
-    assert len(said) == 1
-    assert said[0].startswith("Memory plan: micro-batches of 9216 tokens, none of 3 layers recomputed: about ")
+    assert len(logged) == 1
+    assert logged[0].startswith("Memory plan: micro-batches of 9216 tokens, none of 3 layers recomputed: about ")
 
 
 def test_layers_are_recomputed_only_as_far_as_memory_asks(tiny: Path, gpu: Gpu) -> None:
@@ -74,18 +74,18 @@ def test_layers_are_recomputed_only_as_far_as_memory_asks(tiny: Path, gpu: Gpu) 
 
 def test_a_longer_sequence_is_planned_for_when_it_comes(tiny: Path, gpu: Gpu) -> None:
     gpu.free = int(SPARE * TOTAL) + int(3e9)
-    memory = memory_of(tiny, said := [])
+    memory = memory_of(tiny, logged := [])
     memory.prepare(600)
     before = memory.recomputed_layers
     memory.prepare(12_000)
     assert memory.micro_batch_tokens >= 12_000
     assert memory.recomputed_layers > before
-    assert len(said) == 2
+    assert len(logged) == 2
 
 
 def test_a_micro_batch_that_needs_more_than_thought_changes_the_plan(tiny: Path, gpu: Gpu) -> None:
     gpu.free = int(SPARE * TOTAL) + int(4e9)
-    memory = memory_of(tiny, said := [])
+    memory = memory_of(tiny, logged := [])
     memory.prepare(600)
     assert memory.cost is not None
     tokens, estimate = memory.micro_batch_tokens, memory.cost.bytes(memory.micro_batch_tokens)
@@ -93,11 +93,11 @@ def test_a_micro_batch_that_needs_more_than_thought_changes_the_plan(tiny: Path,
         gpu.peak = 2 * estimate
     assert memory.cost.correction == pytest.approx(2, rel=0.2)
     assert memory.micro_batch_tokens < tokens or memory.recomputed_layers > 0
-    assert len(said) == 2
+    assert len(logged) == 2
     # What was measured once is settled.
     with memory.watch(tokens):
         gpu.peak = 10 * estimate
-    assert len(said) == 2
+    assert len(logged) == 2
 
 
 def test_a_peak_that_sampling_had_set_teaches_nothing(tiny: Path, gpu: Gpu) -> None:
@@ -113,13 +113,13 @@ def test_a_peak_that_sampling_had_set_teaches_nothing(tiny: Path, gpu: Gpu) -> N
 
 def test_needing_less_than_thought_leaves_a_working_plan_alone(tiny: Path, gpu: Gpu) -> None:
     gpu.free = int(SPARE * TOTAL) + int(2.5e9)
-    memory = memory_of(tiny, said := [])
+    memory = memory_of(tiny, logged := [])
     memory.prepare(600)
     before = (memory.micro_batch_tokens, memory.recomputed_layers)
     with memory.watch(memory.micro_batch_tokens):
         gpu.peak = 10**9
     assert (memory.micro_batch_tokens, memory.recomputed_layers) == before
-    assert len(said) == 1
+    assert len(logged) == 1
 
 
 def test_always_recomputing_is_obeyed_however_much_is_free(tiny: Path, gpu: Gpu) -> None:
@@ -146,12 +146,12 @@ def test_what_does_not_fit_at_all_is_explained_in_numbers(tiny: Path, gpu: Gpu) 
 
 
 def test_on_the_cpu_nothing_is_planned(tiny: Path) -> None:
-    said: list[str] = []
-    memory = StepMemory(policy_for(config_for(tiny)), Memory(), said.append)
+    logged: list[str] = []
+    memory = StepMemory(policy_for(config_for(tiny)), Memory(), logged.append)
     memory.prepare(100)
     with memory.watch(100):
         pass
-    assert said == []
+    assert logged == []
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])

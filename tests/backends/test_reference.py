@@ -89,9 +89,9 @@ def test_the_penalty_adds_its_gradient_and_its_value(tiny: Path) -> None:
     for name, gradient in gradients(made.policy).items():
         scale = float(bare[name].abs().max())
         torch.testing.assert_close(found[name], bare[name] + gradient, rtol=0, atol=1e-5 * scale)
-    told = totals.metrics()
-    assert told["loss"] == pytest.approx(float(without.metrics()["loss"] or 0) + worth, rel=1e-5)
-    assert told["kl_ref"] == pytest.approx(worth / 0.3, rel=1e-5)
+    metrics = totals.metrics()
+    assert metrics["loss"] == pytest.approx(float(without.metrics()["loss"] or 0) + worth, rel=1e-5)
+    assert metrics["kl_ref"] == pytest.approx(worth / 0.3, rel=1e-5)
     assert reference is not None and "kl_ref" not in without.metrics()
 
 
@@ -99,9 +99,9 @@ def test_a_strong_penalty_keeps_the_policy_near(tiny: Path) -> None:
     far = {}
     for beta in (1e-6, 20.0):
         made = learner(tiny, kl__beta=beta, training__lr=0.02)
-        told = [made.step(random_datums(SIZES), step)["kl_ref"] for step in range(12)]
-        far[beta] = told[-1]
-        assert told[0] == pytest.approx(0.0, abs=1e-9)
+        metrics = [made.step(random_datums(SIZES), step)["kl_ref"] for step in range(12)]
+        far[beta] = metrics[-1]
+        assert metrics[0] == pytest.approx(0.0, abs=1e-9)
     assert isinstance(far[20.0], float) and isinstance(far[1e-6], float)
     assert far[20.0] < 0.3 * far[1e-6]
 

@@ -97,8 +97,8 @@ def config_for(server: TinkerServer, folder: Path, **overrides: Any) -> TrainCon
     return load_config(None, small | {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def backend_for(config: TrainConfig, said: list[str] | None = None) -> TinkerBackend:
-    log = said.append if said is not None else lambda line: None
+def backend_for(config: TrainConfig, logged: list[str] | None = None) -> TinkerBackend:
+    log = logged.append if logged is not None else lambda line: None
     backend = build(config, load_tokenizer(config.model.model), log, lambda phase, done, total: None)
     assert isinstance(backend, TinkerBackend)
     BACKENDS.append(backend)
@@ -114,7 +114,7 @@ def run_file(config: TrainConfig, folder: Path, *flags: str) -> int:
 def off_policy_datums(config: TrainConfig, constant: bool = False) -> list[Datum]:
     """Rows whose ratios lie well below and above 1 and far from every clip bound, one of them with masked tokens."""
     policy = policy_for(config, trained=False)
-    engine = PyTorchEngine(policy, config.inference, load_tokenizer(config.model.model), lambda *told: None)
+    engine = PyTorchEngine(policy, config.inference, load_tokenizer(config.model.model), lambda *values: None)
     prompts = random_prompts([5, 9, 3])
     completions = engine.generate(prompts, Sampling(max_tokens=8, n=3, seed=5))
     rng = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def distance_to_a_bound(learner: Learner, datums: list[Datum]) -> float:
         {"loss__type": "dr_grpo", "loss__ratio_cap": 0.0, "training__weight_decay": 0.1},
         {"loss__type": "importance_sampling", "loss__grad_clip": 0.01},
     ],
-    ids=lambda told: "-".join(str(value) for value in told.values()),
+    ids=lambda values: "-".join(str(value) for value in values.values()),
 )
 def test_two_steps_on_the_service_are_two_local_steps(
     server: TinkerServer, tmp_path: Path, loss: dict[str, Any]
@@ -199,7 +199,7 @@ def test_a_run_prints_records_and_keeps_what_it_should(
     assert state["adapter"] in server.states and state["adapter"].startswith("tinker://run-1/weights/step_000004-")
     assert f"weights in {state['adapter']}" in printed[-1]
     for row in rows(tmp_path / "logs"):
-        # The same weights sampled and trained, both told raw: temperature 0.9 must not show.
+        # The same weights sampled and trained, both with raw log-probs: temperature 0.9 must not show.
         assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["loss_is_placeholder"] is False
         assert row["grad_norm"] > 0
@@ -236,9 +236,9 @@ class Tampering:
             sent = respond(sampler, prompt, drawn)
             self.seen += 1
             if self.seen in self.groups:
-                told = np.frombuffer(sent.sequences[-1].logprobs, np.float32).copy()
-                told[0] -= 3.0
-                sent.sequences[-1].logprobs = told.tobytes()
+                values = np.frombuffer(sent.sequences[-1].logprobs, np.float32).copy()
+                values[0] -= 3.0
+                sent.sequences[-1].logprobs = values.tobytes()
             return sent
 
         monkeypatch.setattr(Sampler, "response", response)
@@ -388,7 +388,7 @@ def test_a_turn_that_fails_says_so_to_its_conversation(server: TinkerServer, tmp
 
 
 @pytest.mark.slow
-def test_a_cut_run_goes_on_as_if_it_had_not_been_cut(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(server: TinkerServer, tmp_path: Path) -> None:
     whole, _ = train_quietly(config_for(server, tmp_path, logging__log_dir=str(tmp_path / "whole")))
     assert len([row for row in rows(whole.log_dir) if row["num_datums"]]) >= 3
     config = config_for(server, tmp_path)
@@ -433,7 +433,7 @@ def test_states_beyond_keep_are_deleted_from_the_service(server: TinkerServer, t
 
 
 @pytest.mark.slow
-def test_a_service_that_cannot_delete_is_told_and_forgiven(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_service_that_cannot_delete_is_reported_and_ignored(server: TinkerServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path, training__save_every=1, training__keep=1)
     original = server.answer_checkpoint
     server.answer_checkpoint = lambda method, parts: refuse(405, "not here")() or original(method, parts)  # type: ignore[method-assign]
@@ -556,13 +556,13 @@ def test_a_custom_loss_without_an_equivalent_is_rejected_up_front(
         ),
     ],
 )
-def test_a_cap_that_the_service_does_not_apply_is_said(
+def test_a_cap_that_the_service_does_not_apply_is_reported(
     server: TinkerServer, tmp_path: Path, loss: dict[str, Any], ignored: bool
 ) -> None:
-    said: list[str] = []
-    backend_for(config_for(server, tmp_path, **loss), said)
-    told = [line for line in said if line.startswith("Ignored with Tinker: [loss] ratio_cap = 2; its ")]
-    assert len(told) == int(ignored)
+    logged: list[str] = []
+    backend_for(config_for(server, tmp_path, **loss), logged)
+    ignored_lines = [line for line in logged if line.startswith("Ignored with Tinker: [loss] ratio_cap = 2; its ")]
+    assert len(ignored_lines) == int(ignored)
 
 
 def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
@@ -573,7 +573,7 @@ def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_back
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "expected"),
     [
         ("", "TINKER_API_KEY is not set"),
         ("sk-123456", 'must start with "tml-"'),
@@ -586,13 +586,13 @@ def test_a_bad_key_is_wrong_input_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     key: str,
-    told: str,
+    expected: str,
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", key)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_file(config_for(server, tmp_path), tmp_path) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert not key or key not in error
 
 
@@ -603,7 +603,7 @@ def test_a_key_that_the_service_echoes_is_cut_from_the_message(server: TinkerSer
     assert "who is ***?" in str(rejected.value) and KEY not in str(rejected.value)
 
 
-def test_a_service_that_is_not_there_is_said_soon(
+def test_a_service_that_is_not_there_is_reported_soon(
     server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("retrain.backends.tinker.service.START_PATIENCE_S", 0.2)
@@ -699,14 +699,14 @@ def test_a_state_of_another_run_is_rejected(server: TinkerServer, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_state_that_is_gone_is_said(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_state_that_is_gone_is_reported(server: TinkerServer, tmp_path: Path) -> None:
     train_quietly(config_for(server, tmp_path))
     server.states.clear()
     with pytest.raises(CheckpointError, match="no longer exists"):
         train_quietly(config_for(server, tmp_path, resume__from=str(tmp_path / "logs")))
 
 
-def test_a_local_checkpoint_cannot_go_on_at_the_service(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_local_checkpoint_cannot_be_resumed_on_the_service(server: TinkerServer, tmp_path: Path) -> None:
     backend = backend_for(config_for(server, tmp_path, resume__from="somewhere"))
     with pytest.raises(CheckpointError, match="was not saved by the tinker backend"):
         backend.load(tmp_path)
@@ -814,7 +814,7 @@ def test_the_student_of_a_teacher_is_a_base_model_of_the_service(server: TinkerS
 def test_what_the_student_draws_on_the_service_depends_on_seed_and_prompt(server: TinkerServer, tmp_path: Path) -> None:
     config = teaching_config(server, tmp_path)
     backend = backend_for(config)
-    lent = backend.frozen(config, load_tokenizer(config.model.model), lambda line: None, lambda *told: None)
+    lent = backend.frozen(config, load_tokenizer(config.model.model), lambda line: None, lambda *_: None)
     assert lent.context_length == server.context
     sampling, prompts = Sampling(max_tokens=6, seed=4), random_prompts([5, 7, 3])
     together = lent.engine.generate(prompts, sampling)

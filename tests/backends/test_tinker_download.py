@@ -95,7 +95,7 @@ def test_weights_for_sampling_are_rejected_with_the_reason(server: TinkerServer,
         fetch_adapter("tinker://run-0/sampler_weights/last", tmp_path)
 
 
-def test_a_state_that_is_not_there_is_said(server: TinkerServer, tmp_path: Path) -> None:
+def test_a_state_that_is_not_there_is_reported(server: TinkerServer, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="there is no tinker://run-0/weights/other"):
         fetch_adapter("tinker://run-0/weights/other", tmp_path)
 
@@ -172,8 +172,8 @@ def test_a_squeeze_file_takes_a_path_on_the_service(
     assert run(["explain", str(file)]) == 0
     assert f"{SAVED} (to be downloaded)" in capsys.readouterr().out
     assert run([str(file)]) == 0
-    told = capsys.readouterr().out
-    assert f"{SAVED}: " in told and "rank 4" in told and "Mean Var%" in told
+    printed = capsys.readouterr().out
+    assert f"{SAVED}: " in printed and "rank 4" in printed and "Mean Var%" in printed
     small = load_file(tmp_path / "small" / "adapter_model.safetensors")
     assert {min(tensor.shape) for tensor in small.values()} == {1}
     assert list(server.states) == [SAVED], "nothing of the download is left on the service"

@@ -66,17 +66,17 @@ def quiet(line: str) -> None:
 def test_sixteen_processes_share_four_slots_and_none_starves(tmp_path: Path) -> None:
     rounds = 12
     assert start(tmp_path, 4, 16, rounds, 0.02).wait(60) == 0
-    told = events(tmp_path)
+    logged_events = events(tmp_path)
     inside, most, entered = 0, 0, Counter()
-    for kind, pid, _ in told:
+    for kind, pid, _ in logged_events:
         inside += 1 if kind == "in" else -1
         most = max(most, inside)
         entered[pid] += kind == "in"
     assert most == 4
     assert list(entered.values()) == [rounds] * 16
     # Until the first is through, all compete: by then everybody has had a fair share.
-    first_done = min(max(at for _, pid, at in told if pid == worker) for worker in entered)
-    shares = Counter(pid for kind, pid, at in told if kind == "in" and at <= first_done)
+    first_done = min(max(at for _, pid, at in logged_events if pid == worker) for worker in entered)
+    shares = Counter(pid for kind, pid, at in logged_events if kind == "in" and at <= first_done)
     assert min(shares[worker] for worker in entered) >= rounds // 4, shares
 
 
@@ -140,16 +140,16 @@ def test_a_lone_run_pays_next_to_nothing(tmp_path: Path) -> None:
     assert (time.perf_counter() - began) / 100 < 0.005
 
 
-def test_waiting_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.backends.tinker.throttle._NOTIFY_AFTER_S", 0.05)
-    said: list[str] = []
-    throttle = Throttle(str(tmp_path), 1, said.append)
+    logged: list[str] = []
+    throttle = Throttle(str(tmp_path), 1, logged.append)
     with throttle.slot():
         waiting = threading.Thread(target=lambda: throttle.slot().__enter__())
         waiting.start()
         time.sleep(0.3)
     waiting.join(10)
-    assert said == ["Waiting for other runs: [backend] max_concurrent = 1 are in a Tinker call."]
+    assert logged == ["Waiting for other runs: [backend] max_concurrent = 1 are in a Tinker call."]
 
 
 def test_a_folder_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:

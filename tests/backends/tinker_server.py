@@ -68,9 +68,11 @@ class Trainee:
     def forward_backward(self, request: Any) -> Any:
         output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
         settings = dict(request.loss_fn_config)
-        told = [{name: tensor_of(value) for name, value in datum.loss_fn_inputs.items()} for datum in request.data]
-        logprobs = raw_logprobs(self.policy, [tokens_of(d) for d in request.data], [t["target_tokens"] for t in told])
-        loss = torch.stack([LOSSES[request.loss_fn](*row, settings) for row in zip(logprobs, told, strict=True)]).sum()
+        inputs = [{name: tensor_of(value) for name, value in datum.loss_fn_inputs.items()} for datum in request.data]
+        logprobs = raw_logprobs(self.policy, [tokens_of(d) for d in request.data], [t["target_tokens"] for t in inputs])
+        loss = torch.stack(
+            [LOSSES[request.loss_fn](*row, settings) for row in zip(logprobs, inputs, strict=True)]
+        ).sum()
         if not request.forward_only:
             loss.backward()
         rows = [row.detach().numpy().astype(np.float32) for row in logprobs]
@@ -83,15 +85,15 @@ class Trainee:
         output.metrics["loss:sum"] = float(loss.detach())
         return output
 
-    def optim_step(self, told: dict[str, float]) -> dict[str, Any]:
+    def optim_step(self, adam: dict[str, float]) -> dict[str, Any]:
         for group in self.adam.param_groups:
             group.update(
-                lr=told["learning_rate"],
-                betas=(told["beta1"], told["beta2"]),
-                eps=told["eps"],
-                weight_decay=told["weight_decay"],
+                lr=adam["learning_rate"],
+                betas=(adam["beta1"], adam["beta2"]),
+                eps=adam["eps"],
+                weight_decay=adam["weight_decay"],
             )
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, told["grad_clip_norm"] or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, adam["grad_clip_norm"] or float("inf"))
         self.adam.step()
         self.adam.zero_grad()
         return {"metrics": {"grad_norm": float(norm)}}
@@ -121,9 +123,9 @@ def tokens_of(datum: Any) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def tensor_of(told: Any) -> Tensor:
-    dtype = np.int64 if told.dtype == wire.DTYPE_INT64 else np.float32
-    return torch.from_numpy(np.frombuffer(told.dense, dtype).copy())
+def tensor_of(tensor: Any) -> Tensor:
+    dtype = np.int64 if tensor.dtype == wire.DTYPE_INT64 else np.float32
+    return torch.from_numpy(np.frombuffer(tensor.dense, dtype).copy())
 
 
 Inputs = dict[str, Tensor]
@@ -178,20 +180,20 @@ class Sampler:
         own = self.policy.adapter_state()
         self.policy.load_adapter_state(adapter or {name: torch.zeros_like(tensor) for name, tensor in own.items()})
         self.engine.sync(self.policy)
-        told = request["sampling_params"]
+        params = request["sampling_params"]
         # A service may know no end token by itself.
-        self.policy.stop_ids = tuple(told.get("stop") or ())
+        self.policy.stop_ids = tuple(params.get("stop") or ())
         prompts = [
             np.array([token for chunk in one["prompt"]["chunks"] for token in chunk["tokens"]], np.int64)
             for one in requests
         ]
         sampling = Sampling(
-            max_tokens=told["max_tokens"],
+            max_tokens=params["max_tokens"],
             n=request["num_samples"],
-            temperature=told["temperature"],
-            top_p=told["top_p"],
-            top_k=max(0, told["top_k"]),
-            seed=told["seed"],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=max(0, params["top_k"]),
+            seed=params["seed"],
         )
         groups = self.engine.generate(prompts, sampling)
         return [self.response(prompt, drawn) for prompt, drawn in zip(prompts, groups, strict=True)]

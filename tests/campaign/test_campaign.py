@@ -148,7 +148,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path, monkeypatch: P
     assert load_config(tmp_path / "config.toml").campaign == config.campaign
 
 
-def test_the_manifest_is_whole_at_every_moment(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_manifest_is_complete_at_every_moment(tmp_path: Path, monkeypatch: Patch) -> None:
     executor, seen = FakeExecutor(), []
     executor.on_poll = lambda: seen.append(len(manifest_of(tmp_path)["runs"]))
     run_with(executor, campaign_config(tmp_path), monkeypatch)
@@ -156,7 +156,9 @@ def test_the_manifest_is_whole_at_every_moment(tmp_path: Path, monkeypatch: Patc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_every_run_and_the_campaign_can_go_on(tmp_path: Path, monkeypatch: Patch, number: int) -> None:
+def test_a_signal_stops_every_run_and_the_campaign_can_be_resumed(
+    tmp_path: Path, monkeypatch: Patch, number: int
+) -> None:
     config = campaign_config(tmp_path, parallel=True, max_workers=2)
     executor = FakeExecutor()
     executor.on_poll = lambda: os.kill(os.getpid(), number) if executor.calls == [] else None
@@ -242,7 +244,7 @@ def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, mo
     assert len(without.started) == 6
 
 
-def test_a_baseline_goes_on_while_one_condition_is_open(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_baseline_continues_while_one_condition_is_open(tmp_path: Path, monkeypatch: Patch) -> None:
     wobble = [0.03, -0.02, 0.01, -0.04, 0.02, 0.01, -0.03, 0.02]
 
     def rate(run: Run) -> float:
@@ -283,7 +285,7 @@ def test_a_part_that_is_absent_is_rejected_for_each_condition(tmp_path: Path, mo
     assert not (tmp_path / "c").exists()
 
 
-def test_a_folder_of_another_version_is_rejected_unless_one_insists(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_folder_of_another_version_is_rejected_unless_forced(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     run_with(FakeExecutor(codes={"grpo+none_s1": 1}), config, monkeypatch)
     table = manifest_of(tmp_path)
@@ -325,7 +327,7 @@ def test_two_sessions_cannot_share_a_folder(tmp_path: Path, monkeypatch: Patch) 
         run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
 
 
-def test_a_run_that_goes_on_by_itself_is_not_started_twice(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_run_that_continues_by_itself_is_not_started_twice(tmp_path: Path, monkeypatch: Patch) -> None:
     from retrain.storage.folder import lock_folder
 
     config = campaign_config(tmp_path)
@@ -355,7 +357,7 @@ def test_resuming_needs_a_campaign_and_its_own_folder(tmp_path: Path) -> None:
         choose_folder(campaign_config(tmp_path / "other", {"resume": {"from": str(tmp_path)}}))
 
 
-def test_ray_that_is_not_installed_is_said_in_a_sentence(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_ray_that_is_not_installed_is_reported_in_a_sentence(tmp_path: Path, monkeypatch: Patch) -> None:
     import sys
 
     from retrain.campaign.run import run_campaign
@@ -368,7 +370,7 @@ def test_ray_that_is_not_installed_is_said_in_a_sentence(tmp_path: Path, monkeyp
     assert not (tmp_path / "c").exists()
 
 
-def test_a_pipe_is_told_how_far_the_runs_are(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+def test_a_pipe_gets_the_progress_of_the_runs(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr("retrain.campaign.screen.PLAIN_EVERY_S", 0.0)
     executor: Any = FakeExecutor()
     executor.on_poll = lambda: [write_result(run, 0.25, 1, "running") for run, _ in executor.going.values()]
@@ -399,7 +401,7 @@ def test_a_terminal_shows_a_table_of_all_runs(tmp_path: Path, monkeypatch: Patch
     assert "3 of 4 runs done" in last
 
 
-def test_nobody_listening_does_not_end_a_campaign(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_closed_output_does_not_end_a_campaign(tmp_path: Path, monkeypatch: Patch) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

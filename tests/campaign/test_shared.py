@@ -111,7 +111,7 @@ def test_how_often_steps_are_logged_does_not_change_the_turns(
 
 
 @pytest.mark.slow
-def test_shared_runs_that_are_stopped_go_on_to_the_same_end(
+def test_shared_runs_that_are_stopped_and_resumed_end_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_with(model, tmp_path, seeds=[1])

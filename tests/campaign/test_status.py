@@ -92,7 +92,7 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     assert read_progress(folder).status == "interrupted"
 
 
-def test_a_torn_log_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_log_is_read_up_to_the_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n[1]\nnonsense\n{"step": 1}\n{"st')
     assert read_tail(path) == [{"step": 0}, {"step": 1}]
@@ -149,7 +149,7 @@ def test_a_campaign_that_cannot_be_read_is_listed_with_the_reason(tmp_path: Path
     assert "format 7" in entry["problem"]
 
 
-def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: Captured) -> None:
+def test_no_runs_and_no_folder_are_reported(tmp_path: Path, capsys: Captured) -> None:
     assert run(["status", str(tmp_path)]) == 0
     assert "There are no runs in" in capsys.readouterr().out
     assert run(["status", str(tmp_path / "nowhere")]) == 2

@@ -65,7 +65,7 @@ def test_activations_of_one_layer_are_those_written_out() -> None:
     assert saved == pytest.approx(1000 * 10 * (cost.layer - cost.boundary), rel=1e-6)
 
 
-def test_a_step_that_was_measured_is_foretold_within_a_tenth() -> None:
+def test_a_step_that_was_measured_is_predicted_within_10_percent() -> None:
     # 59.8 GiB on an H200 (docs/benchmarks.md), with micro-batches of 15 sequences.
     plan = plan_memory(qwen(), replace(W1, micro_batch_tokens=15 * 578))
     assert plan.total == pytest.approx(59.8 * 2**30, rel=0.1)
@@ -189,7 +189,7 @@ def test_cards_are_found_by_any_part_of_their_name() -> None:
     assert math.isfinite(at_best.likely)
 
 
-def test_training_the_whole_model_needs_no_copy_to_sample_from_but_a_reference_is_one() -> None:
+def test_full_finetuning_needs_no_copy_to_sample_from_but_a_reference_is_one() -> None:
     shape = read_shape(QWEN3_4B)
     assert shape is not None
     config = load_config(None, {"model.lora_rank": 0, "model.dtype": "bf16"})

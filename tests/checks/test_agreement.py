@@ -72,12 +72,12 @@ def test_rows_that_nobody_sampled_are_not_compared() -> None:
 
 
 def test_one_row_is_left_out_and_two_of_eight_stop_the_run() -> None:
-    said: list[str] = []
-    agreement = Agreement(FLOAT32, said.append)
+    logged: list[str] = []
+    agreement = Agreement(FLOAT32, logged.append)
     one = agreement.check(gaps([1e-4] * 7 + [3.0]), None, 0)
     assert (one.excluded, one.rejected) == (8, False), "advantages of the whole group rest on its reward"
-    assert "group 0, completion 7 is off by 3 at one token" in said[0] and "one log-prob" in said[0]
-    assert "the 8 rows of its group are excluded from the loss" in said[0]
+    assert "group 0, completion 7 is off by 3 at one token" in logged[0] and "one log-prob" in logged[0]
+    assert "the 8 rows of its group are excluded from the loss" in logged[0]
     two = agreement.check(gaps([1e-4] * 6 + [3.0, 2.0]), None, 0)
     assert two.rejected
     with pytest.raises(
@@ -102,11 +102,11 @@ def test_rows_that_are_only_looked_at_count_but_are_not_left_out() -> None:
 
 def test_a_mean_ratio_off_one_is_a_shift_unless_noise_explains_it() -> None:
     agreement = Agreement(HALF, lambda line: None)
-    told = {"ratio_mean": 0.95, "kl_sample_train": 0.002}
+    metrics = {"ratio_mean": 0.95, "kl_sample_train": 0.002}
     # One standard error is sqrt(2 * 0.002 / 10,000) = 0.0006, and 0.02 + 5 * 0.0006 is less than 0.05.
-    assert agreement.shift(told, 10_000, 0) == pytest.approx(-0.05)
-    assert agreement.shift(told, 20, 0) == 0.0
-    assert agreement.shift(told, 10_000, 1) == 0.0
+    assert agreement.shift(metrics, 10_000, 0) == pytest.approx(-0.05)
+    assert agreement.shift(metrics, 20, 0) == 0.0
+    assert agreement.shift(metrics, 10_000, 1) == 0.0
     assert agreement.shift({"ratio_mean": 1.01, "kl_sample_train": 0.002}, 10_000, 0) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""What is said before anything is loaded."""
+"""Checks before anything is loaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_environment_cuts_what_is_too_long_by_itself() -> None:
     assert check(environment__provider="builtin", environment__id="guess-number", training__max_tokens=5000) == ""
 
 
-def test_all_of_it_is_said_at_once() -> None:
+def test_all_issues_are_reported_at_once() -> None:
     error = check(model__model="./nowhere", logging__wandb_project="p", data__source="jsonl", data__path="no.jsonl")
     assert error.count("\n") == 3
 
@@ -123,9 +123,9 @@ def test_without_the_hub_what_is_cached_is_used_and_nobody_asked(folder: Path, m
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"max_position_embeddings": 64}')
     monkeypatch.setattr(preflight, "hub_answers", lambda: False)
-    said: list[str] = []
-    preflight.check_before_loading(load_config(None, HERE | {"model.model": "Qwen/Qwen3-4B"}), said.append)
-    assert len(said) == 1 and "cannot be reached" in said[0]
+    logged: list[str] = []
+    preflight.check_before_loading(load_config(None, HERE | {"model.model": "Qwen/Qwen3-4B"}), logged.append)
+    assert len(logged) == 1 and "cannot be reached" in logged[0]
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert "context of 64" in check(model__model="Qwen/Qwen3-4B", training__max_tokens=64)
 
@@ -140,7 +140,7 @@ def test_the_hub_is_not_asked_for_what_is_here(monkeypatch: pytest.MonkeyPatch) 
     assert "not in the cache" in check(model__model="Qwen/Qwen3-4B")
 
 
-def test_libraries_that_were_imported_before_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_were_imported_before_are_configured_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -148,7 +148,7 @@ def test_libraries_that_were_imported_before_are_told_too(monkeypatch: pytest.Mo
     assert constants.HF_HUB_OFFLINE is True
 
 
-def test_it_is_said_without_importing_torch(folder: Path) -> None:
+def test_issues_are_reported_without_importing_torch(folder: Path) -> None:
     (folder / "run.toml").write_text(starter("demo"))
     program = "import sys; from retrain.cli import run; code = run(['run.toml', '--max-tokens', '999']); "
     done = subprocess.run(

@@ -164,7 +164,9 @@ def test_a_campaign_that_stopped_early_says_so(tmp_path: Path, capsys: pytest.Ca
     assert any("sequential test" in note for note in data["notes"])
 
 
-def test_what_cannot_be_compared_is_rejected(campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_rejected(
+    campaign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     assert "neither a run nor a campaign" in refusal(capsys, tmp_path / "empty")
     assert "there is no folder" in refusal(capsys, tmp_path / "nowhere")

@@ -60,7 +60,7 @@ def test_without_a_configuration_only_the_installation_is_checked(capsys: pytest
     assert "model" not in checks
 
 
-def test_a_cpu_configuration_on_a_machine_without_gpu_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_configuration_on_a_machine_without_gpu_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     _write('[backend]\ndevices = "cpu"\n')
     code, checks = _examine(capsys)
     assert code == 0
@@ -69,7 +69,7 @@ def test_a_cpu_configuration_on_a_machine_without_gpu_is_well(capsys: pytest.Cap
     assert "download" in checks["model"]["detail"]
 
 
-def test_a_gpu_that_is_not_there_is_missing_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_missing_and_the_fix_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     code, checks = _examine(capsys, "--devices", "gpu:0")
     assert code == 1

@@ -111,7 +111,7 @@ def test_a_campaign_shows_every_condition_with_every_seed(capsys: pytest.Capture
     assert "maxrl+gtpo_hicra_s2" in capsys.readouterr().out
 
 
-def test_conditions_with_one_label_are_told_apart_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conditions_with_one_label_are_distinguished_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:
     _write(
         '[campaign]\nseeds = [1]\nparallel = true\n[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1e-4\n'
         '[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1e-5\n'
@@ -160,7 +160,7 @@ def test_a_model_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> 
     assert find_model("./other").found == "missing"
 
 
-def test_what_cannot_be_known_is_said_to_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_known_is_reported_as_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     _write('[model]\nmodel = "somebody/mystery"\n')
     data = _explain(capsys)
     assert data["model"]["parameters"] is None
@@ -204,7 +204,7 @@ def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.Captu
         None,
     ],
 )
-def test_steps_of_another_model_engine_device_or_length_tell_nothing(
+def test_steps_of_another_model_engine_device_or_length_are_not_used(
     other: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write("")
@@ -228,7 +228,7 @@ def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("key", "value"), [("attention_kernel", "tk"), ("attention_kernel", "cutlass"), ("dtype", "fp4")]
 )
-def test_a_choice_that_nothing_here_honours_is_said_to_block(
+def test_a_choice_that_nothing_here_honours_is_reported_as_blocking(
     capsys: pytest.CaptureFixture[str], key: str, value: str
 ) -> None:
     _write(f'[inference]\n{key} = "{value}"\n')

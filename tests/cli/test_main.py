@@ -17,7 +17,7 @@ from retrain.cli import limit_openmp_spinning
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )
-def test_threads_that_wait_sleep_soon_unless_the_user_says_otherwise(
+def test_threads_that_wait_sleep_soon_unless_configured_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str]
 ) -> None:
     environment = dict(given)

@@ -129,7 +129,7 @@ def copied_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-def test_check_fails_on_a_stale_block_and_sync_mends_it(
+def test_check_fails_on_a_stale_block_and_sync_fixes_it(
     copied_source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["man", "--sync"]) == 0

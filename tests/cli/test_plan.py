@@ -41,14 +41,14 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return data
 
 
-def test_memory_is_told_by_part_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_shown_by_part_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     memory = plan(capsys)["memory"]
     assert memory.pop("fits") is None, "no card is known"
     assert memory.pop("total") == sum(memory.values())
     assert memory["weights"] == pytest.approx(2 * 1.236e9, rel=1e-3)
 
 
-def test_a_card_tells_what_fits_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_shows_what_fits_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     data = plan(capsys, "--card", "H100")
     assert data["card"]["memory"] == 80
     assert data["memory"]["fits"] is True

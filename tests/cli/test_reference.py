@@ -110,7 +110,7 @@ def _unknown_keys(table: dict[str, Any], schema: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", [default_toml(), *(starter(name) for name in TEMPLATES)])
-def test_the_schema_knows_every_key_that_is_written(text: str) -> None:
+def test_the_schema_has_every_key_that_is_written(text: str) -> None:
     assert _unknown_keys(tomllib.loads(text), json_schema()) == []
 
 

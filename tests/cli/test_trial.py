@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outcomes(**options: Any) -> dict[str, tuple[str, str]]:
-    """What each trial said but that of the tokenizer, which one test is for."""
+    """The result of each trial except the tokenizer, which has its own test."""
     config = load_config(None, HERE | {key.replace("__", "."): value for key, value in options.items()})
     found = {}
     for where, attempt in trial._trials(config):

@@ -170,7 +170,7 @@ def test_a_resume_of_nothing_exits_with_2(
     assert started == []
 
 
-def test_a_resume_knows_the_home_folder(
+def test_a_resume_expands_the_home_folder(
     folder: Path, started: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(folder))
@@ -180,7 +180,7 @@ def test_a_resume_knows_the_home_folder(
     assert started[0].training.lr == 0.25
 
 
-def test_the_way_on_can_be_pasted_into_a_shell(folder: Path) -> None:
+def test_the_resume_command_can_be_pasted_into_a_shell(folder: Path) -> None:
     log_dir = str(folder / "it's my; run")
     config = load_config(None, {"logging.log_dir": log_dir})
     assert train_command.resume_hint(config) == ""
@@ -191,7 +191,7 @@ def test_the_way_on_can_be_pasted_into_a_shell(folder: Path) -> None:
     assert shlex.split(typed) == ["retrain", "--resume", log_dir]
 
 
-def test_without_an_environment_file_nothing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_environment_file_nothing_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([])
     assert "Loaded" not in capsys.readouterr().out
 

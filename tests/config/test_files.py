@@ -1,4 +1,4 @@
-"""Reading files: what cannot be a configuration is refused in one sentence, broken TOML with line and caret."""
+"""Reading files: a file that is no configuration is rejected in one sentence, broken TOML with line and caret."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_deep_nesting_is_rejected_with_its_line_and_without_delay(text: str) -> 
     assert time.process_time() - begin < 2
 
 
-def test_a_number_that_python_rejects_to_read_is_reported_with_its_line() -> None:
+def test_a_number_that_python_cannot_read_is_reported_with_its_line() -> None:
     assert (
         message_of("a = 1\nb = " + "9" * 5000)
         == "run.toml cannot be read: it holds a number that is too large (line 2)."

@@ -1,4 +1,4 @@
-"""What a user is told: table, key, value and a suggestion, all problems at once."""
+"""Error messages: table, key, value and a suggestion, all issues at once."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_text_that_is_not_utf8_is_named_by_line_and_byte(load):
         load(b'{"prompt": "a", "answer": "b"}\n{"prompt": "\xff", "answer": "b"}')
 
 
-def test_a_missing_file_a_folder_and_an_empty_file_are_told_apart(load, tmp_path):
+def test_a_missing_file_a_folder_and_an_empty_file_are_distinguished(load, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file .*absent\.jsonl"):
         load_examples(Data(source="jsonl", path=str(tmp_path / "absent.jsonl")))
     with pytest.raises(ConfigError, match="has no rows"):

@@ -37,27 +37,27 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, answerin
     for _, sending in pipes:
         sending.close()
     try:
-        told = [_receive(receiving) for receiving, _ in pipes[: answering or world]]
+        replies = [_receive(receiving) for receiving, _ in pipes[: answering or world]]
     finally:
         for process in processes:
             process.join(timeout=60)
         alive = [process for process in processes if process.exitcode is None]
         for process in alive:
             process.kill()
-    broken = [text for text, _ in told if text]
+    broken = [text for text, _ in replies if text]
     assert not broken, "\n".join(broken)
     assert not alive, "a rank did not end"
-    return [result for _, result in told]
+    return [result for _, result in replies]
 
 
 def _receive(pipe: Connection) -> tuple[str, Any]:
     if not pipe.poll(PATIENCE_S):
-        return f"a rank said nothing for {PATIENCE_S} s", None
+        return f"no reply from a rank for {PATIENCE_S} s", None
     try:
-        told: tuple[str, Any] = pipe.recv()
+        reply: tuple[str, Any] = pipe.recv()
     except EOFError:
         return "a rank ended without a word", None
-    return told
+    return reply
 
 
 def _run(

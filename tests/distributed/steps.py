@@ -66,9 +66,9 @@ def alone(config: TrainConfig, variant: str) -> Outcome:
     """The steps of a single process."""
     policy = policy_for(config, trained=False)
     learner = Learner(policy, config, lambda line: None)
-    told = [learner.step(datums_for(variant, step), step) for step in range(STEPS)]
+    metrics = [learner.step(datums_for(variant, step), step) for step in range(STEPS)]
     engine = make_engine(config, policy, load_tokenizer(config.model.model), lambda line: None, lambda *_: None)
-    return Outcome(told, {name: tensor.numpy() for name, tensor in learner.state().items()}, draw(engine))
+    return Outcome(metrics, {name: tensor.numpy() for name, tensor in learner.state().items()}, draw(engine))
 
 
 def draw(engine: InferenceEngine) -> list[list[int]]:
@@ -87,15 +87,15 @@ def together(rank_info: RankInfo, config: TrainConfig, variant: str, folder: Pat
         datums = datums_for(variant, step)
         return learner.take_step(balance_datums(datums, rank_info.world)[rank_info.rank], StepSize.of(datums), step)
 
-    told = [take(step) for step in range(STEPS - 1)]
+    metrics = [take(step) for step in range(STEPS - 1)]
     if rank_info.is_main or not learner.is_replicated:
         backend.save(folder)
     dist.barrier()
     take(STEPS - 1)
     backend.load(folder)
-    told.append(take(STEPS - 1))
+    metrics.append(take(STEPS - 1))
     state = {name: tensor.numpy() for name, tensor in learner.state().items()}
-    return Outcome(told, state, draw(backend.sampler(STEPS)))
+    return Outcome(metrics, state, draw(backend.sampler(STEPS)))
 
 
 def every_variant(
@@ -122,5 +122,5 @@ def check_steps(world: int, model: Path, folder: Path, more: dict[str, Any], var
             assert found.tokens == expected.tokens
         learner = Learner(policy_for(config, trained=False), config, lambda line: None)
         learner.load(folder / variant)
-        told = learner.step(datums_for(variant, STEPS - 1), STEPS - 1)
-        assert told == pytest.approx(expected.metrics[-1], abs=1e-5, rel=1e-5)
+        metrics = learner.step(datums_for(variant, STEPS - 1), STEPS - 1)
+        assert metrics == pytest.approx(expected.metrics[-1], abs=1e-5, rel=1e-5)

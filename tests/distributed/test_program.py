@@ -16,7 +16,7 @@ CLOSE = ("loss", "grad_norm", "ratio_mean", "exec_entropy_mean")
 
 
 @pytest.mark.slow
-def test_two_ranks_run_what_one_does_and_one_or_four_go_on_with_it(tmp_path: Path) -> None:
+def test_two_ranks_run_what_one_does_and_one_or_four_resume_it(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("alone", "two", "one", "four")}
     folders["alone"].mkdir()
     folders["two"].mkdir()
@@ -42,7 +42,7 @@ def test_two_ranks_run_what_one_does_and_one_or_four_go_on_with_it(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_fsdp2_runs_the_program_and_a_single_process_goes_on_with_it(tmp_path: Path) -> None:
+def test_fsdp2_runs_the_program_and_a_single_process_resumes_it(tmp_path: Path) -> None:
     code, printed, _ = run_program(2, tmp_path, training__max_steps=2, distributed__fsdp=True, model__lora_rank=0)
     assert code == 0, printed
     log = str(tmp_path / "log")

@@ -12,7 +12,7 @@ from .tiny import config_for, write_model, write_tokenizer
 
 
 @pytest.mark.slow
-def test_a_real_run_explores_settles_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+def test_a_real_run_explores_settles_and_resumes_where_it_was_stopped(tmp_path: Path) -> None:
     model = write_tokenizer(write_model(tmp_path / "model", layers=1))
     settings = {
         "backpressure__enabled": True,

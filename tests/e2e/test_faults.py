@@ -97,8 +97,8 @@ def set_logprob(body: dict[str, Any], choices: Choices) -> Choices:
 
 
 def raise_logprob(body: dict[str, Any], choices: Choices) -> Choices:
-    told = choices[-1]["logprobs"]["token_logprobs"]
-    told[3] = told[3] / 2
+    logprobs = choices[-1]["logprobs"]["token_logprobs"]
+    logprobs[3] = logprobs[3] / 2
     return choices
 
 
@@ -117,8 +117,8 @@ def swap_contents(body: dict[str, Any], choices: Choices) -> Choices:
     """The ids of one choice with the log-probs of another."""
     first, last = choices[0], choices[-1]
     shared = min(len(first["token_ids"]), len(last["token_ids"]))
-    told = first["logprobs"]["token_logprobs"], last["logprobs"]["token_logprobs"]
-    told[0][:shared], told[1][:shared] = told[1][:shared], told[0][:shared]
+    logprobs = first["logprobs"]["token_logprobs"], last["logprobs"]["token_logprobs"]
+    logprobs[0][:shared], logprobs[1][:shared] = logprobs[1][:shared], logprobs[0][:shared]
     return choices
 
 
@@ -151,10 +151,10 @@ class SwapPrompts:
         return [{**c, "prompt_token_ids": c["prompt_token_ids"] if self.with_ids else None} for c in other]
 
 
-def check_stopped(server: Loopback, calm: dict[str, Path], tmp_path: Path, told: str) -> None:
+def check_stopped(server: Loopback, calm: dict[str, Path], tmp_path: Path, expected: str) -> None:
     """The run ends before its second step, with the weights of the first."""
     config = config_of(server, tmp_path, **SMALL)
-    with pytest.raises(RolloutError, match=told):
+    with pytest.raises(RolloutError, match=expected):
         train_quietly(config)
     log_dir = Path(config.logging.log_dir)
     assert [row["step"] for row in rows(log_dir)] == [0]
@@ -171,7 +171,7 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
 
 
 @pytest.mark.parametrize(
-    ("alter", "told"),
+    ("alter", "expected"),
     [
         (raise_logprob, DISAGREES + ".*one log-prob"),
         (duplicate, "completion 7 of group .* repeats completion 0"),
@@ -187,11 +187,16 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
     ],
 )
 def test_what_is_altered_on_the_way_stops_the_run_before_anything_is_trained_on_it(
-    server: Loopback, calm: dict[str, Path], tmp_path: Path, alter: Alter, told: str, monkeypatch: pytest.MonkeyPatch
+    server: Loopback,
+    calm: dict[str, Path],
+    tmp_path: Path,
+    alter: Alter,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
     server.alter = FromSecondStep(alter)
-    check_stopped(server, calm, tmp_path, told)
+    check_stopped(server, calm, tmp_path, expected)
 
 
 class Sharper:
@@ -328,5 +333,5 @@ def test_a_ratio_far_from_one_is_a_warning_on_the_console() -> None:
     assert "ratio_max=20.0 is far from 1, though" in health_lines({"ratio_max": 20.0, "staleness": 0})[0]
     assert health_lines({"ratio_max": 5.0, "staleness": 1}) == []
     assert "more than one update" in health_lines({"ratio_max": 20.0, "staleness": 1})[0]
-    told = {"ratio_max": 1.0, "rows_excluded": 2, "rows_checked": 64, "rows_mismatch_max": 3.21}
-    assert "2 of 64 rows excluded" in health_lines(told)[0]
+    metrics = {"ratio_max": 1.0, "rows_excluded": 2, "rows_checked": 64, "rows_mismatch_max": 3.21}
+    assert "2 of 64 rows excluded" in health_lines(metrics)[0]

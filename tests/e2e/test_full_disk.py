@@ -73,14 +73,14 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
     resize(disk, int(share * needed))
     capfd.readouterr()
     code = run_with(config, tmp_path)
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert code == 1
-    assert "No space left on device" in told
-    assert "Earlier checkpoints are intact" in told
-    assert "Traceback" not in told
+    assert "No space left on device" in printed
+    assert "Earlier checkpoints are intact" in printed
+    assert "Traceback" not in printed
     resize(disk, 64 << 20)
     if (logs / "trainer_state.json").exists():
-        assert f"retrain --resume {logs}" in told
+        assert f"retrain --resume {logs}" in printed
         assert run(["--resume", str(logs)]) == 0
     else:
         assert run_with(config, tmp_path) == 0

@@ -218,19 +218,19 @@ def cut_at_random(bench: Bench, number: int, seed: int) -> None:
 
 
 @pytest.mark.threads
-def test_two_runs_killed_at_random_instants_end_as_the_run_that_was_never_cut(bench: Bench) -> None:
+def test_two_runs_killed_at_random_instants_end_as_the_run_that_was_never_interrupted(bench: Bench) -> None:
     cut_at_random(bench, 2, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_five_runs_killed_at_random_instants_end_as_the_run_that_was_never_cut(bench: Bench) -> None:
+def test_twenty_five_runs_killed_at_random_instants_end_as_the_run_that_was_never_interrupted(bench: Bench) -> None:
     cut_at_random(bench, 25, seed=int(time.time()))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_again_and_again_ends_as_the_run_that_was_never_cut(bench: Bench) -> None:
+def test_a_run_killed_again_and_again_ends_as_the_run_that_was_never_interrupted(bench: Bench) -> None:
     rng = random.Random(3)
     logs, _ = begin(bench, "retrain.trainer:write_state_file:1")
     assert bench.server.wait() == -signal.SIGKILL
@@ -268,7 +268,7 @@ def test_a_kill_at_every_delicate_point_costs_nothing(bench: Bench) -> None:
         compare(bench, logs, f"killed in {point}")
 
 
-def test_a_killed_run_in_split_mode_ends_as_the_run_that_was_never_cut(split_bench: Bench) -> None:
+def test_a_killed_run_in_split_mode_ends_as_the_run_that_was_never_interrupted(split_bench: Bench) -> None:
     uncut = rows(split_bench.uncut)
     assert not any(row["loss_is_placeholder"] for row in uncut)
     assert all(row["grad_norm"] is not None and row["lr"] is not None for row in uncut), "the first and the last too"
@@ -280,7 +280,7 @@ def test_a_killed_run_in_split_mode_ends_as_the_run_that_was_never_cut(split_ben
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_runs_in_split_mode_killed_at_random_end_as_the_run_that_was_never_cut(split_bench: Bench) -> None:
+def test_ten_runs_in_split_mode_killed_at_random_end_as_the_run_that_was_never_interrupted(split_bench: Bench) -> None:
     cut_at_random(split_bench, 10, seed=2)
 
 

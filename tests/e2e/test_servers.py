@@ -66,7 +66,7 @@ def test_a_run_trains_through_a_server_and_proves_the_policy_at_every_step(serve
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_never_cut(server: Loopback, tmp_path: Path, ahead: int) -> None:
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(server: Loopback, tmp_path: Path, ahead: int) -> None:
     whole, _ = train_quietly(config_of(server, tmp_path / "whole", training__async_steps=ahead))
     half = config_of(server, tmp_path / "cut", training__async_steps=ahead, training__max_steps=2)
     cut, _ = train_quietly(half)
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_run_that_was_never_cut(server: Loopback, tmp_path:
 
 
 @pytest.mark.slow
-def test_one_step_ahead_is_said_to_be_one_step_stale(server: Loopback, tmp_path: Path) -> None:
+def test_one_step_ahead_is_reported_as_one_step_stale(server: Loopback, tmp_path: Path) -> None:
     result, printed = train_quietly(config_of(server, tmp_path, training__async_steps=1))
     metrics = rows(result.log_dir)
     assert [row["staleness"] for row in metrics] == [0, 1, 1, 1]
@@ -88,7 +88,9 @@ def test_one_step_ahead_is_said_to_be_one_step_stale(server: Loopback, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_swapped_adapter_stops_the_run_within_a_step_and_the_run_can_go_on(server: Loopback, tmp_path: Path) -> None:
+def test_a_swapped_adapter_stops_the_run_within_a_step_and_the_run_can_be_resumed(
+    server: Loopback, tmp_path: Path
+) -> None:
     config = config_of(server, tmp_path, training__max_steps=4)
     seen = 0
 
@@ -128,9 +130,9 @@ def test_a_server_that_dies_ends_the_run_with_a_checkpoint_and_exit_code_one(
 
     server.faults = [die] * 100
     assert run_command(config) == 1
-    told = capsys.readouterr()
-    assert "no inference server is available" in told.err
-    assert "retrain --resume" in told.out + told.err
+    printed = capsys.readouterr()
+    assert "no inference server is available" in printed.err
+    assert "retrain --resume" in printed.out + printed.err
     server.down, server.faults = False, []
     assert run(["--resume", config.logging.log_dir]) == 0
     assert rows_without_times(whole.log_dir) == rows_without_times(config.logging.log_dir), "no partial group was used"

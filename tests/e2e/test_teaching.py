@@ -102,7 +102,7 @@ def test_a_run_trains_the_teaching_and_logs_the_student(model: Path, tmp_path: P
             asked = {(row["transcript"][0]["content"], row["transcript"][2]["content"]) for row in generations}
             assert prompt.removesuffix("=") in {f"{question} {probe}" for question, probe in asked}
     for row in generations:
-        roles = [said["role"] for said in row["transcript"]]
+        roles = [message["role"] for message in row["transcript"]]
         assert roles == ["question", "student alone", "student probed", "teacher", "student taught"]
         assert row["transcript"][3]["content"] == row["completion"]
 
@@ -135,13 +135,13 @@ def test_another_student_reads_with_its_own_tokenizer(model: Path, other: Path, 
     assert f"Loading student: {other} on cpu..." in printed
     train_quietly(config_for(model, tmp_path, training__max_steps=1, logging__log_dir=str(tmp_path / "own")))
     probes = [
-        {said["transcript"][2]["content"] for said in rows(tmp_path / name, "emergence/generations.jsonl")}
+        {message["transcript"][2]["content"] for message in rows(tmp_path / name, "emergence/generations.jsonl")}
         for name in ("logs", "own")
     ]
     assert probes[0] != probes[1]
 
 
-def test_a_relative_student_folder_is_written_down_whole(
+def test_a_relative_student_folder_is_saved_as_an_absolute_path(
     model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(other.parent)

@@ -17,9 +17,9 @@ PACKAGES = Path(__file__).parent / "packages"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def build(id: str, generation: str = "classic", said: list[str] | None = None, **options: Any) -> Any:
+def build(id: str, generation: str = "classic", logged: list[str] | None = None, **options: Any) -> Any:
     section = Environment(provider="verifiers", id=id, **options)
-    return build_environment(section, [str(PACKAGES / generation)], (said if said is not None else []).append)
+    return build_environment(section, [str(PACKAGES / generation)], (logged if logged is not None else []).append)
 
 
 def test_a_multi_turn_environment_runs_its_own_loop() -> None:

@@ -103,15 +103,15 @@ PRODUCT = Example("What is 12*12?", "144")
 
 
 def test_the_calculator_is_called_and_its_answer_used() -> None:
-    outcome, heard = script(build("calculator"), PRODUCT, call("12*12"), r"It is \boxed{144}.")
+    outcome, replies = script(build("calculator"), PRODUCT, call("12*12"), r"It is \boxed{144}.")
     assert outcome == Outcome(1.0, {"calls": 1, "failed_calls": 0})
-    assert heard == ["What is 12*12?", "144"]
+    assert replies == ["What is 12*12?", "144"]
 
 
 def test_several_calls_may_come_in_one_turn_and_no_call_is_fine_too() -> None:
     environment = build("calculator")
-    outcome, heard = script(environment, PRODUCT, call("12*2") + call("(1+2)*-3"), r"\boxed{1}")
-    assert heard[1:] == ["24", "-9"]
+    outcome, replies = script(environment, PRODUCT, call("12*2") + call("(1+2)*-3"), r"\boxed{1}")
+    assert replies[1:] == ["24", "-9"]
     assert outcome == Outcome(0.0, {"calls": 2, "failed_calls": 0})
     assert script(environment, PRODUCT, r"\boxed{144}")[0].reward == 1.0
 
@@ -133,9 +133,9 @@ def test_several_calls_may_come_in_one_turn_and_no_call_is_fine_too() -> None:
     ],
 )
 def test_a_wrong_call_is_answered_with_what_is_wrong(bad: str) -> None:
-    outcome, heard = script(build("calculator"), PRODUCT, bad, r"\boxed{144}")
+    outcome, replies = script(build("calculator"), PRODUCT, bad, r"\boxed{144}")
     assert outcome == Outcome(1.0, {"calls": 1, "failed_calls": 1})
-    assert heard[1].startswith("error: ")
+    assert replies[1].startswith("error: ")
 
 
 def test_calls_without_end_are_ended() -> None:

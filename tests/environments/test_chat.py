@@ -122,7 +122,7 @@ def test_blanks_that_a_template_trims_do_not_fork() -> None:
     assert "  padded <|end|><|user|>b" in tiny_tokenizer().decode(prompts[1])
 
 
-def test_a_model_without_a_template_goes_on_in_plain_text() -> None:
+def test_a_model_without_a_template_continues_in_plain_text() -> None:
     chat, prompts = chat_with(["one", "two"], tokenizer_with(None))
     converse(chat, "a", "b")
     assert len(chat.branches) == 1
@@ -254,7 +254,7 @@ def test_calls_are_read_and_broken_ones_kept(text: str, calls: list[tuple[str, d
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=2, max_size=4), st.booleans())
-def test_whatever_is_said_the_earlier_tokens_stay(answers: list[str], trims: bool) -> None:
+def test_later_messages_leave_earlier_tokens_unchanged(answers: list[str], trims: bool) -> None:
     chat, prompts = chat_with(answers, tokenizer_with(TRIMS) if trims else None)
     converse(chat, *("ask " + str(number) for number in range(len(answers))))
     whole = chat.completion()

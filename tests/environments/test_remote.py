@@ -90,9 +90,9 @@ def test_endless_examples_are_drawn_there_by_the_same_seed() -> None:
 
 
 @pytest.mark.parametrize("when", ["regex in a thread", "sleep", pytest.param("regex", marks=pytest.mark.slow)])
-def test_a_rollout_that_lets_nothing_else_run_is_a_timeout_and_the_others_go_on(when: str) -> None:
-    said: list[str] = []
-    with cases(when, said.append) as own:
+def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_continue(when: str) -> None:
+    logged: list[str] = []
+    with cases(when, logged.append) as own:
         began = time.monotonic()
         groups = sample(own)
         assert outcomes(groups) == ["timeout", "right", "right", "right"]
@@ -100,8 +100,8 @@ def test_a_rollout_that_lets_nothing_else_run_is_a_timeout_and_the_others_go_on(
         (score,) = groups[0].scores_G
         assert score.detail.startswith("no result after 1.5 s: its process did not respond and was killed")
         assert "remote_cases.py" in score.detail and "worker.py" not in score.detail
-        assert "Restarting environment 'remote_cases.Cases': its process did not respond" in said
-        assert sum(line.startswith("loading with") for line in said) == 1
+        assert "Restarting environment 'remote_cases.Cases': its process did not respond" in logged
+        assert sum(line.startswith("loading with") for line in logged) == 1
         # The next step has a process again.
         assert outcomes(sample(own, examples=own.environment.examples("train")[1:4])) == ["right"] * 3
 
@@ -123,12 +123,12 @@ def test_a_rollout_that_ends_its_process_is_an_error_of_its_own(when: str, detai
 
 
 def test_a_rollout_that_only_waits_is_cancelled_and_its_process_lives_on() -> None:
-    said: list[str] = []
-    with cases("never", said.append) as own:
+    logged: list[str] = []
+    with cases("never", logged.append) as own:
         groups = sample(own)
     assert outcomes(groups) == ["timeout", "right", "right", "right"]
     assert "of the environment's own time" in groups[0].scores_G[0].detail
-    assert not [line for line in said if line.startswith("Restarting")]
+    assert not [line for line in logged if line.startswith("Restarting")]
 
 
 def test_turns_taken_before_a_restart_are_not_sampled_again() -> None:
@@ -175,11 +175,11 @@ def test_errors_keep_their_kind() -> None:
 
 def test_what_an_environment_prints_and_raises_hides_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACME_API_KEY", "opensesame99")
-    said: list[str] = []
-    with cases("leak", said.append) as own:
+    logged: list[str] = []
+    with cases("leak", logged.append) as own:
         groups = sample(own)
-    assert "the key is ***" in said
-    assert not [line for line in said if "opensesame99" in line]
+    assert "the key is ***" in logged
+    assert not [line for line in logged if "opensesame99" in line]
     assert groups[0].scores_G[0].outcome == "error"
 
 

@@ -189,8 +189,8 @@ def fails(when: str) -> Rollout:
     ],
 )
 def test_a_failed_rollout_is_left_out_and_not_scored_as_wrong(when: str, outcome: str, detail: str) -> None:
-    said: list[str] = []
-    own = player(Plays(fails(when)), said.append, timeout_s=1.5)
+    logged: list[str] = []
+    own = player(Plays(fails(when)), logged.append, timeout_s=1.5)
     examples = own.environment.examples("train")
     groups = own.sample_and_score(TextEngine(lambda _: "2"), examples, Sampling(max_tokens=64, n=2)).groups
     own.close()
@@ -198,7 +198,7 @@ def test_a_failed_rollout_is_left_out_and_not_scored_as_wrong(when: str, outcome
     assert detail in groups[0].scores_G[0].detail
     assert all(score.outcome == "right" for group in groups[1:] for score in group.scores_G)
     assert own.group_metrics(groups)["rollout_errors"] == 2
-    assert said[0].startswith("The environment failed for 2 of 8 rollouts") and detail in said[1]
+    assert logged[0].startswith("The environment failed for 2 of 8 rollouts") and detail in logged[1]
 
 
 def test_a_failed_rollout_takes_no_part_in_training() -> None:
@@ -289,9 +289,9 @@ def test_metrics_are_means_over_the_rollouts_that_count() -> None:
     examples = own.environment.examples("train")[:2]
     groups = own.sample_and_score(TextEngine(lambda _: next(answers)), examples, Sampling(max_tokens=9, n=2)).groups
     own.close()
-    told = own.group_metrics(groups)
-    assert told["env/length"] == pytest.approx(2.5)
-    assert told["turns"] == 1.0
+    metrics = own.group_metrics(groups)
+    assert metrics["env/length"] == pytest.approx(2.5)
+    assert metrics["turns"] == 1.0
     assert [score.outcome for score in groups[0].scores_G] == ["right", "wrong"]
 
 

@@ -82,8 +82,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def test_ten_steps_on_gsm8k_with_rows_from_a_hub(tmp_path: Path) -> None:
     files = dataset_files({"main": {"train": ROWS[0::2], "test": ROWS[1::2]}})
     with LoopbackHub({"openai/gsm8k": files}) as hub:
-        told = run(tmp_path, GSM8K, 10, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), no_proxy="127.0.0.1")
-    assert "Warning: the environment's default split is 'test'; using 'train'" in told
+        printed = run(tmp_path, GSM8K, 10, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "hub"), no_proxy="127.0.0.1")
+    assert "Warning: the environment's default split is 'test'; using 'train'" in printed
     steps = read(tmp_path / "logs" / "metrics.jsonl")
     assert len(steps) == 10
     for step in steps:

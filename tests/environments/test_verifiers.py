@@ -39,9 +39,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.path[:] = before
 
 
-def build(id: str, said: list[str] | None = None, **options: Any) -> Any:
+def build(id: str, logged: list[str] | None = None, **options: Any) -> Any:
     section = Environment(provider="verifiers", id=id, **options)
-    return build_environment(section, [PACKAGES], (said if said is not None else []).append)
+    return build_environment(section, [PACKAGES], (logged if logged is not None else []).append)
 
 
 def scores(groups: list[Group]) -> list[float]:
@@ -199,9 +199,9 @@ def test_a_missing_environment_is_installed_by_the_prime_cli(
     source = Path(PACKAGES, "troubled.py")
     name = f"fetched_by_{command}"
     put_command(bin_folder, command, f'echo "$@" > {bin_folder}/called\n/bin/cp {source} {made}/{name}.py')
-    said: list[str] = []
-    environment = build(f"owner/{name}@1.0", said, auto_install=True)
-    assert f"Running: {shown} env install owner/{name}@1.0" in said
+    logged: list[str] = []
+    environment = build(f"owner/{name}@1.0", logged, auto_install=True)
+    assert f"Running: {shown} env install owner/{name}@1.0" in logged
     assert (bin_folder / "called").read_text().endswith(f"env install owner/{name}@1.0\n")
     assert len(environment.examples("train")) == 2
 
@@ -225,6 +225,6 @@ def test_without_an_owner_nothing_is_installed(bin_folder: Path) -> None:
     assert not (bin_folder / "called").exists()
 
 
-def test_without_the_prime_cli_it_is_said_how_to_get_it(bin_folder: Path) -> None:
+def test_without_the_prime_cli_the_error_says_how_to_install_it(bin_folder: Path) -> None:
     with pytest.raises(ConfigError, match="auto_install = true needs the Prime CLI"):
         build("a/b", auto_install=True)

@@ -176,9 +176,9 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
     expected = small.step(datums)
     del small
     torch.cuda.empty_cache()
-    said: list[str] = []
+    logged: list[str] = []
     learner = learner_for(policy_for(config, device="cuda"), config)
-    learner.memory.log = said.append
+    learner.memory.log = logged.append
     # Room for some of it: all of it at once would take several times as much.
     limit = (torch.cuda.memory_allocated() + (6 << 30)) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit)
@@ -186,7 +186,7 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
         outcome = learner.step(datums)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(line.startswith("Out of memory; continuing with micro-batches of ") for line in said)
+    assert any(line.startswith("Out of memory; continuing with micro-batches of ") for line in logged)
     assert 1024 <= learner.memory.micro_batch_tokens < 1 << 22
     assert outcome["skipped"] == 0
     assert outcome["loss"] == pytest.approx(expected["loss"], rel=2e-2, abs=1e-4)
@@ -248,14 +248,14 @@ def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones
     assert float(total) < 0.05 * float(torch.cat([gradient.flatten() for gradient in alone.values()]).norm())
 
 
-def test_a_plan_is_made_and_what_it_foretells_is_near(broad: Path) -> None:
+def test_a_plan_is_made_and_its_prediction_is_close(broad: Path) -> None:
     config = config_for(broad)
     learner = learner_for(policy_for(config, device="cuda"), config)
-    learner.memory.log = (said := list[str]()).append
+    learner.memory.log = (logged := list[str]()).append
     # The plan learns from a peak that training sets; tests before this one went higher.
     torch.cuda.reset_peak_memory_stats()
     learner.step(random_datums(64 * [(64, 960)]))
-    assert said[0].startswith("Memory plan: micro-batches of 9216 tokens, none of ")
+    assert logged[0].startswith("Memory plan: micro-batches of 9216 tokens, none of ")
     assert learner.memory.measured
     assert learner.memory.cost is not None
     # The plan counts on compiled layers; others keep more, up to the most that it believes.
@@ -274,7 +274,7 @@ def gpu_run(tiny: Path, folder: Path, **overrides: Any) -> TrainConfig:
     return fake_config(tiny, folder, **settings | overrides)
 
 
-def test_a_whole_run_trains_on_the_gpu_and_can_be_resumed(tiny: Path, tmp_path: Path) -> None:
+def test_a_complete_run_trains_on_the_gpu_and_can_be_resumed(tiny: Path, tmp_path: Path) -> None:
     _, printed = train_quietly(gpu_run(tiny, tmp_path, training__max_steps=2))
     assert "on cuda:0..." in printed
     train_quietly(gpu_run(tiny, tmp_path, resume__from=str(tmp_path / "logs")))
@@ -292,7 +292,7 @@ def test_one_gpu_may_sample_while_the_cpu_trains(tiny: Path, tmp_path: Path) -> 
     assert not any(row["loss_is_placeholder"] for row in rows_without_times(tmp_path / "logs"))
 
 
-def test_a_whole_model_learns_in_bf16_and_the_sampler_follows(broad: Path) -> None:
+def test_full_finetuning_learns_in_bf16_and_the_sampler_follows(broad: Path) -> None:
     config = config_for(broad, model__lora_rank=0, training__lr=2e-4, training__temperature=1.0, kl__beta=0.01)
     policy = policy_for(config, device="cuda")
     learner, engine = learner_for(policy, config), engine_on(policy, config)
@@ -301,14 +301,14 @@ def test_a_whole_model_learns_in_bf16_and_the_sampler_follows(broad: Path) -> No
     for step in range(4):
         engine.sync(policy)
         datums = datums_of(prompts, engine.generate(prompts, learner.sampling), seed=0)
-        told = learner.step(datums, step)
-        assert told["ratio_mean"] == pytest.approx(1.0, abs=2e-2)
-        first = told["kl_ref"] if first is None else first
+        metrics = learner.step(datums, step)
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=2e-2)
+        first = metrics["kl_ref"] if first is None else first
     assert first == pytest.approx(0.0, abs=1e-4)
-    assert isinstance(told["kl_ref"], float) and told["kl_ref"] > 0
+    assert isinstance(metrics["kl_ref"], float) and metrics["kl_ref"] > 0
 
 
-def test_a_whole_models_gradients_on_the_gpu_are_those_of_the_cpu(tiny: Path) -> None:
+def test_gradients_of_full_finetuning_on_the_gpu_are_those_of_the_cpu(tiny: Path) -> None:
     config = config_for(tiny, model__dtype="fp32", model__lora_rank=0, loss__ratio_cap=0.0, kl__beta=0.1)
     found = []
     for device in ("cpu", "cuda"):
@@ -320,7 +320,7 @@ def test_a_whole_models_gradients_on_the_gpu_are_those_of_the_cpu(tiny: Path) ->
 
 
 def test_an_offloaded_reference_gives_the_same_penalty(broad: Path) -> None:
-    told = []
+    metrics = []
     for offload in (False, True):
         options = {"model__lora_rank": 0, "kl__beta": 0.1, "memory__offload_untrained_models": offload}
         config = config_for(broad, **options)
@@ -328,5 +328,5 @@ def test_an_offloaded_reference_gives_the_same_penalty(broad: Path) -> None:
         learner.step(random_datums(8 * [(20, 30)]), 0)
         assert learner.reference is not None
         assert {tensor.device.type for tensor in learner.reference.tensors} == {"cpu" if offload else "cuda"}
-        told.append(learner.step(random_datums(8 * [(20, 30)]), 1)["kl_ref"])
-    assert told[0] == pytest.approx(told[1], rel=1e-2)
+        metrics.append(learner.step(random_datums(8 * [(20, 30)]), 1)["kl_ref"])
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-2)

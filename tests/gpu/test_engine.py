@@ -58,7 +58,7 @@ def test_drawing_is_that_of_plain_loops() -> None:
     check_frequencies(kernels, "cuda", rows=5000, rounds=10)
 
 
-def test_the_best_there_is_is_chosen_and_told(broad: Path) -> None:
+def test_the_best_there_is_is_chosen_and_reported(broad: Path) -> None:
     engine = engine_on(policy_for(config_for(broad), device="cuda"), config_for(broad))
     assert engine.description == "pytorch on cuda, CUDA graphs, triton attention, bf16 weights, bf16 cache"
     assert isinstance(engine, StreamingEngine)

@@ -20,7 +20,7 @@ PROMPTS = random_prompts([4, 9, 6])
 
 
 def lend(policy: Policy, config: TrainConfig) -> FrozenModel:
-    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *told: None)
+    return build_frozen(policy, config, PlainTokenizer(), lambda line: None, lambda *_: None)
 
 
 def drawn(student: FrozenModel) -> list[list[int]]:

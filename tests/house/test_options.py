@@ -43,7 +43,7 @@ def test_no_flag_takes_the_name_of_one_of_the_command() -> None:
     assert not taken & {flag for option in click_options() for flag in option.opts}
 
 
-def test_every_option_has_a_flag_that_click_knows() -> None:
+def test_every_option_has_a_flag_in_click() -> None:
     names = {option.name for option in click_options()}
     assert len(names) == len(all_options())
     assert all(isinstance(option, click.Option) and option.help for option in click_options())

@@ -214,11 +214,11 @@ class Loopback:
             rows = [Row(prompt, c.token_ids_T, c.logprobs_T) for c in drawn]
             # Greedy decoding is at no temperature, so what is reported of it is of none.
             meaning = "raw" if sampling.is_greedy else self.meaning
-            told = self.scorer.logprobs(
+            scored = self.scorer.logprobs(
                 rows, MEANINGS[meaning](replace(sampling, temperature=sampling.temperature or 1.0))
             )
         choices = []
-        for index, (completion, logprobs) in enumerate(zip(drawn, told, strict=True)):
+        for index, (completion, logprobs) in enumerate(zip(drawn, scored, strict=True)):
             choice: dict[str, Any] = {"index": index, "text": completion.text, "finish_reason": "stop"}
             choice["token_ids"] = completion.token_ids_T.tolist() if self.sends_ids else None
             choice["logprobs"] = {"token_logprobs": [float(v) for v in logprobs]} if self.sends_logprobs else None

@@ -13,9 +13,9 @@ from inference_engine.loopback import Loopback
 
 
 def main() -> None:
-    said = {name: os.environ.get(name) for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "CUDA_VISIBLE_DEVICES")}
+    env = {name: os.environ.get(name) for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "CUDA_VISIBLE_DEVICES")}
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print(json.dumps({"flags": sys.argv[1:], "said": said, "pids": [os.getpid(), worker.pid]}), flush=True)
+    print(json.dumps({"flags": sys.argv[1:], "env": env, "pids": [os.getpid(), worker.pid]}), flush=True)
     with Loopback(Path(sys.argv[2]), port=int(sys.argv[sys.argv.index("--port") + 1])):
         time.sleep(600)
 

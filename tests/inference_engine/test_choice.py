@@ -35,14 +35,14 @@ def engine_with(policy: Policy, **options: object) -> PyTorchEngine:
         ("dtype", "fp8", r"compute capability 8\.9 or newer .*, this is the CPU"),
     ],
 )
-def test_what_cannot_be_had_is_rejected_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
+def test_what_is_not_available_is_rejected_with_the_reason(llama: Rig, key: str, value: str, reason: str) -> None:
     with pytest.raises(
         ConfigError, match=rf'\[inference\] {key} = "{value}" is not supported by the pytorch engine here: .*{reason}'
     ):
         engine_with(llama.policy, **{key: value})
 
 
-def test_an_older_gpu_is_told_what_8_bit_floats_need(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_gpu_is_rejected_with_what_8_bit_floats_need(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

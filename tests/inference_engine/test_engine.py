@@ -299,12 +299,12 @@ def test_in_bf16_the_mean_ratio_is_one_within_two_hundredths(llama: Rig) -> None
     assert float(ratios.mean()) == pytest.approx(1.0, abs=2e-2)
 
 
-def test_progress_is_told_how_many_completions_are_finished(llama: Rig) -> None:
-    told: list[tuple[str, int, int]] = []
-    engine = PyTorchEngine(llama.policy, Inference(), PlainTokenizer(), lambda *step: told.append(step))
+def test_progress_gets_the_number_of_completions_are_finished(llama: Rig) -> None:
+    reported: list[tuple[str, int, int]] = []
+    engine = PyTorchEngine(llama.policy, Inference(), PlainTokenizer(), lambda *step: reported.append(step))
     engine.generate(random_prompts((4, 4)), Sampling(max_tokens=5, n=3))
-    assert {phase for phase, _, _ in told} == {"sampling"}
-    assert {total for _, _, total in told} == {6}
+    assert {phase for phase, _, _ in reported} == {"sampling"}
+    assert {total for _, _, total in reported} == {6}
 
 
 def test_the_slow_version_agrees_with_a_distribution_worked_by_hand() -> None:

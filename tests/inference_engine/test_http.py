@@ -49,10 +49,10 @@ class Rig:
 
     engine: HttpEngine
     policy: Policy
-    said: list[str]
+    logged: list[str]
 
     def check(self, sampling: Sampling = SAMPLING) -> int:
-        return self.engine.check(sampling, self.said.append)
+        return self.engine.check(sampling, self.logged.append)
 
     def train(self, seed: int = 1, scale: float = 0.1) -> None:
         """Move the adapter."""
@@ -72,8 +72,8 @@ def rig(model: Path) -> Iterator[Make]:
     def make(*servers: Loopback, build: Any = vllm, rank: int = 4, **settings: Any) -> Rig:
         policy = policy_for(config_for(model, model__lora_rank=rank), trained=False)
         urls = ",".join(server.url for server in servers)
-        told = {"timeout_s": 20.0, "wait_s": 1.0, "url": urls} | settings
-        engine = build(policy, Inference(**told), AutoTokenizer.from_pretrained(model), lambda *_: None)
+        settings_ = {"timeout_s": 20.0, "wait_s": 1.0, "url": urls} | settings
+        engine = build(policy, Inference(**settings_), AutoTokenizer.from_pretrained(model), lambda *_: None)
         made.append(engine)
         return Rig(engine, policy, [])
 
@@ -83,7 +83,7 @@ def rig(model: Path) -> Iterator[Make]:
 
 
 def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion]], sampling: Sampling) -> np.ndarray:
-    """Importance ratios on fresh weights: what the trainer says over what the engine said."""
+    """Importance ratios on fresh weights: the trainer's log-probs against the engine's."""
     rows = [Row(p, c.token_ids_T, c.logprobs_T) for p, group in zip(prompts, groups, strict=True) for c in group]
     own = np.concatenate(PolicyScorer(policy).logprobs(rows, sampling))
     return np.exp(own - np.concatenate([row.logprobs_T for row in rows]))
@@ -121,7 +121,7 @@ def test_the_ratio_on_fresh_weights_is_one_whatever_the_server_reports(
     groups = one.engine.generate(PROMPTS, sampling)
     assert one.engine.survey.meaning == meaning
     assert np.abs(ratios(one.policy, PROMPTS, groups, sampling) - 1).max() < 0.02
-    assert any("recomputed here" in line for line in one.said) == (meaning != "sampled")
+    assert any("recomputed here" in line for line in one.logged) == (meaning != "sampled")
 
 
 def test_completions_come_in_order_and_the_same_seed_draws_the_same(rig: Make, server: Loopback) -> None:
@@ -192,7 +192,7 @@ def set_on(server: Loopback, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ({"sends_ids": False}, "has no token ids.*0.10.2"),
         ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
@@ -204,11 +204,11 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
     ],
 )
-def test_a_server_that_lacks_something_is_rejected_with_what_mends_it(
-    rig: Make, server: Loopback, values: dict[str, Any], told: str
+def test_a_server_that_lacks_something_is_rejected_with_the_fix(
+    rig: Make, server: Loopback, values: dict[str, Any], expected: str
 ) -> None:
     set_on(server, **values)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         rig(server).check()
 
 
@@ -246,7 +246,7 @@ def test_a_key_that_only_some_routes_want_is_asked_for_all_the_same(
         rig(server).check()
 
 
-def test_a_key_that_is_taken_away_while_training_is_said(rig: Make, server: Loopback) -> None:
+def test_a_key_that_is_taken_away_while_training_is_reported(rig: Make, server: Loopback) -> None:
     one = rig(server)
     one.check()
     server.key = "new"
@@ -256,7 +256,7 @@ def test_a_key_that_is_taken_away_while_training_is_said(rig: Make, server: Loop
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/completions"])
 @pytest.mark.parametrize("fault", [b"", (500, {"error": "EngineDeadError"})])
-def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
+def test_a_server_that_dies_of_its_first_adapter_is_not_reported_to_lack_adapters(
     rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch, path: str, fault: Any
 ) -> None:
     respond = server.respond
@@ -271,12 +271,12 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_said_to_lack_adapters(
     assert "--enable-lora" not in str(raised.value)
 
 
-def test_nobody_at_the_port_is_said_after_the_wait(rig: Make, server: Loopback) -> None:
+def test_nobody_at_the_port_is_reported_after_the_wait(rig: Make, server: Loopback) -> None:
     server.stop()
     one = rig(server, wait_s=0.6)
     with pytest.raises(ConfigError, match=r"no server responds at .* after 1 s.*vllm serve"):
         one.check()
-    assert one.said == [f"Waiting for {server.url}, up to 1 s ..."]
+    assert one.logged == [f"Waiting for {server.url}, up to 1 s ..."]
     server.start()
 
 
@@ -287,10 +287,12 @@ def test_a_server_that_comes_up_late_is_waited_for(rig: Make, server: Loopback) 
     later.start()
     one.check()
     later.join()
-    assert one.said[0].startswith("Waiting for")
+    assert one.logged[0].startswith("Waiting for")
 
 
-def test_something_else_at_the_port_is_told_apart(rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_at_the_port_is_distinguished(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "respond", lambda path, body, key: (200, ["a web page"]))
     with pytest.raises(ConfigError, match="is not a vllm server"):
         rig(server).check()
@@ -461,9 +463,9 @@ def test_the_newest_policy_is_proved(rig: Make, server: Loopback) -> None:
     one.train()
     one.engine.sync(one.policy)
     one.engine.generate(PROMPTS, SAMPLING)
-    told = one.engine.metrics()
-    assert told["policy_proof"] == pytest.approx(1.0, abs=1e-3)
-    assert told["mismatch_max"] < 1e-3  # type: ignore[operator]
+    metrics = one.engine.metrics()
+    assert metrics["policy_proof"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["mismatch_max"] < 1e-3  # type: ignore[operator]
     assert one.engine.metrics()["policy_proof"] is None, "asked again, there is nothing new"
 
 
@@ -499,26 +501,26 @@ class Conversations:
         self.waiting = threading.Condition()
         self.pending: list[Turn] = []
         self.left = 2 * len(prompts)
-        self.heard: list[tuple[IntArray, Completion]] = []
+        self.received: list[tuple[IntArray, Completion]] = []
         for prompt in prompts:
             self.put(prompt, sampling, last=False)
 
     def put(self, prompt: IntArray, sampling: Sampling, last: bool) -> None:
         answer: Future[Completion] = Future()
 
-        def heard(done: Future[Completion]) -> None:
+        def received(done: Future[Completion]) -> None:
             with self.waiting:
                 if done.exception():
                     self.left -= 1 if last else 2
                 else:
                     self.left -= 1
-                    self.heard.append((prompt, done.result()))
+                    self.received.append((prompt, done.result()))
                     if not last:
                         longer = np.concatenate([prompt, done.result().token_ids_T])
                         self.put(longer, replace(sampling, seed=sampling.seed + 1), last=True)
                 self.waiting.notify()
 
-        answer.add_done_callback(heard)
+        answer.add_done_callback(received)
         self.pending.append(Turn(prompt, sampling, answer))
 
     def take(self, wait: bool) -> list[Turn]:
@@ -538,8 +540,8 @@ def test_turns_are_sampled_as_they_come(rig: Make, server: Loopback, meaning: st
     sampling = replace(SAMPLING, n=1)
     talk = Conversations(PROMPTS, sampling)
     one.engine.serve(talk)
-    assert len(talk.heard) == 8
-    off = [ratios(one.policy, [prompt], [[completion]], sampling) for prompt, completion in talk.heard]
+    assert len(talk.received) == 8
+    off = [ratios(one.policy, [prompt], [[completion]], sampling) for prompt, completion in talk.received]
     assert max(np.abs(ratio - 1).max() for ratio in off) < 0.02
     assert one.engine.metrics()["policy_proof"] == pytest.approx(1.0, abs=1e-3)
 

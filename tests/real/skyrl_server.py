@@ -32,8 +32,8 @@ def main() -> None:
     port = int(options.pop("--port"))
     parser = __import__("argparse").ArgumentParser()
     api.add_model(parser, api.EngineConfig)
-    told = parser.parse_args([word for pair in options.items() for word in pair])
-    api.app.state.engine_config = api.EngineConfig.model_validate(vars(told))
+    args = parser.parse_args([word for pair in options.items() for word in pair])
+    api.app.state.engine_config = api.EngineConfig.model_validate(vars(args))
     uvicorn.run(api.app, host="127.0.0.1", port=port, log_level="warning")
 
 

@@ -1,4 +1,4 @@
-"""Sampling through `max serve` 26.7.0 on the CPU. Its adapters need a GPU, so training through it is refused here."""
+"""Sampling through `max serve` 26.7.0 on the CPU. Its adapters need a GPU, so training through it is rejected here."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_without_adapters_ids_and_log_probs_are_those_of_the_base_model(
 ) -> None:
     config = run_on("max", server.url, model, tmp_path)
     policy = load_policy(config.model, config.lora, 0, torch.device("cpu"), lambda line: None)
-    tokenizer, said = load_tokenizer(str(model)), list[str]()
+    tokenizer, logged = load_tokenizer(str(model)), list[str]()
     engine = build(policy, config.inference, tokenizer, lambda *_: None)
     try:
         sampling = Sampling(max_tokens=12, n=3, temperature=0.7, seed=3)
         startup = Startup(engine.spec, engine.fleet, tokenizer, PolicyScorer(policy), engine.prompt_text)
-        engine.survey = startup.survey(sampling, said.append)
+        engine.survey = startup.survey(sampling, logged.append)
         assert engine.survey.meaning == "untempered" and not engine.survey.takes_n
         assert engine.survey.mismatch < 1e-3
         engine.fleet.servers[0].ready = True

@@ -156,7 +156,7 @@ def test_results_come_back_from_the_cluster(
 
 
 @pytest.mark.timeout(600)
-def test_a_run_whose_machine_is_lost_goes_on_elsewhere(
+def test_a_run_whose_machine_is_lost_continues_elsewhere(
     tmp_path: Path, python: Path, environment: dict[str, str], cluster: Cluster
 ) -> None:
     process = start(python, tmp_path, environment, steps=16, pause=1.5)

@@ -110,8 +110,8 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
             await tab.do(
                 "document.querySelector('.token').dispatchEvent(new MouseEvent('mousemove', {clientX: 5, clientY: 5}))"
             )
-            told = await tab.do("document.getElementById('tip').textContent")
-            assert all(word in told for word in ("surprisal", "entropy", "advantage", "execution"))
+            tooltip = await tab.do("document.getElementById('tip').textContent")
+            assert all(word in tooltip for word in ("surprisal", "entropy", "advantage", "execution"))
             assert tab.complaints == []
 
     asyncio.run(read())
@@ -119,12 +119,12 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
 
 def test_the_squeeze_curve_has_a_band_from_the_worst_layer_to_the_best(page: Path) -> None:
     ranks = [asdict(RankVariance(rank, 0.9, 0.8, 0.95)) for rank in (2, 4, 8)]
-    told = json.dumps({"recommended_rank": 4, "ranks": ranks})
+    squeezed = json.dumps({"recommended_rank": 4, "ranks": ranks})
 
     async def read() -> None:
         async with open_tab() as tab:
             await tab.open(page.as_uri())
-            await tab.do(f"data.squeeze = {told}; render()")
+            await tab.do(f"data.squeeze = {squeezed}; render()")
             assert await count(tab, "#squeeze polyline") == 1
             assert await count(tab, "#squeeze polygon") == 1
             assert tab.complaints == []

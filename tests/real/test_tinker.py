@@ -85,9 +85,9 @@ def test_five_steps_with_a_resume_on_skyrl(side_venv: Prepare, tmp_path: Path, m
         assert "Training client ready." in printed
         resumed = config_for(url, model, tmp_path, training__max_steps=5, resume__from=first.log_dir)
         last, _ = train_quietly(resumed)
-    told = rows(last.log_dir)
-    assert [row["step"] for row in told] == [0, 1, 2, 3, 4]
-    for row in told:
+    logged_rows = rows(last.log_dir)
+    assert [row["step"] for row in logged_rows] == [0, 1, 2, 3, 4]
+    for row in logged_rows:
         # Both sides are raw, so temperature 0.8 does not show; what is left is rounding.
         assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
         assert row["ratio_max"] == pytest.approx(1.0, abs=1e-2)

@@ -1,4 +1,4 @@
-"""`transformers serve` 5.22.2 answers with text alone: it is refused, with the reason."""
+"""`transformers serve` 5.22.2 answers with text alone: it is rejected, with the reason."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_another_model_is_rejected(server: Served, tiny: Path, tmp_path: Path) -
         train_quietly(run_on("vllm", server.url, other, tmp_path))
 
 
-def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_goes_on(
+def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_continues(
     server: Served, tiny: Path, tmp_path: Path
 ) -> None:
     config = run_on("vllm", server.url, tiny, tmp_path)
@@ -86,7 +86,7 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_goes_on(
     assert [row["step"] for row in rows(config.logging.log_dir)] == [0, 1, 2, 3, 4]
 
 
-def test_processed_log_probs_are_told_apart_and_a_server_without_adapters_is_rejected(
+def test_processed_log_probs_are_distinguished_and_a_server_without_adapters_is_rejected(
     vllm_python: Path, tiny: Path, tmp_path: Path
 ) -> None:
     flags = ("--logprobs-mode", "processed_logprobs")

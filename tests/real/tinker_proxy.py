@@ -65,16 +65,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content, kind = reply.content, reply.headers.get("content-type", "application/json")
         if reply.is_success and self.path.endswith("/asample"):
-            told = reply.json()
+            answer = reply.json()
             count = json.loads(data)["num_samples"]
-            told["sample_sequence_ids"] = [f"{told['request_id']}/{number}" for number in range(count)]
-            content = json.dumps(told).encode()
+            answer["sample_sequence_ids"] = [f"{answer['request_id']}/{number}" for number in range(count)]
+            content = json.dumps(answer).encode()
         elif reply.is_success and PROTOBUF in self.headers.get("Accept", ""):
-            told = reply.json()
-            if "sequences" in told:
-                content, kind = samples_as_protobuf(told), PROTOBUF
-            elif "loss_fn_outputs" in told:
-                content, kind = gradients_as_protobuf(told), PROTOBUF
+            answer = reply.json()
+            if "sequences" in answer:
+                content, kind = samples_as_protobuf(answer), PROTOBUF
+            elif "loss_fn_outputs" in answer:
+                content, kind = gradients_as_protobuf(answer), PROTOBUF
         # The SDK gives up on a poll after 45 s and asks again.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(reply.status_code)
@@ -96,13 +96,13 @@ def request_as_json(data: bytes) -> dict[str, Any]:
         }
         rows.append({"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs})
     settings = dict(request.loss_fn_config) or None
-    told = {"data": rows, "loss_fn": request.loss_fn, "loss_fn_config": settings}
-    return {"model_id": request.model_id, "forward_backward_input": told}
+    body = {"data": rows, "loss_fn": request.loss_fn, "loss_fn_config": settings}
+    return {"model_id": request.model_id, "forward_backward_input": body}
 
 
-def samples_as_protobuf(told: dict[str, Any]) -> bytes:
+def samples_as_protobuf(data: dict[str, Any]) -> bytes:
     response = wire.SampleResponse()
-    for sequence in told["sequences"]:
+    for sequence in data["sequences"]:
         response.sequences.add(
             stop_reason=STOPS[sequence["stop_reason"]],
             tokens=np.asarray(sequence["tokens"], np.int32).tobytes(),
@@ -111,16 +111,16 @@ def samples_as_protobuf(told: dict[str, Any]) -> bytes:
     return response.SerializeToString()
 
 
-def gradients_as_protobuf(told: dict[str, Any]) -> bytes:
+def gradients_as_protobuf(data: dict[str, Any]) -> bytes:
     output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = output.loss_fn_outputs.add(num_datums=len(told["loss_fn_outputs"]))
-    for name in told["loss_fn_outputs"][0]:
-        rows = [np.asarray(row[name]["data"], np.float32) for row in told["loss_fn_outputs"]]
+    record = output.loss_fn_outputs.add(num_datums=len(data["loss_fn_outputs"]))
+    for name in data["loss_fn_outputs"][0]:
+        rows = [np.asarray(row[name]["data"], np.float32) for row in data["loss_fn_outputs"]]
         offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64)
         field = wire.BatchedTensor(
             data=b"".join(row.tobytes() for row in rows), offsets=offsets.tobytes(), dtype=wire.DTYPE_FLOAT32
         )
         record.fields[name].CopyFrom(field)
-    for name, value in (told.get("metrics") or {}).items():
+    for name, value in (data.get("metrics") or {}).items():
         output.metrics[name] = value
     return output.SerializeToString()

@@ -42,7 +42,7 @@ def test_a_page_holds_all_its_data_and_names_no_other_host(campaign: Path) -> No
     assert not re.search(r'(src|href)="https?:', page)
 
 
-def test_a_folder_of_folders_is_searched_and_runs_alike_are_told_apart(tmp_path: Path) -> None:
+def test_a_folder_of_folders_is_searched_and_runs_alike_are_distinguished(tmp_path: Path) -> None:
     for name in ("train", "train.1", "sweeps/2026/grpo_s1"):
         write_run(tmp_path / name, 1)
     write_run(tmp_path / "sweeps" / "other", 2)
@@ -83,7 +83,7 @@ def test_one_condition_has_no_comparison_and_says_why(tmp_path: Path) -> None:
     assert "only one condition; a comparison needs two" in data["compare_note"]
 
 
-def test_only_options_that_tell_conditions_apart_are_listed(campaign: Path) -> None:
+def test_only_options_that_differ_between_conditions_are_listed(campaign: Path) -> None:
     data = collect([campaign])
     assert [row["option"] for row in data["configs"]] == ["algorithm.advantage_mode"]
     assert data["configs"][0]["values"] == ['"grpo"', '"maxrl"']
@@ -106,8 +106,8 @@ def test_different_models_are_shown_but_not_compared(campaign: Path) -> None:
 
 def test_a_campaigns_page_says_with_what_it_was_run(tmp_path: Path) -> None:
     versions = {"python": "3.11.7", "torch": "2.13.0"}
-    told = {"runs": [], "status": "finished", "started": "then", "ended": "later", "host": "h", "versions": versions}
-    (tmp_path / "manifest.json").write_text(json.dumps(told | {"git": {"commit": "a" * 40, "dirty": True}}))
+    data = {"runs": [], "status": "finished", "started": "then", "ended": "later", "host": "h", "versions": versions}
+    (tmp_path / "manifest.json").write_text(json.dumps(data | {"git": {"commit": "a" * 40, "dirty": True}}))
     (sentence,) = describe_origin([tmp_path])
     assert "started then, ended later, on h; python 3.11.7, torch 2.13.0; git aaaaaaaaaaaa with changes." in sentence
 

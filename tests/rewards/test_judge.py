@@ -135,7 +135,7 @@ def test_an_answer_cannot_leave_its_fence(server: JudgeServer, injection: str) -
         assert judge.score([Item("it is 7", "7", "3 + 4?")])[0].value == 1.0
     assert score.value == 0.0
     answer, outside = read[0]
-    assert outside == read[1][1]  # whatever the answer says, the judge is told the same around it
+    assert outside == read[1][1]  # the prompt around an answer does not depend on it
     for token in ("<|", "</s>", "[INST]", "<end_of_turn>", "<start_of_turn>"):
         assert token not in answer
 
@@ -266,7 +266,7 @@ BAD_STARTS = [
 
 
 @pytest.mark.parametrize(("reply", "text"), BAD_STARTS)
-def test_what_is_wrong_with_the_judge_is_said_before_training(server: JudgeServer, reply: Reply, text: str) -> None:
+def test_what_is_wrong_with_the_judge_is_reported_before_training(server: JudgeServer, reply: Reply, text: str) -> None:
     server.script = lambda body: reply
     with pytest.raises(ConfigError, match=text) as caught:
         build_reward(section(server))
@@ -391,14 +391,14 @@ def test_a_cache_that_is_no_cache_is_rejected(tmp_path: Path) -> None:
             VerdictCache(str(folder))
 
 
-def test_a_cache_that_fails_later_costs_requests_and_is_said_once(server: JudgeServer, tmp_path: Path) -> None:
-    said: list[str] = []
-    with build_reward(section(server, judge_cache=str(tmp_path)), log=said.append) as judge:
+def test_a_cache_that_fails_later_costs_requests_and_is_reported_once(server: JudgeServer, tmp_path: Path) -> None:
+    logged: list[str] = []
+    with build_reward(section(server, judge_cache=str(tmp_path)), log=logged.append) as judge:
         with sqlite3.connect(tmp_path / "verdicts.sqlite") as other:
             other.execute("DROP TABLE verdicts")
         other.close()
         assert [judge.score([RIGHT])[0].value for _ in range(2)] == [1.0, 1.0]
-    assert len(said) == 1 and "no such table" in said[0]
+    assert len(logged) == 1 and "no such table" in logged[0]
 
 
 def test_an_interrupt_ends_the_wait_and_keeps_what_was_answered(server: JudgeServer, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_row_end_with_a_blank_after_it_is_not_spacing():
     assert not equal_as_text(column, r"\begin{pmatrix} 1 2 \end{pmatrix}")
 
 
-def test_a_box_in_the_thoughts_counts_unless_the_option_says_otherwise():
+def test_a_box_in_the_thoughts_counts_unless_configured_otherwise():
     thought = r"<think>It must be \boxed{5}.</think>"
     for response, strict in [
         (f"{thought} The answer is five.", 0.0),

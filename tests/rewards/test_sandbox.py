@@ -182,7 +182,7 @@ def test_a_whole_point_is_right_and_less_is_wrong():
     assert [(score.value, score.outcome) for score in scores] == [(1.0, "right"), (0.5, "wrong"), (0.0, "wrong")]
 
 
-def test_what_counts_as_right_can_be_said():
+def test_what_counts_as_right_can_be_configured():
     section = Reward(
         type="custom", custom_module="hostile", custom_function="Length", workers=1, timeout_s=1.0, correct_from=0.4
     )
@@ -430,11 +430,11 @@ def test_a_reward_sees_no_key_of_the_environment_unless_it_is_passed_on(monkeypa
 
 def test_the_options_of_the_file_reach_the_processes(monkeypatch):
     monkeypatch.setenv("ACME_API_KEY", "opensesame99")
-    said = []
+    logged = []
     section = Reward(type="hostile.leak", workers=1, memory_mb=3000, pass_env=("ACME_API_KEY", "ABSENT"))
-    with build_reward(section, [HERE], said.append) as pool:
+    with build_reward(section, [HERE], logged.append) as pool:
         assert pool.score([("ACME_API_KEY", "")])[0].value == 12.0
-    assert said == ["Warning: [reward] pass_env lists ABSENT, which is not set"]
+    assert logged == ["Warning: [reward] pass_env lists ABSENT, which is not set"]
     limited = Reward(type="hostile.score", workers=1, memory_mb=2048)
     with build_reward(limited, [HERE]) as pool:
         assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")

@@ -20,18 +20,18 @@ from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_pr
 from retrain.types import Datum
 
 
-def test_a_process_finds_its_place() -> None:
+def test_a_process_finds_its_rank() -> None:
     assert find_rank_info({}) is None
     assert find_rank_info({"RANK": "0", "WORLD_SIZE": "1"}) is None
     assert find_rank_info({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2)
-    told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert find_rank_info(told) == RankInfo(5, 8, 1, 4)
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert find_rank_info(env) == RankInfo(5, 8, 1, 4)
 
 
-@pytest.mark.parametrize("told", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
-def test_a_place_that_cannot_be_is_rejected(told: dict[str, str]) -> None:
+@pytest.mark.parametrize("env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_an_impossible_rank_is_rejected(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="RANK"):
-        find_rank_info(told)
+        find_rank_info(env)
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -61,7 +61,7 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision 'fp16'"),
     ],
 )
-def test_what_accelerate_was_told_must_be_what_the_file_says(
+def test_the_configuration_of_accelerate_must_match_the_file(
     tables: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -106,7 +106,9 @@ def test_ranks_on_a_machine_without_the_gpus_of_the_file_are_rejected(monkeypatc
 
 
 @pytest.mark.parametrize(("devices", "gpus"), [("gpu:0", 2), ("gpu:0,gpu:1", 8), ("gpu:0,gpu:1,gpu:9", 8)])
-def test_ranks_without_a_gpu_of_their_own_are_rejected(devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_gpu_of_their_own_are_rejected(
+    devices: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     config = build_config({"backend": {"devices": devices}}, {}, "run.toml")
     with pytest.raises(ConfigError, match=f"3 ranks on this machine need a GPU each, but it has {gpus}"):
@@ -144,18 +146,20 @@ def test_starter_files_are_written_and_accelerate_reads_them(
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     monkeypatch.chdir(tmp_path)
     assert cli.run(["distributed", "init", "here", "--processes", "4"]) == 0
-    told = {name: config_args.load_config_from_file(f"here/{name}.yaml") for name in ("ddp", "fsdp2", "zero1", "zero3")}
-    assert {config.num_processes for config in told.values()} == {4}
-    assert told["fsdp2"].fsdp_config["fsdp_version"] == 2
-    assert told["zero1"].deepspeed_config["zero_stage"] == 1
-    assert told["zero3"].deepspeed_config["offload_param_device"] == "cpu"
+    loaded = {
+        name: config_args.load_config_from_file(f"here/{name}.yaml") for name in ("ddp", "fsdp2", "zero1", "zero3")
+    }
+    assert {config.num_processes for config in loaded.values()} == {4}
+    assert loaded["fsdp2"].fsdp_config["fsdp_version"] == 2
+    assert loaded["zero1"].deepspeed_config["zero_stage"] == 1
+    assert loaded["zero3"].deepspeed_config["offload_param_device"] == "cpu"
     assert "--nproc-per-node" in (tmp_path / "here" / "torchrun.sh").read_text()
     assert "srun" in (tmp_path / "here" / "slurm.sh").read_text()
     assert cli.run(["distributed", "init", "here"]) == 2
     assert "exists and was not changed" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_is_rejected_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_folder_is_rejected_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert cli.run(["distributed", "init", str(tmp_path / "file" / "folder")]) == 2
     assert "cannot be written to" in capsys.readouterr().err

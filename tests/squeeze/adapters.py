@@ -28,8 +28,8 @@ def random_factors(rank: int, layers: int = 2, seed: int = 0) -> dict[str, Tenso
 def write_adapter(folder: Path, tensors: dict[str, Tensor], rank: int = 8, **settings: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(SHAPES), **settings}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    adapter_config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(SHAPES), **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder
 
 

@@ -147,8 +147,12 @@ def test_the_source_stays_and_the_precision_too(tmp_path: Path) -> None:
     assert small.keys() == tensors.keys()
     assert {t.dtype for name, t in small.items() if "lora" in name} == {torch.bfloat16}
     assert torch.equal(small["base_model.model.lm_head.weight"], tensors["base_model.model.lm_head.weight"])
-    told = json.loads((tmp_path / "small" / "adapter_config.json").read_text())
-    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (2, 4, "some/model")
+    adapter_config = json.loads((tmp_path / "small" / "adapter_config.json").read_text())
+    assert (adapter_config["r"], adapter_config["lora_alpha"], adapter_config["base_model_name_or_path"]) == (
+        2,
+        4,
+        "some/model",
+    )
     compress_adapter(adapter, tmp_path / "small", 4)
     assert json.loads((tmp_path / "small" / "adapter_config.json").read_text())["r"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "small"]
@@ -158,10 +162,10 @@ def test_a_layer_without_update_is_left_out_and_named(tmp_path: Path) -> None:
     tensors = random_factors(8)
     layer = "base_model.model.model.layers.0.q_proj"
     tensors[f"{layer}.lora_B.weight"].zero_()
-    said: list[str] = []
-    analysis = squeeze(Squeeze(adapter_path=str(write_adapter(tmp_path / "a", tensors))), said.append)
+    logged: list[str] = []
+    analysis = squeeze(Squeeze(adapter_path=str(write_adapter(tmp_path / "a", tensors))), logged.append)
     assert analysis.untrained == (layer,)
-    assert any(layer in line for line in said)
+    assert any(layer in line for line in logged)
     for name, tensor in tensors.items():
         if "lora_B" in name:
             tensor.zero_()
@@ -170,7 +174,7 @@ def test_a_layer_without_update_is_left_out_and_named(tmp_path: Path) -> None:
 
 
 def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors, told = random_factors(8), {}
+    tensors, adapter_config = random_factors(8), {}
     layer = "base_model.model.model.layers.1.v_proj"
     if kind == "missing pair":
         del tensors[f"{layer}.lora_B.weight"]
@@ -181,7 +185,7 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     elif kind == "nan":
         tensors[f"{layer}.lora_A.weight"][0, 0] = float("nan")
     elif kind == "dora flag":
-        told["use_dora"] = True
+        adapter_config["use_dora"] = True
     elif kind == "dora tensor":
         tensors[f"{layer}.lora_magnitude_vector"] = torch.ones(12)
     elif kind == "bias":
@@ -189,12 +193,12 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     elif kind == "convolution":
         tensors[f"{layer}.lora_A.weight"] = torch.randn(8, 24, 1, 1)
     elif kind == "other rank":
-        told["r"] = 16
+        adapter_config["r"] = 16
     elif kind == "other method":
-        told["peft_type"] = "IA3"
+        adapter_config["peft_type"] = "IA3"
     elif kind == "empty":
         tensors = {"x": torch.ones(1)}
-    return tensors, told
+    return tensors, adapter_config
 
 
 @pytest.mark.parametrize(
@@ -214,8 +218,8 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     ],
 )
 def test_a_bad_adapter_is_rejected_with_the_reason(tmp_path: Path, kind: str, message: str) -> None:
-    tensors, told = broken(kind)
-    folder = write_adapter(tmp_path / "bad", tensors, **told)
+    tensors, adapter_config = broken(kind)
+    folder = write_adapter(tmp_path / "bad", tensors, **adapter_config)
     with pytest.raises(ConfigError, match=message):
         analyze_adapter(folder)
     with pytest.raises(ConfigError, match=message):

@@ -21,13 +21,13 @@ def write(path: Path) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def logged() -> list[str]:
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, said: list[str]) -> Checkpoints:
-    return Checkpoints(tmp_path, keep=2, log=said.append)
+def checkpoints(tmp_path: Path, logged: list[str]) -> Checkpoints:
+    return Checkpoints(tmp_path, keep=2, log=logged.append)
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -126,7 +126,9 @@ def edit(manifest: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_and_said(checkpoints: Checkpoints, said: list[str], damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_reported(
+    checkpoints: Checkpoints, logged: list[str], damage: str
+) -> None:
     checkpoints.save(2, {}, write)
     newest = checkpoints.save(4, {}, write)
     manifest = newest / "checkpoint.json"
@@ -150,17 +152,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(checkpoints: Checkpoints, 
         case "no seal":
             edit(manifest, seal=None)
     assert checkpoints.newest().step == 2
-    assert len(said) == 1
-    assert said[0].startswith(f"Checkpoint {newest} is damaged (")
-    assert said[0].endswith("looking for an older one.")
+    assert len(logged) == 1
+    assert logged[0].startswith(f"Checkpoint {newest} is damaged (")
+    assert logged[0].endswith("looking for an older one.")
 
 
-def test_when_all_are_damaged_it_is_an_error(checkpoints: Checkpoints, said: list[str]) -> None:
+def test_when_all_are_damaged_it_is_an_error(checkpoints: Checkpoints, logged: list[str]) -> None:
     for step in (2, 4):
         (checkpoints.save(step, {}, write) / "learner.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
         checkpoints.newest()
-    assert len(said) == 2
+    assert len(logged) == 2
 
 
 def test_a_folder_without_checkpoints_has_nothing_to_resume(checkpoints: Checkpoints) -> None:
@@ -189,55 +191,55 @@ def test_the_state_file_is_replaced_in_one_go(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_newest_adapter_is_published_over_the_older_one(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    target, told = tmp_path / "deep" / "adapter", []
+    target, logged = tmp_path / "deep" / "adapter", []
     for mark in ("first", "second"):
         checkpoint = checkpoints.save(len(mark), {}, write)
         (checkpoint / "adapter" / "mark").write_text(mark)
-        publish_adapter(checkpoint, target, told.append)
+        publish_adapter(checkpoint, target, logged.append)
         assert (target / "mark").read_text() == mark
     assert sorted(path.name for path in target.parent.iterdir()) == ["adapter"]
-    assert told == []
+    assert logged == []
 
 
 def test_other_files_beside_a_published_adapter_stay(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    target, told = tmp_path / "adapter", []
+    target, logged = tmp_path / "adapter", []
     checkpoint = checkpoints.save(1, {}, write)
     # A model in more files than the next one: with the new weights beside them, it is unclear which are current.
     (checkpoint / "adapter" / "model-00001-of-00002.safetensors").write_text("old")
-    publish_adapter(checkpoint, target, told.append)
+    publish_adapter(checkpoint, target, logged.append)
     (target / "thesis.txt").write_text("years of work")
     (target / "notes").mkdir()
     (target / "notes" / "a.txt").write_text("more")
     (target / "pytorch_model.bin").write_text("somebody else's")
     checkpoint = checkpoints.save(2, {}, write)
     (checkpoint / "adapter" / "mark").write_text("second")
-    publish_adapter(checkpoint, target, told.append)
+    publish_adapter(checkpoint, target, logged.append)
     assert (target / "thesis.txt").read_text() == "years of work"
     assert (target / "notes" / "a.txt").read_text() == "more"
     assert (target / "mark").read_text() == "second"
     assert (target / "pytorch_model.bin").read_text() == "somebody else's"
     assert not (target / "model-00001-of-00002.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if "adapter" in path.name) == ["adapter"]
-    assert told == []
+    assert logged == []
 
 
 def test_an_adapter_that_retrain_did_not_write_is_left_alone(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    target, told = tmp_path / "mine", []
+    target, logged = tmp_path / "mine", []
     target.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
         (target / name).write_text("mine")
     checkpoint = checkpoints.save(1, {}, write)
-    assert publish_adapter(checkpoint, target, told.append) == checkpoint / "adapter"
+    assert publish_adapter(checkpoint, target, logged.append) == checkpoint / "adapter"
     assert {path.name: path.read_text() for path in target.iterdir()} == dict.fromkeys(
         ("adapter_config.json", "adapter_model.safetensors", "README.md"), "mine"
     )
-    assert "holds files that retrain did not write" in told[0]
+    assert "holds files that retrain did not write" in logged[0]
 
 
 def test_a_mount_point_receives_the_files_across_file_systems(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, told = tmp_path / "volume", []
+    target, logged = tmp_path / "volume", []
     target.mkdir()
     replace = os.replace
 
@@ -251,9 +253,9 @@ def test_a_mount_point_receives_the_files_across_file_systems(
     for mark in ("first", "second"):
         checkpoint = checkpoints.save(len(mark), {}, write)
         (checkpoint / "adapter" / "mark").write_text(mark)
-        assert publish_adapter(checkpoint, target, told.append) == target
+        assert publish_adapter(checkpoint, target, logged.append) == target
         assert (target / "mark").read_text() == mark
-    assert told == []
+    assert logged == []
 
 
 def test_a_link_to_the_place_of_the_adapter_stays_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -282,16 +284,16 @@ def test_what_killed_publishes_left_is_swept_and_that_of_live_ones_stays(
 
 def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    checkpoint, told = checkpoints.save(1, {}, write), []
-    publish_adapter(checkpoint, tmp_path / "file" / "adapter", told.append)
-    publish_adapter(checkpoint, tmp_path / "file", told.append)
-    assert len(told) == 2
-    assert all(line.startswith("Warning: ") and str(checkpoint / "adapter") in line for line in told)
+    checkpoint, logged = checkpoints.save(1, {}, write), []
+    publish_adapter(checkpoint, tmp_path / "file" / "adapter", logged.append)
+    publish_adapter(checkpoint, tmp_path / "file", logged.append)
+    assert len(logged) == 2
+    assert all(line.startswith("Warning: ") and str(checkpoint / "adapter") in line for line in logged)
     assert (tmp_path / "file").is_file()
 
 
-def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoints, said: list[str]) -> None:
+def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoints, logged: list[str]) -> None:
     checkpoints.save(2, {}, write)
     checkpoints.save(4, {}, write).rename(checkpoints.path_of(9))
     assert checkpoints.newest().step == 2
-    assert "step_000009 is damaged (checkpoint.json was changed)" in said[0]
+    assert "step_000009 is damaged (checkpoint.json was changed)" in logged[0]

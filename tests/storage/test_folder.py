@@ -50,12 +50,12 @@ def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder
 
 
 def open_folder(log_dir: Path) -> list[str]:
-    """What a new run in that place is told."""
-    said: list[str] = []
-    folder = RunFolder(load_config(None, {"logging.log_dir": str(log_dir)}), False, said.append)
+    """Log lines of a new run in that folder."""
+    logged: list[str] = []
+    folder = RunFolder(load_config(None, {"logging.log_dir": str(log_dir)}), False, logged.append)
     folder.settle()
     folder.close()
-    return said
+    return logged
 
 
 def test_a_run_that_fails_to_start_leaves_the_earlier_one_where_it_was(run_folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_tilde_is_the_home_folder(model: Path, tmp_path: Path, monkeypatch: py
     assert list(here.iterdir()) == []
 
 
-def test_a_finished_run_publishes_its_adapter_wherever_a_resume_wants_it(model: Path, run_folder: Path) -> None:
+def test_a_finished_run_publishes_its_adapter_where_the_resume_says(model: Path, run_folder: Path) -> None:
     elsewhere = run_folder / "elsewhere"
     resuming = {"resume__from": str(run_folder / "logs"), "backend__adapter_path": str(elsewhere)}
     train_quietly(fake_config(model, run_folder, **resuming))
@@ -169,7 +169,7 @@ def test_a_run_that_is_resumed_while_it_lives_is_rejected(model: Path, run_folde
         held.close()
 
 
-def test_a_refused_resume_lets_go_of_the_folder(model: Path, run_folder: Path) -> None:
+def test_a_rejected_resume_releases_the_folder(model: Path, run_folder: Path) -> None:
     logs = str(run_folder / "logs")
     with pytest.raises(CheckpointError) as raised:
         train_quietly(fake_config(model, run_folder, training__lr=1.0, resume__from=logs))
@@ -202,13 +202,13 @@ def test_a_resume_that_changes_the_meaning_is_rejected_with_the_list(
     )
     before = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert run_command(changed, "--resume", str(logs)) == 2
-    told = capsys.readouterr().err
-    assert "was trained with other settings" in told
-    assert "  algorithm.advantage_mode: 'maxrl' -> 'grpo'\n" in told
-    assert "  model.lora_rank: 32 -> 8\n" in told
-    assert "  training.lr: 4e-05 -> 0.001\n" in told
-    assert "training.keep" not in told
-    assert "--force-resume" in told
+    printed = capsys.readouterr().err
+    assert "was trained with other settings" in printed
+    assert "  algorithm.advantage_mode: 'maxrl' -> 'grpo'\n" in printed
+    assert "  model.lora_rank: 32 -> 8\n" in printed
+    assert "  training.lr: 4e-05 -> 0.001\n" in printed
+    assert "training.keep" not in printed
+    assert "--force-resume" in printed
     assert {path: path.read_bytes() for path in before} == before, "a refusal changes nothing"
 
 
@@ -312,7 +312,7 @@ def test_a_resume_needs_no_configuration_but_the_folders_own(
     assert [row["step"] for row in rows(run_folder / "logs")] == [0, 1, 2, 3, 4]
 
 
-def test_a_resume_can_go_on_in_another_folder(model: Path, run_folder: Path) -> None:
+def test_a_resume_can_continue_in_another_folder(model: Path, run_folder: Path) -> None:
     before = (run_folder / "logs" / "metrics.jsonl").read_bytes()
     config = fake_config(
         model, run_folder, training__max_steps=5, resume__from=str(run_folder / "logs"),
@@ -346,7 +346,7 @@ def test_a_torn_last_line_is_cut_and_no_step_appears_twice(model: Path, run_fold
 
 
 def resumed(model: Path, folder: Path, **overrides: Any) -> str:
-    """Two more steps of the run; what they said."""
+    """Two more steps of the run; their output."""
     logs = str(folder / "logs")
     _, printed = train_quietly(fake_config(model, folder, training__max_steps=6, resume__from=logs, **overrides))
     return printed
@@ -379,7 +379,7 @@ def test_metrics_that_were_shortened_keep_what_is_left_and_no_step_appears_twice
     assert after[2] == json.loads(kept[2])
 
 
-def test_what_the_other_logs_do_not_have_is_said_to_be_gone(model: Path, run_folder: Path) -> None:
+def test_what_the_other_logs_do_not_have_is_reported_as_gone(model: Path, run_folder: Path) -> None:
     logs = run_folder / "logs"
     for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl"):
         (logs / name).unlink()
@@ -416,9 +416,9 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so(
         (checkpoint / "checkpoint.json").write_text("{")
     config = fake_config(model, run_folder)
     assert run_command(config, "--resume", str(run_folder / "logs")) == 2
-    told = capsys.readouterr().err
-    assert "has no checkpoint to resume from" in told
-    assert "To resume" not in told, "the very command that was refused is no way on"
+    printed = capsys.readouterr().err
+    assert "has no checkpoint to resume from" in printed
+    assert "To resume" not in printed, "the command that failed is not suggested"
 
 
 def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(
@@ -445,6 +445,6 @@ def test_differences_that_only_say_where_are_no_differences() -> None:
     assert meaningful_differences(stored, wanted) == ["training.batch_size: 8 -> 3"]
 
 
-def test_the_written_configuration_is_the_whole_one(model: Path, finished: Path) -> None:
+def test_the_written_configuration_is_the_complete_one(model: Path, finished: Path) -> None:
     written = load_config(finished / "logs" / "config.toml")
     assert written == with_absolute_paths(fake_config(model, finished))

@@ -105,7 +105,7 @@ def test_a_recording_cut_off_by_a_kill_is_not_seen(tmp_path: Path, monkeypatch: 
     assert [step for step, _ in read_recordings(tmp_path)] == [0, 1]
 
 
-def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -181,7 +181,7 @@ def test_each_model_is_asked_what_its_template_says(encoder: PromptEncoder) -> N
     assert alone == ["alone:q0", "alone:q1"] and probe == ["probe:q0", "probe:q1"]
     assert student.limits == [40, 9, 40]
     probes = [room.student.baseline([example], SAMPLING)[0].probe for example in EXAMPLES[:2]]
-    assert policy.asked == [[f"teach:q{at}|{said}" for at, said in enumerate(probes)]]
+    assert policy.asked == [[f"teach:q{at}|{probe}" for at, probe in enumerate(probes)]]
     lessons = [one.text for group in rollouts.groups for one in group.completions_G]
     assert taught == [f"taught:q{at // 3}|{text}" for at, text in enumerate(lessons)]
 
@@ -266,7 +266,7 @@ def test_what_was_asked_long_ago_is_forgotten(encoder: PromptEncoder, monkeypatc
     assert room.student.baseline(EXAMPLES[:2], SAMPLING) == first
 
 
-def test_a_batch_larger_than_the_memory_is_answered_whole(
+def test_a_batch_larger_than_the_memory_is_answered_completely(
     encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(student_module, "MAX_CACHED", 1)
@@ -305,13 +305,13 @@ def test_metrics_count_students_not_lessons(encoder: PromptEncoder) -> None:
     assert set(student_metrics([]).values()) == {0.0}
 
 
-def test_evaluation_is_of_the_taught_student_and_tells_the_baseline(encoder: PromptEncoder) -> None:
+def test_evaluation_is_of_the_taught_student_and_reports_the_baseline(encoder: PromptEncoder) -> None:
     reply: Reply = lambda prompt, rng: "right" if "taught" in prompt or "q0" in prompt else "wrong"  # noqa: E731
     room = scorer_for(encoder, reply)
     evaluation = Evaluator(room, EXAMPLES, replace(SAMPLING, n=2), every=1, k=2).run(teacher())
     assert evaluation.pass_at_1 == 1.0
-    told = evaluation.record(3)
-    assert (told["eval_student_accuracy"], told["eval_baseline_accuracy"], told["eval_improvement_rate"]) == (
+    metrics = evaluation.record(3)
+    assert (metrics["eval_student_accuracy"], metrics["eval_baseline_accuracy"], metrics["eval_improvement_rate"]) == (
         1,
         0.25,
         0.75,
@@ -322,7 +322,7 @@ def test_evaluation_is_of_the_taught_student_and_tells_the_baseline(encoder: Pro
     assert [batch[0].split(":")[0] for batch in student.asked] == ["alone", "probe", "taught", "taught"]
 
 
-def test_the_log_shows_who_said_what(encoder: PromptEncoder) -> None:
+def test_the_log_shows_who_wrote_what(encoder: PromptEncoder) -> None:
     room = scorer_for(encoder, lambda prompt, rng: prompt.split(":")[0])
     (group,) = room.sample_and_score(Frozen(lambda *_: "lesson"), EXAMPLES[:1], replace(SAMPLING, n=1)).groups
     (row,) = generation_rows(0, group)

@@ -64,7 +64,7 @@ def test_without_a_user_the_last_message_is_the_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "told"),
+    ("key", "text", "expected"),
     [
         ("student_diagnostic_template", "plan?", "lacks {question}."),
         ("teacher_adaptive_template", "{question}", "lacks {approach}."),
@@ -74,10 +74,10 @@ def test_without_a_user_the_last_message_is_the_question() -> None:
         ("teacher_adaptive_template", "{question} {approach} {probe}", "has the unknown variable {probe}."),
     ],
 )
-def test_a_template_with_the_wrong_variables_is_rejected(key: str, text: str, told: str) -> None:
+def test_a_template_with_the_wrong_variables_is_rejected(key: str, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(None, {"algorithm.advantage_mode": "grpo", "teaching.enabled": True, f"teaching.{key}": text})
-    assert f"[teaching] {key} {told}" in str(raised.value)
+    assert f"[teaching] {key} {expected}" in str(raised.value)
 
 
 def test_latex_in_a_template_is_no_variable() -> None:

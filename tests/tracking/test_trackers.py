@@ -116,7 +116,7 @@ def test_progress_in_a_pipe_is_plain_lines_now_and_then(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("output", ["closed pipe", "closed file", "full device"])
-def test_a_console_that_nobody_reads_falls_silent(output: str) -> None:
+def test_a_console_whose_reader_is_gone_stops_printing(output: str) -> None:
     if output == "full device" and not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     reading, writing = os.pipe()
@@ -214,21 +214,21 @@ def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path
 
 
 @pytest.mark.parametrize(("torn", "left"), [(b'{"step": 0}\n{"st', [0]), (b'{"st', []), (b"", [])])
-def test_a_line_torn_before_its_checkpoint_is_cut_too_and_said_to_be_lost(
+def test_a_line_torn_before_its_checkpoint_is_cut_too_and_reported_as_lost(
     tmp_path: Path, torn: bytes, left: list[int]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(torn)
     short = cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10})
     assert short == ["metrics.jsonl", "eval.jsonl"]
-    said: list[str] = []
-    restore_logs(tmp_path, short, 2, "grpo+none", said.append)
+    logged: list[str] = []
+    restore_logs(tmp_path, short, 2, "grpo+none", logged.append)
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == left
     assert (tmp_path / "eval.jsonl").read_bytes() == b""
-    assert len(said) == 2 and all(line.startswith("Warning: ") for line in said)
+    assert len(logged) == 2 and all(line.startswith("Warning: ") for line in logged)
 
 
 @pytest.mark.parametrize("call", ["log", "sizes"])
-def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_a_sentence(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -247,25 +247,25 @@ def test_a_full_disk_is_said_in_a_sentence(tmp_path: Path, call: str, monkeypatc
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def start(self, config: TrainConfig) -> None:
-        self.heard.append("start")
+        self.received.append("start")
 
     def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
-        self.heard.append(f"log {step}")
+        self.received.append(f"log {step}")
 
     def finish(self) -> None:
-        self.heard.append("finish")
+        self.received.append("finish")
 
 
-def test_several_trackers_are_told_in_turn() -> None:
+def test_several_trackers_are_called_in_turn() -> None:
     listeners = [Listener(), Listener()]
     trackers = Trackers(listeners)
     trackers.start(load_config())
     trackers.log(4, METRICS, [])
     trackers.finish()
-    assert [listener.heard for listener in listeners] == 2 * [["start", "log 4", "finish"]]
+    assert [listener.received for listener in listeners] == 2 * [["start", "log 4", "finish"]]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
 
 
-def test_an_offline_wandb_run_writes_files_and_goes_on_under_its_id(tmp_path: Path, offline: None) -> None:
+def test_an_offline_wandb_run_writes_files_and_continues_under_its_id(tmp_path: Path, offline: None) -> None:
     from retrain.tracking.wandb import WandbTracker
 
     config = load_config(None, {"logging.wandb_project": "tests", "logging.wandb_tags": "a, b"})
@@ -409,7 +409,7 @@ def test_the_rank_analysis_is_a_run_of_its_own_with_its_table(tmp_path: Path, of
     }
 
 
-def test_trackio_that_is_not_installed_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_that_is_not_installed_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     monkeypatch.delitem(sys.modules, "retrain.tracking.trackio", raising=False)
     with pytest.raises(MissingExtraError, match=r'needs the package trackio.*pip install -e "\.\[trackio\]"'):
@@ -444,7 +444,7 @@ def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
 
     class Waiting(Listener):
         def log(self, step: int, metrics: StepMetrics, groups: Any) -> None:
-            self.heard.append(f"{step} with {len(groups)}")
+            self.received.append(f"{step} with {len(groups)}")
 
     for wanted in (False, True):
         inner = Waiting()
@@ -452,18 +452,18 @@ def test_completions_wait_to_be_sent_only_where_they_are_wanted() -> None:
         tracker.start(load_config(None, {"logging.log_completions": wanted}))
         tracker.log(1, METRICS, [group()])
         tracker.finish()
-        assert inner.heard == ["start", f"1 with {int(wanted)}", "finish"]
+        assert inner.received == ["start", f"1 with {int(wanted)}", "finish"]
 
 
-@pytest.mark.parametrize(("every", "told"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 5]), (0, [])])
-def test_a_tracker_is_told_of_every_few_steps_and_of_evaluations(every: int, told: list[int]) -> None:
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 5]), (0, [])])
+def test_a_tracker_gets_every_nth_step_and_evaluations(every: int, steps: list[int]) -> None:
     inner = Listener()
     tracker = ThrottledTracker(every, inner)
     tracker.start(load_config())
     for step in range(6):
         tracker.log(step, METRICS | ({"eval_pass_at_1": 0.5} if step == 3 else {}), [])
     tracker.finish()
-    assert inner.heard == ["start", *(f"log {step}" for step in told), "finish"]
+    assert inner.received == ["start", *(f"log {step}" for step in steps), "finish"]
 
 
 def _kept(folder: Path, share: float, seed: int = 0, steps: int = 400) -> list[int]:

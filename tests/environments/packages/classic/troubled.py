@@ -1,4 +1,4 @@
-"""A verifiers environment from before 0.4 that goes wrong where it is told to."""
+"""A verifiers environment from before 0.4 that fails where its arguments ask for it."""
 
 import verifiers as vf
 from datasets import Dataset

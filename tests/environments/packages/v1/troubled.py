@@ -1,4 +1,4 @@
-"""A verifiers (0.4 and later) environment that goes wrong where it is told to."""
+"""A verifiers (0.4 and later) environment that fails where its arguments ask for it."""
 
 import asyncio
 from collections.abc import Iterator

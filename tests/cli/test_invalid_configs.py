@@ -1,4 +1,4 @@
-"""Ways to break a configuration; each is told apart and each message says how to mend it."""
+"""Ways to break a configuration: each has its own message, and the message names the fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", _BREAKS)
-def test_a_broken_configuration_says_how_to_mend_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_configuration_names_the_fix(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     old, new, named, suggested = _BREAKS[name]
     text = starter("quickstart")
     assert old in text
@@ -56,7 +56,7 @@ def test_a_broken_configuration_says_how_to_mend_it(name: str, capsys: pytest.Ca
     assert "Traceback" not in message
 
 
-def test_mending_as_told_makes_the_file_load(capsys: pytest.CaptureFixture[str]) -> None:
+def test_applying_the_hint_makes_the_file_load(capsys: pytest.CaptureFixture[str]) -> None:
     Path("retrain.toml").write_text("[training]\nlr = -1.0\n", encoding="utf-8")
     assert run([]) == 2
     hint = capsys.readouterr().err.partition("Try: ")[2].strip()

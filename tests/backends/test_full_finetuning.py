@@ -1,4 +1,4 @@
-"""Training a whole model: gradients of every weight, the sampler's view of them, files, and a resume."""
+"""Full fine-tuning: gradients of every weight, the sampler's view of them, files, and a resume."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_the_sampler_sees_every_update(tiny: Path, options: dict[str, Any]) -> N
     for step in range(3):
         engine.sync(made.policy)
         datums = datums_of(prompts, engine.generate(prompts, sampling), seed=step)
-        told = made.step(datums, step)
-        assert told["ratio_mean"] == pytest.approx(1.0, abs=2e-2 if options else 1e-4)
-        assert told["kl_sample_train"] == pytest.approx(0.0, abs=1e-2 if options else 1e-7)
+        metrics = made.step(datums, step)
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=2e-2 if options else 1e-4)
+        assert metrics["kl_sample_train"] == pytest.approx(0.0, abs=1e-2 if options else 1e-7)
 
 
 def test_save_and_load_restore_weights_and_optimizer_to_the_bit(tiny: Path, tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_folder_with_somebody_elses_model_is_never_replaced(tiny: Path, tmp_pa
     made.save(tmp_path)
     mine = write_model(tmp_path / "mine")
     before = sorted(path.name for path in mine.iterdir())
-    said: list[str] = []
-    publish_adapter(tmp_path, mine, said.append)
+    logged: list[str] = []
+    publish_adapter(tmp_path, mine, logged.append)
     assert sorted(path.name for path in mine.iterdir()) == before
-    assert "holds files that retrain did not write" in said[0]
+    assert "holds files that retrain did not write" in logged[0]
 
 
 @pytest.mark.parametrize(("option", "value", "most"), [("micro_batches", 4, 1), ("micro_batch_rows", 2, 2)])

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import torch
 
 from retrain.config import load_config
-from retrain.inference_engine.http import vllm
+from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.startup import Survey
+from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.policy import load_policy
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
@@ -116,7 +117,7 @@ def main() -> None:
         config = load_config(None, {"model.model": "builtin:tiny", "model.lora_rank": 16, "backend.devices": "cpu"})
         policy = load_policy(config.model, config.lora, 0, torch.device("cpu"), lambda line: None)
         inference = config.inference.model_copy(update={"engine": "vllm", "url": url, "adapter_dir": folder})
-        engine = vllm(policy, inference, load_tokenizer("builtin:tiny"), lambda *_: None)
+        engine = HttpEngine(VLLM, policy, inference, load_tokenizer("builtin:tiny"), lambda *_: None)
         measure(engine, url, args)
     server.terminate()
     server.join()

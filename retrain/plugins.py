@@ -247,11 +247,11 @@ REGISTRIES: dict[str, Registry] = {
             "inference engine",
             {
                 "pytorch": Part("retrain.inference_engine.pytorch:build", packages=("torch", "peft")),
-                "max": "retrain.inference_engine.max:build",
-                "vllm": "retrain.inference_engine.http:vllm",
-                "sglang": "retrain.inference_engine.http:sglang",
-                "mlx": "retrain.inference_engine.http:mlx",
-                "openai": "retrain.inference_engine.http:openai",
+                "max": "retrain.inference_engine.max:MAX",
+                "vllm": "retrain.inference_engine.vllm:VLLM",
+                "sglang": "retrain.inference_engine.sglang:SGLANG",
+                "mlx": "retrain.inference_engine.mlx:MLX",
+                "openai": "retrain.inference_engine.openai:OPENAI",
             },
         ),
         Registry(

@@ -176,7 +176,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
     if floor:
         lines.append(
             f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; two runs of one "
-            f"condition differ by more than {floor.single_runs:.4f} in 5 % of cases."
+            f"condition differ by more than {floor.single_runs:.4f} 5 % of the time."
         )
     return [*lines, *(f"Note: {note}" for note in report.notes)]
 

@@ -114,7 +114,7 @@ class NoiseFloor:
     standard_deviation: float
     degrees_of_freedom: int
     single_runs: float
-    """Two runs of one condition differ by more than this in 5 % of cases."""
+    """Two runs of one condition differ by more than this 5 % of the time."""
 
 
 @dataclass(frozen=True)

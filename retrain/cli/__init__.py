@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "distributed": ("retrain.cli.distributed", "Write configuration files for accelerate, torchrun and Slurm."),
     "replay": ("retrain.cli.replay", "Recompute advantages of recorded rollouts with another method."),
     "status": ("retrain.cli.status", "List runs and campaigns with their status."),
-    "top": ("retrain.cli.top", "Watch running runs and campaigns."),
+    "top": ("retrain.cli.top", "Watch live runs and campaigns."),
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
     "diff": ("retrain.cli.diff", "Show where two runs or conditions diverge."),
     "report": ("retrain.cli.report", "Write an HTML report on runs and campaigns."),

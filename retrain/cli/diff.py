@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 import click
 
 from retrain.cli.console import print_heading, print_json, print_table
+from retrain.config.options import paths_where
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 # Timings differ even between runs that are otherwise identical.
 _TIMINGS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
-_PLACES = ("logging.", "backend.adapter_path", "training.seed", "resume.")
 
 Values = Mapping[str, Mapping[int, object]]
 
@@ -110,7 +110,7 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
     config = {
         path: {"a": _plain(before), "b": _plain(after)}
         for path, (before, after) in config_differences(a[0].config, b[0].config).items()
-        if not path.startswith(_PLACES) or (path == "training.seed" and not seeds)
+        if path not in paths_where("identity") or (path == "training.seed" and not seeds)
     }
     return {
         "a": [str(run.path) for run in a],

@@ -16,7 +16,7 @@ def command() -> None:
     """Multi-process runs under accelerate, torchrun or Slurm. `retrain launch` needs none of them."""
 
 
-@command.command("init")
+@command.command("init", short_help="Write files for accelerate, torchrun and Slurm.")
 @click.argument("folder", default="distributed", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="Processes per machine.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")

@@ -276,6 +276,12 @@ def _plain(value: object) -> object:
     return plain
 
 
+def _shorten(value: object) -> str:
+    """A value for the table; the conditions of a campaign do not fit a line, and runs are listed below."""
+    text = format_value(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _print(data: Explanation) -> None:
     click.echo(f"{data['file']}: {_KINDS[data['kind']]}")
     for blocker in data["blockers"]:
@@ -283,7 +289,7 @@ def _print(data: Explanation) -> None:
     print_heading("Changes from the defaults")
     options = options_by_path()
     rows = [
-        (options[change["path"]].where, format_value(change["value"]), f"default {format_value(change['default'])}")
+        (options[change["path"]].where, _shorten(change["value"]), f"default {_shorten(change['default'])}")
         for change in data["changed"]
     ]
     print_table(("option", "value", "default"), rows or [("none", "", "")])

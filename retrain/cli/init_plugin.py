@@ -78,7 +78,7 @@ SCAFFOLDS: dict[str, Scaffold] = {
     required=True,
     metavar="KIND",
     type=click.Choice(list(SCAFFOLDS)),
-    help=f"Part to replace: {', '.join(SCAFFOLDS)}.",
+    help=f"Component to replace: {', '.join(SCAFFOLDS)}.",
 )
 @click.option("--name", required=True, metavar="NAME", help="Name of the module.")
 @click.option("--with-test", is_flag=True, help="Also write a test, which passes unchanged.")

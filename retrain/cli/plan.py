@@ -317,7 +317,7 @@ def why_unknown(model: Model) -> str:
 
 def _print(data: Plan) -> None:
     card, backend, memory, training = data["card"], data["backend"], data["memory"], data["training"]
-    gpu = f"{card['name']}, {card['memory']:.0f} GB" if card and card["memory"] else "unknown GPU (try --card H100)"
+    gpu = f"{card['name']}, {card['memory']:.0f} GB" if card and card["memory"] else "an unknown GPU (try --card H100)"
     click.echo(f"{data['file']}: {data['model']['name']} on {gpu if backend == 'local' else backend}")
     print_heading("Peak memory")
     if backend != "local":
@@ -347,7 +347,7 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
-        rows.append(("seconds", f"unknown: no step has been measured, and {reason}"))
+        rows.append(("seconds per step", f"unknown: no step has been measured, and {reason}"))
     else:
         rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
         rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])}"))

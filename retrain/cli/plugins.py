@@ -28,10 +28,10 @@ class ListedPart:
     """Why it is broken or shadowed, or what is missing."""
 
 
-@click.command("plugins", short_help="List built-in and installed parts.")
+@click.command("plugins", short_help="List built-in components and installed plugins.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: {kind: {options, parts: [...]}}.")
 def command(as_json: bool) -> None:
-    """List the parts that a configuration can name: built in, or from the entry points of installed packages.
+    """List the components that a configuration can name: built in, or from the entry points of installed packages.
 
     A dotted path to your own code works too: see `retrain init-plugin`.
     """

@@ -11,14 +11,12 @@ import click
 
 from retrain.config import load_config
 from retrain.config.flags import click_options, overrides_from
+from retrain.config.options import paths_where
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from retrain.analysis.replay import Difference
-
-# Sections that affect credit assignment; other options cannot change a recording.
-SECTIONS = ("algorithm", "gtpo", "hicra", "sepa", "planning", "plugins")
 
 
 @click.command("replay", context_settings={"max_content_width": 110})
@@ -31,7 +29,7 @@ def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
     """
     overrides = overrides_from(parameters)
     for path in overrides:
-        if not path.startswith(tuple(f"{section}." for section in SECTIONS)) and path != "logging.strategic_grams":
+        if path not in paths_where("replay"):
             raise ConfigError(f"{path} cannot be replayed: only credit assignment is recomputed.")
     config_file = Path(log_dir) / "config.toml"
     if not config_file.is_file():

@@ -13,6 +13,8 @@ import click
 from retrain.campaign.screen import cells, draw_table
 from retrain.cli.status import Entry, find_entries, heading, print_entry
 
+NOTHING = "Nothing is running; --all includes runs that have ended."
+
 
 @click.command("top")
 @click.argument("logs", default="logs", type=click.Path())
@@ -21,14 +23,17 @@ from retrain.cli.status import Entry, find_entries, heading, print_entry
 )
 @click.option("--all", "show_all", is_flag=True, help="Include runs that have ended.")
 def command(logs: str, every: float, show_all: bool) -> int:
-    """Watch the running runs and campaigns in LOGS (default: ./logs).
+    """Watch the live runs and campaigns in LOGS (default: ./logs).
 
     If the output is not a terminal, they are listed once.
     """
     folder = Path(logs).expanduser()
     if not sys.stdout.isatty():
-        for entry in choose(find_entries(folder), show_all):
+        entries = choose(find_entries(folder), show_all)
+        for entry in entries:
             print_entry(entry)
+        if not entries:
+            click.echo(NOTHING)
         return 0
     from rich.live import Live  # noqa: PLC0415  (only needed on a terminal)
 
@@ -52,7 +57,7 @@ def draw(entries: Sequence[Entry]) -> Any:
     from rich.text import Text  # noqa: PLC0415
 
     if not entries:
-        return Text("Nothing is running. Press Ctrl-C to quit; --all includes runs that have ended.")
+        return Text(f"{NOTHING} Press Ctrl-C to quit.")
     parts: list[Any] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]

@@ -209,14 +209,11 @@ def _try_service(config: TrainConfig) -> str:
 
 
 def _try_servers(config: TrainConfig) -> str:
-    from retrain.inference_engine.http import servers  # noqa: PLC0415
+    from retrain.inference_engine.http.spec import ServerSpec  # noqa: PLC0415  (loads numpy)
 
-    kinds = {kind.name: kind for kind in (servers.VLLM, servers.SGLANG, servers.MLX, servers.MAX, servers.OPENAI)}
-    kind = kinds[config.inference.engine]
-    named = [part.strip().rstrip("/").removesuffix("/v1") for part in config.inference.url.split(",") if part.strip()]
-    if kind.name == "max" and not named:
-        raise RetrainError('MAX needs a server here, and url is empty.  Try: url = "http://localhost:8000"')
-    urls = named or [f"http://127.0.0.1:{kind.port}"]
+    kind = REGISTRIES["engine"].load(config.inference.engine)
+    assert isinstance(kind, ServerSpec)
+    urls = kind.urls(config.inference.url)
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for url in urls:
         problem = _connection_problem(f"{url}{kind.health}", without_proxy)

@@ -10,6 +10,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
 from retrain.config.toml import MAX_DEPTH, is_too_deep
+from retrain.plugins import REGISTRIES
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
@@ -65,8 +66,12 @@ class Facets:
     """Whether the time per step depends on it."""
     identity: bool | None = None
     """Whether it names one run rather than its method: seed, folders, run names."""
-    path: bool | None = None
-    """Whether its value may be a file or folder."""
+    path: Literal["as_given", "absolute", "or_id"] | None = None
+    """Set for a path: whether a run saves it as given or made absolute; `or_id` may also be the id of a model."""
+    replay: bool | None = None
+    """Whether `retrain replay` may change it, since it affects credit assignment alone."""
+    multi_process: str | None = None
+    """Why runs on several processes support its default only."""
     variables: Mapping[str, bool] | None = None
     """Variables of a template, and whether it must contain them."""
 
@@ -91,7 +96,13 @@ class Section(BaseModel):
 
 
 def option(default: Any, description: str, **settings: Any) -> Any:
-    """Declare an option: its default, one sentence, and as keywords its facets and pydantic's bounds."""
+    """Declare an option: its default, one sentence, and as keywords its facets and pydantic's bounds.
+
+    In the sentence, `{names}` stands for the built-in components of its `kind`.
+    """
+    kind = settings.get("kind")
+    if kind:
+        description = description.format(names=", ".join(REGISTRIES[kind].builtins))
     extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
         return Field(

@@ -1,4 +1,4 @@
-"""The MAX engine: a client of `max serve`.
+"""Servers started with `max serve`.
 
 MAX in this process could not be trained with. In 26.7.0 offline inference is one private class, LLM in
 max._entrypoints.llm: its generate() takes text and a length, gives text, and has no seed, temperature or adapter.
@@ -6,28 +6,35 @@ max._entrypoints.llm: its generate() takes text and a length, gives text, and ha
 
 from __future__ import annotations
 
-import importlib.util
-
-from retrain.config.schema import Inference
-from retrain.errors import ConfigError
-from retrain.inference_engine import Progress
-from retrain.inference_engine.http.engine import HttpEngine
-from retrain.inference_engine.http.servers import MAX
-from retrain.modeling.policy import Policy
-from retrain.modeling.tokens import Tokenizer
+from retrain.inference_engine.http.spec import Adapter, CompletionRequest, ServerSpec, completions_request, read_choices
+from retrain.types import JsonObject
 
 
-def build(policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress) -> HttpEngine:
-    """A client of the servers at [inference] url, which MAX cannot do without."""
-    if inference.url:
-        return HttpEngine(MAX, policy, inference, tokenizer, progress)
-    there = importlib.util.find_spec("max") is not None
-    raise ConfigError(
-        '[inference] engine = "max" without url would run MAX in this process, '
-        + (
-            "where its LLM class (checked in 26.7.0) takes text and gives text: no token ids, log-probs or adapters."
-            if there
-            else "and the package max is not installed here."
-        )
-        + '  Try: start `max serve` on a GPU and set url = "http://localhost:8000"'
-    )
+def _request(model: str, adapter: Adapter | None, request: CompletionRequest) -> JsonObject:
+    sampling = request.sampling
+    # With logprobs = 0 MAX sends an empty list, so it stays 1.
+    return completions_request(model, adapter, request) | {
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": list(request.stop_ids),
+    }
+
+
+MAX = ServerSpec(
+    name="max",
+    port=8000,
+    command="max serve --model {model} --port {port} --enable-lora --no-enable-prefix-caching --prefer-module-v3",
+    request=_request,
+    read=read_choices,
+    takes_n=False,
+    url_required="in this process, MAX (checked in 26.7.0) takes and returns text, without token ids or log-probs.",
+    # Unknown whether it filters before or after the temperature.
+    options=("top_k",),
+    remedies={
+        "ids": "Update MAX; 26.7 sends them.",
+        "logprobs": "Update MAX; 26.7 sends them.",
+        "lora": "Start it with --enable-lora --no-enable-prefix-caching --prefer-module-v3, on a GPU: MAX's adapter "
+        "kernels (SGMV) do not run on a CPU.",
+        "rank": "Start it with --max-lora-rank {rank}.",
+        "context": "Start it with a larger --max-length.",
+    },
+)

@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from retrain.runtime.child import signal_on_parent_death
+
 # The parent's import path is inherited; `-P` keeps the working directory from shadowing json before that.
 _BOOT = """import sys, json
 sys.path[:] = json.loads(sys.argv[1])
@@ -37,7 +39,6 @@ _ABORT_GRACE_S = 0.5
 # A process in uninterruptible sleep is not waited for longer than this.
 _LIMIT_S = 5.0
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -124,9 +125,7 @@ def stand_guard(lifeline: int) -> None:
     os.close(lifeline)
     os.setsid()  # signals to its own process group must not reach the guard
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard:  # the guard was killed in between
-            os._exit(1)
+        signal_on_parent_death(guard, signal.SIGKILL)
 
 
 def _keep_watch(lifeline: int, foreign: int) -> None:

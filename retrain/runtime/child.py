@@ -18,7 +18,11 @@ def end_with_parent() -> None:
     """Request SIGTERM when the parent dies, if it set `PARENT` and the system supports it."""
     parent = os.environ.pop(PARENT, None)
     if parent is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(parent):
-            # It died before this call.
-            os.kill(os.getpid(), signal.SIGTERM)
+        signal_on_parent_death(int(parent), signal.SIGTERM)
+
+
+def signal_on_parent_death(parent: int, number: int) -> None:
+    """Request this signal for the time when the parent dies, or send it if it has died already. Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)

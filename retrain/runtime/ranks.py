@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from retrain.config import TrainConfig
+from retrain.config.options import option_issue, options_by_path, values_of
 from retrain.errors import ConfigError, ConfigIssue
 
 _SHARDED_BY = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
@@ -73,12 +74,11 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[C
             f"= {config.backend.backend!r} trains elsewhere; one process is enough for it.",
             "Try: retrain config.toml, without a launcher",
         )
-    if config.training.async_steps:
-        yield ConfigIssue(
-            "[training] async_steps",
-            "is not supported with several processes: all of them sample, then all of them train.",
-            "Try: async_steps = 0",
-        )
+    for path, value in values_of(config).items():
+        option = options_by_path()[path]
+        if option.facets.multi_process and value != option.default:
+            text = f"is not supported with several processes: {option.facets.multi_process}"
+            yield option_issue(path, text, f"Try: {option.key} = {option.default}")
     yield from _contradictions(config, environment)
 
 

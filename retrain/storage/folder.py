@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.options import free_on_resume, values_of
+from retrain.config.options import free_on_resume, options_by_path, values_of
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
@@ -116,33 +116,22 @@ def step_aside(path: Path) -> str:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths."""
+    """The configuration with absolute paths, so that it means the same from another working directory."""
 
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute()) if path else path
+    def absolute(path: str, may_be_id: bool) -> str:
+        found = Path(path).expanduser()
+        return str(found.absolute()) if path and (found.is_dir() or not may_be_id) else path
 
-    model, teaching = config.model, config.teaching
-    if Path(model.model).expanduser().is_dir():
-        model = model.model_copy(update={"model": absolute(model.model)})
-    if teaching.student_model and Path(teaching.student_model).expanduser().is_dir():
-        teaching = teaching.model_copy(update={"student_model": absolute(teaching.student_model)})
-    return config.model_copy(
-        update={
-            "model": model,
-            "teaching": teaching,
-            "backend": config.backend.model_copy(
-                update={
-                    "adapter_path": absolute(config.backend.adapter_path),
-                    "throttle_dir": absolute(config.backend.throttle_dir),
-                }
-            ),
-            "data": config.data.model_copy(update={"path": absolute(config.data.path)}),
-            "eval": config.eval.model_copy(update={"path": absolute(config.eval.path)}),
-            "plugins": config.plugins.model_copy(
-                update={"search_paths": tuple(absolute(path) for path in config.plugins.search_paths)}
-            ),
-        }
-    )
+    changes: dict[str, dict[str, object]] = {}
+    for path, value in values_of(config).items():
+        option = options_by_path()[path]
+        if option.facets.path in ("absolute", "or_id"):
+            may_be_id = option.facets.path == "or_id"
+            is_list = isinstance(value, tuple)
+            fixed = tuple(absolute(one, may_be_id) for one in value) if is_list else absolute(value, may_be_id)
+            changes.setdefault(option.section, {})[option.key] = fixed
+    tables = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=tables)
 
 
 def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str]:

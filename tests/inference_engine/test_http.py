@@ -19,10 +19,12 @@ from transformers import AutoTokenizer
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Turn
-from retrain.inference_engine.http import openai, vllm
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.proof import PolicyScorer, Row
+from retrain.inference_engine.http.spec import ServerSpec
+from retrain.inference_engine.openai import OPENAI
 from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.policy import Policy
 from retrain.types import Completion, IntArray, Sampling
 
@@ -69,11 +71,11 @@ Make = Callable[..., Rig]
 def rig(model: Path) -> Iterator[Make]:
     made: list[HttpEngine] = []
 
-    def make(*servers: Loopback, build: Any = vllm, rank: int = 4, **settings: Any) -> Rig:
+    def make(*servers: Loopback, spec: ServerSpec = VLLM, rank: int = 4, **settings: Any) -> Rig:
         policy = policy_for(config_for(model, model__lora_rank=rank), trained=False)
         urls = ",".join(server.url for server in servers)
-        settings_ = {"timeout_s": 20.0, "wait_s": 1.0, "url": urls} | settings
-        engine = build(policy, Inference(**settings_), AutoTokenizer.from_pretrained(model), lambda *_: None)
+        inference = Inference(**{"timeout_s": 20.0, "wait_s": 1.0, "url": urls} | settings)
+        engine = HttpEngine(spec, policy, inference, AutoTokenizer.from_pretrained(model), lambda *_: None)
         made.append(engine)
         return Rig(engine, policy, [])
 
@@ -90,13 +92,13 @@ def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion
 
 
 @pytest.mark.parametrize(
-    ("build", "meaning"), [(vllm, "sampled"), (openai, "raw"), *slow((openai, "sampled"), (vllm, "raw"))]
+    ("spec", "meaning"), [(VLLM, "sampled"), (OPENAI, "raw"), *slow((OPENAI, "sampled"), (VLLM, "raw"))]
 )
 def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
-    server: Loopback, rig: Make, build: Any, meaning: str
+    server: Loopback, rig: Make, spec: ServerSpec, meaning: str
 ) -> None:
     server.meaning = meaning
-    one = rig(server, build=build)
+    one = rig(server, spec=spec)
     one.check(replace(SAMPLING, top_p=1.0))
     one.train()
     one.engine.sync(one.policy)
@@ -300,7 +302,7 @@ def test_something_else_at_the_port_is_distinguished(
 
 def test_a_sampling_option_that_the_server_means_otherwise_is_rejected(rig: Make, server: Loopback) -> None:
     with pytest.raises(ConfigError, match=r"top_k = 5 is not supported by engine = .openai."):
-        rig(server, build=openai).check(replace(SAMPLING, top_k=5))
+        rig(server, spec=OPENAI).check(replace(SAMPLING, top_k=5))
 
 
 def test_two_cuts_that_the_server_makes_in_another_order_are_rejected_together(rig: Make, server: Loopback) -> None:

@@ -18,20 +18,14 @@ from safetensors.torch import load_file
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
-from retrain.inference_engine.http import mlx
 from retrain.inference_engine.http.adapters import convert_to_mlx
-from retrain.inference_engine.http.servers import (
-    MAX,
-    MLX,
-    OPENAI,
-    SGLANG,
-    VLLM,
-    Adapter,
-    CompletionRequest,
-    CompletionResult,
-    IncompleteReply,
-)
-from retrain.inference_engine.max import build
+from retrain.inference_engine.http.engine import HttpEngine
+from retrain.inference_engine.http.spec import Adapter, CompletionRequest, CompletionResult, IncompleteReply
+from retrain.inference_engine.max import MAX
+from retrain.inference_engine.mlx import MLX
+from retrain.inference_engine.openai import OPENAI
+from retrain.inference_engine.sglang import SGLANG
+from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
 
@@ -166,7 +160,7 @@ def test_an_adapter_for_mlx_has_the_same_product(tmp_path: Path) -> None:
 def test_a_tokenizer_that_does_not_round_trip_is_rejected_by_an_engine_that_takes_text(tmp_path: Path) -> None:
     policy = policy_for(config_for(write_model(tmp_path, "llama")))
     tokenizer = load_tokenizer("builtin:tiny")
-    engine = mlx(policy, Inference(), tokenizer, lambda *_: None)
+    engine = HttpEngine(MLX, policy, Inference(), tokenizer, lambda *_: None)
     whole, exclusive = tokenizer("17")["input_ids"], tokenizer("1")["input_ids"] + tokenizer("7")["input_ids"]
     try:
         assert engine.prompt_text(np.array(whole)) == "17"
@@ -180,4 +174,4 @@ def test_a_tokenizer_that_does_not_round_trip_is_rejected_by_an_engine_that_take
 def test_max_without_a_url_is_rejected_with_the_reason(tmp_path: Path) -> None:
     policy = policy_for(config_for(write_model(tmp_path, "llama")))
     with pytest.raises(ConfigError, match=r"in this process.*max serve"):
-        build(policy, Inference(), None, lambda *_: None)
+        HttpEngine(MAX, policy, Inference(), load_tokenizer("builtin:tiny"), lambda *_: None)

@@ -11,9 +11,10 @@ import torch
 from e2e.runs import train_quietly
 
 from retrain.errors import ConfigError
+from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.startup import Startup
-from retrain.inference_engine.max import build
+from retrain.inference_engine.max import MAX
 from retrain.modeling.policy import load_policy
 from retrain.modeling.tokens import load_tokenizer
 from retrain.types import Sampling
@@ -54,7 +55,7 @@ def test_without_adapters_ids_and_log_probs_are_those_of_the_base_model(
     config = run_on("max", server.url, model, tmp_path)
     policy = load_policy(config.model, config.lora, 0, torch.device("cpu"), lambda line: None)
     tokenizer, logged = load_tokenizer(str(model)), list[str]()
-    engine = build(policy, config.inference, tokenizer, lambda *_: None)
+    engine = HttpEngine(MAX, policy, config.inference, tokenizer, lambda *_: None)
     try:
         sampling = Sampling(max_tokens=12, n=3, temperature=0.7, seed=3)
         startup = Startup(engine.spec, engine.fleet, tokenizer, PolicyScorer(policy), engine.prompt_text)

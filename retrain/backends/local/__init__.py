@@ -18,6 +18,8 @@ from retrain.backends.local.split import SplitBackend, engine_metrics
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
+from retrain.inference_engine.http.engine import HttpEngine
+from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.policy import Policy, load_policy
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.tokens import Tokenizer
@@ -72,8 +74,10 @@ def make_engine(
         from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
 
         return launch_engine(config, policy, tokenizer, log, progress)
-    make: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
-    engine: InferenceEngine = make(policy, config.inference, tokenizer, progress)
+    found: Any = REGISTRIES["engine"].load(config.inference.engine, config.plugins.search_paths)
+    if isinstance(found, ServerSpec):
+        return HttpEngine(found, policy, config.inference, tokenizer, progress)
+    engine: InferenceEngine = found(policy, config.inference, tokenizer, progress)
     if isinstance(engine, Described):
         log(f"Engine: {engine.description}")
     return engine

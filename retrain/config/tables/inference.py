@@ -15,7 +15,7 @@ class Inference(Section):
 
     engine: str = option(
         "pytorch",
-        "Engine: pytorch, max, vllm, sglang, mlx or openai.",
+        "Sampling engine: {names} or a dotted path.",
         kind="engine",
         flag="--inference-engine",
         synonyms=("engine",),
@@ -71,7 +71,7 @@ class Inference(Section):
         "",
         "Folder that servers load each step's adapter from, shared with their machine; empty uses a temporary one.",
         flag="--inference-adapter-dir",
-        path=True,
+        path="as_given",
         step_time=False,
         unused=reasons.needs_server,
     )

@@ -31,7 +31,7 @@ class Backend(Section):
         "Folder for the newest adapter, in PEFT format.",
         min_length=1,
         flag="--adapter-path",
-        path=True,
+        path="absolute",
         identity=True,
         on_resume="free",
         on_tinker=IGNORED,
@@ -48,7 +48,7 @@ class Backend(Section):
     throttle_dir: str = option(
         "",
         "Folder of the semaphore shared by parallel Tinker runs; empty uses the system's temporary folder.",
-        path=True,
+        path="absolute",
         on_resume="free",
         unused=reasons.needs_remote_backend,
     )
@@ -64,7 +64,7 @@ class Model(Section):
         "Hugging Face id, a local folder, or builtin:tiny.",
         min_length=1,
         flag="--model",
-        path=True,
+        path="or_id",
         synonyms=("model_name", "model_name_or_path"),
     )
     base_url: str = option(

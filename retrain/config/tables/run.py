@@ -57,7 +57,7 @@ class Squeeze(Section):
         "",
         "Adapter folder; a campaign sets it by itself.",
         flag="--squeeze-adapter-path",
-        path=True,
+        path="as_given",
         unused=reasons.never,
         in_campaign=reasons.always("a campaign analyses the adapter of its first run"),
     )
@@ -67,7 +67,7 @@ class Squeeze(Section):
     target_ranks: tuple[Annotated[BoundedInt, Field(ge=1)], ...] = option(
         (), "Ranks to evaluate; empty uses powers of two.", strict=False
     )
-    output_path: str = option("", "Folder for the compressed adapter; empty only analyses.", path=True)
+    output_path: str = option("", "Folder for the compressed adapter; empty only analyses.", path="as_given")
     compress_to: BoundedInt = option(
         0,
         "Rank to compress to; 0 uses the recommended one.",
@@ -90,7 +90,7 @@ class Resume(Section):
         "Log folder of the run to resume, with its trainer_state.json.",
         flag="--resume",
         alias="from",
-        path=True,
+        path="as_given",
         identity=True,
         synonyms=("resume_from_checkpoint",),
     )
@@ -99,14 +99,13 @@ class Resume(Section):
 class Logging(Section):
     """Logs, checkpoints and trackers."""
 
-    facets: ClassVar[Facets] = Facets(on_resume="free")
+    facets: ClassVar[Facets] = Facets(on_resume="free", identity=True)
 
     log_dir: str = option(
         "logs/train",
         "Folder for logs and checkpoints.",
         min_length=1,
-        path=True,
-        identity=True,
+        path="as_given",
         per_condition=False,
         synonyms=("output_dir",),
     )
@@ -116,7 +115,6 @@ class Logging(Section):
     wandb_run_name: str = option(
         "",
         "Run name; empty uses {advantage_mode}+{transform_mode}.",
-        identity=True,
         per_condition=False,
         in_campaign=reasons.always("a campaign names its runs"),
         synonyms=("run_name",),
@@ -125,11 +123,10 @@ class Logging(Section):
     wandb_group: str = option(
         "",
         "Weights & Biases group.",
-        identity=True,
         per_condition=False,
         in_campaign=reasons.always("a campaign groups its runs by condition"),
     )
-    wandb_tags: str = option("", "Weights & Biases tags, comma-separated.", identity=True, per_condition=False)
+    wandb_tags: str = option("", "Weights & Biases tags, comma-separated.", per_condition=False)
     trackio_project: str = option(
         "", "Trackio project; set it to turn trackio on, with the run name and group of wandb."
     )
@@ -148,6 +145,8 @@ class Logging(Section):
     strategic_grams: str = option(
         "",
         "Planning phrases as a JSON array or comma-separated; empty uses the built-in ones.",
+        identity=False,
+        replay=True,
         unused=reasons.used_if("planning.detector", lambda name: name != "semantic"),
     )
 
@@ -155,6 +154,8 @@ class Logging(Section):
 class Plugins(Section):
     """Where custom code is found."""
 
-    facets: ClassVar[Facets] = Facets(on_resume="free", per_condition=False)
+    facets: ClassVar[Facets] = Facets(on_resume="free", per_condition=False, replay=True)
 
-    search_paths: tuple[str, ...] = option((".",), "Folders searched first for dotted paths.", strict=False, path=True)
+    search_paths: tuple[str, ...] = option(
+        (".",), "Folders searched first for dotted paths.", strict=False, path="absolute"
+    )

@@ -13,7 +13,7 @@ class Data(Section):
 
     source: str = option(
         "math",
-        "math, gsm8k, arithmetic, jsonl, hub or a dotted path.",
+        "{names} or a dotted path.",
         kind="data",
         held_out=True,
         step_time=True,
@@ -22,7 +22,7 @@ class Data(Section):
     path: str = option(
         "",
         "File for source = jsonl.",
-        path=True,
+        path="absolute",
         held_out=True,
         step_time=True,
         unused=reasons.read_by_training_source("path"),
@@ -90,7 +90,7 @@ class Eval(Section):
         "",
         "File of held-out problems for source = jsonl.",
         flag="--eval-path",
-        path=True,
+        path="absolute",
         held_out=True,
         unused=reasons.needs_held_out_file,
     )
@@ -126,7 +126,7 @@ class Environment(Section):
 
     provider: str = option(
         "",
-        "Environment provider: builtin, verifiers, reasoning_gym or a dotted path; empty trains on [data].",
+        "Environment provider: {names} or a dotted path; empty trains on [data].",
         kind="environment",
         unused=reasons.never,
         synonyms=("environment",),
@@ -149,7 +149,7 @@ class Environment(Section):
 class RewardTerm(Section):
     """One term of a weighted reward."""
 
-    type: str = option("match", "match, math, judge, custom or a dotted path.", kind="reward")
+    type: str = option("match", "{names} or a dotted path.", kind="reward")
     weight: float = option(1.0, "Weight of this term in the sum.")
     custom_module: str = option("", "Module of a custom term.")
     custom_function: str = option("score", "Function of a custom term.", min_length=1)
@@ -160,7 +160,7 @@ class Reward(Section):
 
     type: str = option(
         "match",
-        "match, math, judge, custom or a dotted path.",
+        "{names} or a dotted path.",
         kind="reward",
         flag="--reward-type",
         step_time=True,
@@ -194,7 +194,7 @@ class Reward(Section):
     judge_cache: str = option(
         "~/.cache/retrain/judge",
         "Folder that caches verdicts across runs; empty caches them in memory only.",
-        path=True,
+        path="as_given",
         on_resume="free",
         unused=reasons.needs_judge,
     )
@@ -278,7 +278,7 @@ class Teaching(Section):
         "",
         "Student: Hugging Face id or folder; empty uses the base model without the adapter.",
         flag="--teaching-student-model",
-        path=True,
+        path="or_id",
         step_time=True,
     )
     max_probe_tokens: BoundedInt = option(

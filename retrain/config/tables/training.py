@@ -9,15 +9,17 @@ from retrain.config.declare import BoundedInt, Facets, Section, Table, option
 class Algorithm(Section):
     """How rewards become token advantages."""
 
+    facets: ClassVar[Facets] = Facets(replay=True)
+
     advantage_mode: str = option(
         "maxrl",
-        "Episode advantage: grpo, grpo_scaled, maxrl or a dotted path.",
+        "Episode advantage: {names} or a dotted path.",
         kind="advantage",
         synonyms=("advantage",),
     )
     transform_mode: str = option(
         "gtpo_sepa",
-        "Token transform: none, gtpo, gtpo_hicra, gtpo_sepa or a dotted path.",
+        "Token transform: {names} or a dotted path.",
         kind="transform",
         synonyms=("transform",),
     )
@@ -26,7 +28,7 @@ class Algorithm(Section):
     )
     uncertainty_kind: str = option(
         "surprisal",
-        "Token uncertainty: surprisal, predictive_variance, shannon_entropy or a dotted path.",
+        "Token uncertainty: {names} or a dotted path.",
         kind="uncertainty",
     )
     advantage_params: Table = option(
@@ -132,6 +134,7 @@ class Training(Section):
         le=1,
         step_time=True,
         unused=reasons.needs_separate_sampler,
+        multi_process="all of them sample, then all of them train.",
     )
     top_p: float = option(1.0, "Nucleus sampling: keep the most likely tokens up to this probability.", gt=0, le=1)
     top_k: BoundedInt = option(0, "Keep only the k most likely tokens; 0 keeps all.", ge=0)
@@ -182,7 +185,7 @@ class Loss(Section):
 
     type: str = option(
         "importance_sampling",
-        "Token loss: importance_sampling, ppo, cispo, gspo, dr_grpo, grpo or a dotted path.",
+        "Token loss: {names} or a dotted path.",
         kind="loss",
         flag="--loss-type",
         synonyms=("loss",),
@@ -238,7 +241,9 @@ class Kl(Section):
 class Planning(Section):
     """Which tokens count as planning."""
 
-    detector: str = option("regex", "Planning-token detector: regex, semantic or a dotted path.", kind="planning")
+    facets: ClassVar[Facets] = Facets(replay=True)
+
+    detector: str = option("regex", "Planning-token detector: {names} or a dotted path.", kind="planning")
     model: str = option(
         "all-MiniLM-L6-v2",
         "Sentence-transformer of the semantic detector.",
@@ -257,17 +262,23 @@ class Planning(Section):
 class Gtpo(Section):
     """Entropy weighting of tokens."""
 
+    facets: ClassVar[Facets] = Facets(replay=True)
+
     beta: float = option(0.1, "Strength of the weighting; 0 turns it off.", ge=0)
 
 
 class Hicra(Section):
     """Amplification of planning tokens."""
 
+    facets: ClassVar[Facets] = Facets(replay=True)
+
     alpha: float = option(0.2, "Strength of the amplification; 0 turns it off.", ge=0, lt=1)
 
 
 class Sepa(Section):
     """Pooling of execution-token uncertainty."""
+
+    facets: ClassVar[Facets] = Facets(replay=True)
 
     steps: BoundedInt = option(500, "Steps of the linear ramp from 0 to 1.", ge=1, flag="--sepa-steps")
     schedule: Literal["linear", "auto"] = option(

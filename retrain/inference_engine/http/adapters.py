@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError, RolloutError
-from retrain.inference_engine.http.servers import Adapter
+from retrain.inference_engine.http.spec import Adapter
 from retrain.modeling.policy import Policy
 from retrain.storage.publishing import make_temporary
 

@@ -21,7 +21,7 @@ from retrain.inference_engine.http.adapters import AdapterFolder
 from retrain.inference_engine.http.client import Client, gather_all
 from retrain.inference_engine.http.fleet import Fleet, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row, State, Surplus, Verdict, identify_weights
-from retrain.inference_engine.http.servers import OPTIONS, Adapter, CompletionRequest, ServerSpec
+from retrain.inference_engine.http.spec import OPTIONS, Adapter, CompletionRequest, ServerSpec
 from retrain.inference_engine.http.startup import Startup, Survey
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
@@ -43,9 +43,8 @@ class HttpEngine:
         self, spec: ServerSpec, policy: Policy, inference: Inference, tokenizer: Tokenizer, progress: Progress
     ) -> None:
         self.spec, self.policy, self.tokenizer, self.progress = spec, policy, tokenizer, progress
-        urls = [part.strip().rstrip("/").removesuffix("/v1") for part in inference.url.split(",") if part.strip()]
+        urls = spec.urls(inference.url)
         self.client = Client(inference.timeout_s)
-        urls = list(dict.fromkeys(urls)) or [f"http://127.0.0.1:{spec.port}"]
         self.fleet = Fleet(spec, urls, self.client, inference.wait_s, progress)
         self.fleet.vocabulary = policy.vocabulary
         self.folder = AdapterFolder(inference.adapter_dir, spec.mlx_adapters)

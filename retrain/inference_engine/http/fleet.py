@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.client import KEY_VARIABLE, Client, Refused, Transient, gather_all
-from retrain.inference_engine.http.servers import (
+from retrain.inference_engine.http.spec import (
     Adapter,
     CompletionRequest,
     CompletionResult,

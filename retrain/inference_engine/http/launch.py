@@ -19,7 +19,7 @@ from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.http.engine import HttpEngine
-from retrain.inference_engine.http.servers import VLLM
+from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
 

@@ -18,7 +18,7 @@ from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.client import KEY_VARIABLE, Refused, T, Transient, Work
 from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, LaunchedServerExited, NoServerAvailable, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row
-from retrain.inference_engine.http.servers import CompletionRequest, CompletionResult, IncompleteReply, ServerSpec
+from retrain.inference_engine.http.spec import CompletionRequest, CompletionResult, IncompleteReply, ServerSpec
 from retrain.modeling.tokens import Tokenizer
 from retrain.types import IntArray, Sampling
 

@@ -1,0 +1,124 @@
+"""What is specific to a kind of server, and the request format that several kinds share.
+
+The meaning of a server's log-probs is not declared but measured at start-up, since it depends on server flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import ConfigError
+from retrain.types import IntArray, JsonObject, Sampling
+
+OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter on disk, with its unique name on the servers."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request for `sampling.n` completions of a prompt."""
+
+    prompt_ids: IntArray
+    prompt_text: str
+    """The same prompt, for servers that take text only."""
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CompletionResult:
+    """One completion from a server."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_ids: list[int] | None = None
+    """Token ids of its prompt, if the server returns them."""
+
+
+class IncompleteReply(Exception):
+    """An answer without something that training needs: `what` is "token ids" or "log-probs"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the answer has no {what}")
+        self.what = what
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One kind of server."""
+
+    name: str
+    port: int
+    command: str
+    """Start command for messages, with {model} and {port}."""
+    request: Callable[[str, Adapter | None, CompletionRequest], JsonObject]
+    read: Callable[[Any], list[CompletionResult]]
+    route: str = "/v1/completions"
+    health: str = "/health"
+    models: str = "/v1/models"
+    """Endpoint that lists models; empty where it is useless, and requests use the trainer's model name."""
+    tokenize: str = ""
+    takes_ids: bool = True
+    takes_n: bool = True
+    options: tuple[str, ...] = OPTIONS
+    """Sampling options that this server applies like retrain, besides temperature."""
+    exclusive: tuple[str, ...] = ()
+    """Options that work like retrain only one at a time; together they are applied in another order."""
+    load: str = "/v1/load_lora_adapter"
+    unload: str = "/v1/unload_lora_adapter"
+    url_required: str = ""
+    """Why `[inference] url` must be set; "" if the default is this machine."""
+    mlx_adapters: bool = False
+    """Whether each request names an adapter folder in MLX's layout; nothing is loaded beforehand."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """Fix for each missing capability: ids, logprobs, lora, rank, context, processed."""
+
+    def urls(self, url: str) -> list[str]:
+        """The servers that `[inference] url` names, or the default one on this machine."""
+        named = [part.strip().rstrip("/").removesuffix("/v1") for part in url.split(",") if part.strip()]
+        if self.url_required and not named:
+            start = self.command.format(model="MODEL", port=self.port)
+            raise ConfigError(
+                f'[inference] engine = "{self.name}" needs url: {self.url_required}  '
+                f'Try: {start}, and url = "http://localhost:{self.port}"'
+            )
+        return list(dict.fromkeys(named)) or [f"http://127.0.0.1:{self.port}"]
+
+
+def completions_request(model: str, adapter: Adapter | None, request: CompletionRequest) -> JsonObject:
+    """Request body of vLLM, MAX and similar servers; an adapter is a model name."""
+    sampling = request.sampling
+    return {
+        "model": adapter.name if adapter else model,
+        "prompt": request.prompt_ids.tolist(),
+        "n": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+
+
+def read_choices(reply: Any) -> list[CompletionResult]:
+    """OpenAI's completion shape with token ids, as vLLM and MAX send it."""
+    results = []
+    for choice in sorted(reply["choices"], key=lambda choice: int(choice["index"])):
+        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+        if ids is None:
+            raise IncompleteReply("token ids")
+        if not logprobs or not logprobs.get("token_logprobs"):
+            raise IncompleteReply("log-probs")
+        results.append(CompletionResult(ids, logprobs["token_logprobs"], choice.get("prompt_token_ids")))
+    return results

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -150,9 +149,7 @@ def check_flat(who: str, batch: TokenBatch, values: object) -> FloatArray:
 
 def _as_numbers(who: str, where: str, values: object) -> FloatArray:
     try:
-        # asarray validates the type below.
-        numbers: Any = values
-        array: FloatArray = np.asarray(numbers, dtype=np.float64)
+        array: FloatArray = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise PluginError(f"{who} returned {type(values).__name__}, not numbers, at {where}: {error}") from error
     return array

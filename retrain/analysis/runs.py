@@ -22,6 +22,7 @@ from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, METRICS, parse_rows
+from retrain.types import JsonObject
 
 Row = Mapping[str, Any]
 
@@ -112,7 +113,7 @@ def _is_run(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and (path / METRICS).is_file()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> JsonObject:
     """The manifest of a campaign; checks the entries of its runs."""
     try:
         table = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -120,7 +121,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             str(entry["folder"]), str(entry["condition"]), int(entry["seed"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / MANIFEST} is not a valid manifest: {error!r}.") from error
-    result: dict[str, Any] = table
+    result: JsonObject = table
     return result
 
 
@@ -174,7 +175,7 @@ def _short(value: object) -> str:
     return text.rstrip("/").rsplit("/", 1)[-1]
 
 
-def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[object, object]]:
     """Options that differ, by `section.key`."""
     before, after = values_of(one), values_of(other)
     paths = sorted(before.keys() | after.keys())

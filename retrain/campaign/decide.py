@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from retrain.analysis.comparison import COLUMNS, compare_runs, explanation_lines, table_rows
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
@@ -13,6 +12,7 @@ from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
+from retrain.types import JsonObject
 
 ALPHA = 0.05
 
@@ -27,7 +27,7 @@ class EarlyStopping:
         self.conditions = list(dict.fromkeys(run.condition for run in runs))
         self.seeds = len({run.seed for run in runs})
         self.manifest = manifest
-        self.table: dict[str, Any] = manifest.table.setdefault(
+        self.table: JsonObject = manifest.table.setdefault(
             "stop_when", {"rule": "decided", "alpha": ALPHA, "decisions": {}, "skipped": []}
         )
 
@@ -97,7 +97,7 @@ def summarise(manifest: Manifest) -> list[str]:
     return [f"\n{report.metric} at step {report.step}, paired by seed:", *table, *explanation_lines(report)]
 
 
-def stopped_early(table: Mapping[str, Any]) -> list[str]:
+def stopped_early(table: JsonObject) -> list[str]:
     """Sentences on the use of early stopping and the runs it skipped."""
     stopping = table.get("stop_when")
     if not stopping:

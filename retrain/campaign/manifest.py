@@ -12,20 +12,20 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any
 
 from retrain.campaign.plan import RUNS, Run
 from retrain.config import TrainConfig
 from retrain.errors import CheckpointError
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
+from retrain.types import JsonObject
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 # Packages whose version can change results.
 _PACKAGES = ("torch", "transformers", "peft", "numpy", "datasets", "math-verify", "verifiers", "tinker", "ray")
 
-Record = dict[str, Any]
+Record = JsonObject
 
 
 class Manifest:

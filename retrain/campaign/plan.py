@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.config import TrainConfig
 from retrain.config.conditions import condition_overrides
@@ -55,7 +54,7 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     ]
 
 
-def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, Any]]) -> list[str]:
+def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, object]]) -> list[str]:
     """A name for each condition: its algorithm, and if several share it, what else they override."""
     algorithms = [condition.condition for condition in conditions]
     shared = Counter(algorithms)
@@ -68,7 +67,7 @@ def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapp
     return labels
 
 
-def _others(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _others(table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     algorithm = ("algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.algorithm_mode")
     return ((path, value) for path, value in condition_overrides(table) if path not in algorithm)
 

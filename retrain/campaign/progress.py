@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, parse_rows
+from retrain.types import JsonObject
 
-Table = dict[str, Any]
+Table = JsonObject
 # Enough for the last steps of a log of any length.
 _TAIL_BYTES = 1 << 17
 # Number of last steps that the ETA is based on.

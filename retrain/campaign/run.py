@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarise
 from retrain.campaign.manifest import MANIFEST, Manifest, now
@@ -40,6 +39,7 @@ from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.storage.logs import EVALS, METRICS
+from retrain.types import JsonObject
 
 INTERRUPTED = 130
 POLL_S = 0.2
@@ -239,7 +239,7 @@ class Campaign:
         return INTERRUPTED if stopped else 1
 
 
-def final_metrics(folder: Path) -> dict[str, Any]:
+def final_metrics(folder: Path) -> JsonObject:
     """The last step of a run, its metrics and its last evaluation."""
     steps, evaluations = read_tail(folder / METRICS), read_tail(folder / EVALS)
     progress = read_progress(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command("replay", context_settings={"max_content_width": 110})
 @click.argument("log_dir", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per step.")
-def command(log_dir: str, as_json: bool, **parameters: Any) -> int:
+def command(log_dir: str, as_json: bool, **parameters: object) -> int:
     """Compare the advantages of the recorded run in LOG_DIR with those of another method, given by flags.
 
     Example: retrain replay logs/train --transform-mode gtpo_hicra --hicra-alpha 0.3

@@ -6,12 +6,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from retrain.campaign.screen import cells, draw_table
 from retrain.cli.status import Entry, find_entries, heading, print_entry
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleRenderable
 
 NOTHING = "Nothing is running; --all includes runs that have ended."
 
@@ -51,14 +54,14 @@ def choose(entries: Sequence[Entry], show_all: bool) -> list[Entry]:
     return [entry for entry in reversed(entries) if entry.live or show_all]
 
 
-def draw(entries: Sequence[Entry]) -> Any:
+def draw(entries: Sequence[Entry]) -> ConsoleRenderable:
     """All entries, each with the runs that have started."""
     from rich.console import Group  # noqa: PLC0415  (only needed on a terminal)
     from rich.text import Text  # noqa: PLC0415
 
     if not entries:
         return Text(f"{NOTHING} Press Ctrl-C to quit.")
-    parts: list[Any] = []
+    parts: list[ConsoleRenderable] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]
         parts += [Text(heading(entry), style="bold"), draw_table(rows, "")]

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -91,7 +91,7 @@ def load_environment(announce: bool = True) -> None:
         _echo("Loaded .env")
 
 
-def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
+def find_config(given: str | None, overrides: dict[str, object]) -> Path:
     """The given file, that of the run when resuming, else ./retrain.toml."""
     if overrides.get("resume.from") == "":
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
@@ -102,7 +102,7 @@ def find_config(given: str | None, overrides: dict[str, Any]) -> Path:
         return path
     resumed = overrides.get("resume.from")
     if resumed:
-        path = Path(resumed).expanduser() / "config.toml"
+        path = Path(str(resumed)).expanduser() / "config.toml"
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {resumed} to resume from.")
         if not path.is_file():

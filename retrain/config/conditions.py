@@ -9,7 +9,7 @@ from retrain.config.options import all_options
 from retrain.config.schema import TrainConfig
 
 
-def condition_overrides(condition: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def condition_overrides(condition: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """A condition as `section.key` overrides; a bare key belongs to the first table that has it."""
     homes = {option.key: option.path for option in reversed(all_options())}
     for key, value in condition.items():

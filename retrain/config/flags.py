@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,7 +21,7 @@ def click_options() -> list[click.Option]:
     return [_click_option(option) for option in all_options()]
 
 
-def overrides_from(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def overrides_from(parameters: Mapping[str, object]) -> dict[str, object]:
     """The flags that were given, as `{"section.key": value}` in the types that TOML would have produced."""
     given = ((option, parameters[_name(option)]) for option in all_options())
     return {option.path: _parse(option, value) for option, value in given if value is not None}
@@ -63,7 +63,7 @@ class _Value(click.ParamType[str]):
         return [CompletionItem(str(c)) for c in choices if str(c).startswith(incomplete)]
 
 
-def _parse(option: Option, value: Any) -> Any:
+def _parse(option: Option, value: object) -> object:
     """The value of a flag: text for string options; otherwise parsed as TOML, and left as text if that fails."""
     if not isinstance(value, str) or option.type_name == "str":
         return value

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from retrain.config.conditions import condition_overrides
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, option_issue, options_by_path
@@ -29,6 +30,7 @@ from retrain.config.unused import Note, unused_options
 from retrain.errors import ConfigError, ConfigIssue
 
 Tables = dict[str, Any]
+Location = tuple[int | str, ...]
 
 # More than fits a screen is no help, and suggesting spellings takes time.
 MAX_ISSUES = 50
@@ -54,7 +56,7 @@ _BOUND_WORDS = {
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, strict: bool = False
+    path: str | Path | None = None, overrides: Mapping[str, object] | None = None, strict: bool = False
 ) -> TrainConfig:
     """Read a file (or only defaults, for None), apply `{"section.key": value}` overrides and validate the result.
 
@@ -67,7 +69,7 @@ def load_config(
     return build_config(read_toml(Path(path)), overrides or {}, show_path(Path(path)), strict)
 
 
-def build_config(tables: Tables, overrides: Mapping[str, Any], source: str, strict: bool = False) -> TrainConfig:
+def build_config(tables: Tables, overrides: Mapping[str, object], source: str, strict: bool = False) -> TrainConfig:
     """Validate nested tables with overrides on top; `source` is their name in the error."""
     merged, issues = _apply_overrides(tables, overrides)
     issues += _drop_too_deep(merged)
@@ -91,7 +93,7 @@ def _choose_for_teaching(tables: Tables) -> None:
         algorithm.setdefault("advantage_mode", "grpo")
 
 
-def build_condition(config: TrainConfig, condition: Mapping[str, Any], source: str) -> TrainConfig:
+def build_condition(config: TrainConfig, condition: Mapping[str, object], source: str) -> TrainConfig:
     """The configuration of one condition of a campaign."""
     base = {name: table for name, table in config.model_dump(by_alias=True).items() if name not in OPTIONAL_SECTIONS}
     return build_config(base, dict(condition_overrides(condition)), source)
@@ -120,7 +122,7 @@ def dump_config(config: TrainConfig) -> str:
     return format_toml({name: table for name, table in tables.items() if table is not None})
 
 
-def _apply_overrides(tables: Tables, overrides: Mapping[str, Any]) -> tuple[Tables, list[ConfigIssue]]:
+def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[Tables, list[ConfigIssue]]:
     """A copy of the tables, two levels deep, with overrides applied."""
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     issues = []
@@ -163,7 +165,7 @@ def _check_types(tables: Tables) -> tuple[TrainConfig, list[ConfigIssue]]:
         return _parse(tables), []
     except ValidationError as error:
         # One issue per option: the first error in a list is enough.
-        first: dict[tuple[Any, ...], Any] = {}
+        first: dict[Location, ErrorDetails] = {}
         for detail in error.errors(include_url=False):
             first.setdefault(tuple(detail["loc"][:2]), detail)
         remaining = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
@@ -179,10 +181,11 @@ def _parse(tables: Tables) -> TrainConfig:
     return TrainConfig.model_validate(present, by_alias=True, by_name=False)
 
 
-def _drop(tables: Tables, location: tuple[Any, ...]) -> None:
-    section = tables.get(location[0])
+def _drop(tables: Tables, location: Location) -> None:
+    name = str(location[0])
+    section = tables.get(name)
     if len(location) == 1 or not isinstance(section, dict):
-        tables.pop(location[0], None)
+        tables.pop(name, None)
     else:
         section.pop(location[1], None)
 
@@ -197,7 +200,7 @@ def _check_conditions(config: TrainConfig, tables: Tables, known: frozenset[Conf
                 yield replace(issue, where=f"[campaign] conditions[{index}]: {issue.where}")
 
 
-def _explain_all(details: Iterable[Any]) -> Iterator[ConfigIssue]:
+def _explain_all(details: Iterable[ErrorDetails]) -> Iterator[ConfigIssue]:
     for count, detail in enumerate(details):
         location = tuple(detail["loc"])
         if count < MAX_ISSUES:
@@ -206,7 +209,7 @@ def _explain_all(details: Iterable[Any]) -> Iterator[ConfigIssue]:
             yield ConfigIssue(".".join(str(part) for part in location[:2]), "is wrong.", tables=(str(location[0]),))
 
 
-def _explain(location: tuple[Any, ...], detail: Any) -> ConfigIssue:
+def _explain(location: Location, detail: ErrorDetails) -> ConfigIssue:
     """A pydantic error as a sentence with table, key, value and a suggestion."""
     kind, value = detail["type"], detail["input"]
     section = str(location[0])
@@ -233,7 +236,7 @@ def _suggest_value(option: Option, value: object) -> str:
     return f"Try: {option.key} = {format_value(option.default)}"
 
 
-def _requirement(kind: str, detail: Any) -> str:
+def _requirement(kind: str, detail: ErrorDetails) -> str:
     context = detail.get("ctx", {})
     if kind in _TYPE_WORDS:
         return f"must be {_TYPE_WORDS[kind]}"

@@ -54,7 +54,7 @@ class Option:
         return self.field.description or ""
 
     @property
-    def choices(self) -> tuple[Any, ...]:
+    def choices(self) -> tuple[object, ...]:
         """The values it accepts, or () if any value of its type."""
         return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
 

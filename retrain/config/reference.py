@@ -16,6 +16,7 @@ from retrain.config.schema import TrainConfig
 from retrain.config.toml import format_key, format_value
 from retrain.errors import ConfigError
 from retrain.plugins import REGISTRIES
+from retrain.types import JsonObject
 
 SCHEMA_FILE = "retrain.schema.json"
 """Name of the JSON schema, which is next to a TOML file: editors resolve its `#:schema` line relative to the file."""
@@ -31,7 +32,7 @@ class Template:
     """A starter file: its purpose, and the options it contains, by `section.key`."""
 
     summary: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 _FIRST_RUN = {
@@ -147,7 +148,7 @@ def default_toml() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def starter(template: str, changes: Mapping[str, Any] | None = None) -> str:
+def starter(template: str, changes: Mapping[str, object] | None = None) -> str:
     """The text of a starter file; `changes` replace or add options, by `section.key`."""
     if template not in TEMPLATES:
         raise ConfigError(f"there is no template {template!r}.  Templates: {', '.join(TEMPLATES)}.")
@@ -200,7 +201,7 @@ def _is_list_of_tables(section: str, key: str) -> bool:
     return options_by_path()[f"{section}.{key}"].type_name == "list of tables"
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """The JSON schema of a configuration file, without references, which some editors do not support."""
     generated = TrainConfig.model_json_schema(by_alias=True)
     definitions = generated["$defs"]
@@ -225,7 +226,7 @@ def schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
+def _inline(node: Any, definitions: Mapping[str, object]) -> Any:
     """A copy without references, and without titles, which repeat the key."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
@@ -242,7 +243,7 @@ def _inline(node: Any, definitions: Mapping[str, Any]) -> Any:
     return {key: item if key == "default" else _inline(item, definitions) for key, item in kept.items()}
 
 
-def _widen(node: dict[str, Any], option: Option) -> None:
+def _widen(node: JsonObject, option: Option) -> None:
     """Add what the type does not express: suggested names, and tables given as JSON strings."""
     if option.kind:
         del node["type"]

@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from retrain.errors import ConfigError
 
@@ -26,7 +25,7 @@ _SHOWN_VALUE = 60
 _DECIMAL_BITS = 14_000
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, object]:
     """Parse a file; raises ConfigError with one sentence."""
     name = show_path(path)
     try:
@@ -62,7 +61,7 @@ def show_path(path: Path) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def parse_toml(text: str, name: str) -> dict[str, Any]:
+def parse_toml(text: str, name: str) -> dict[str, object]:
     """Parse TOML text; `name` is its name in messages."""
     long_key = _LONG_DOTTED_KEY.search(text)
     if long_key:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from retrain.data.rows import collect_examples
+from retrain.data.rows import Row, collect_examples
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import Example
 
@@ -35,7 +34,7 @@ class HubSource:
         return collect_examples(((f"row {index}", row) for index, row in enumerate(rows)), section, section.id)
 
 
-def load_rows(id: str, subset: str, split: str) -> list[Mapping[str, Any]]:
+def load_rows(id: str, subset: str, split: str) -> list[Row]:
     """Return the rows of one split; the error explains how to work without the Hub."""
     import datasets  # noqa: PLC0415  (takes about a second, and only these sources need it)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -41,7 +41,7 @@ def _problem(model: type[Args], place: tuple[int | str, ...], kind: str, text: s
     return ConfigIssue(where, "is unknown.", hint)
 
 
-def check_names(args: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_names(args: Mapping[str, object], known: Sequence[str]) -> None:
     """Raise for unknown arguments; one error lists all of them."""
     problems = []
     for name in args:

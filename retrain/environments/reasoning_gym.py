@@ -17,12 +17,12 @@ from pydantic import Field
 from retrain.environments import Chat, Log, Message, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.errors import ConfigError, MissingExtraError
-from retrain.types import Example
+from retrain.types import Example, JsonObject
 
 if TYPE_CHECKING:
     from retrain.config import schema
 
-Entry = Mapping[str, Any]
+Entry = JsonObject
 """A task of reasoning-gym: question, answer and metadata."""
 MIX = "composite"
 MINIMAL_SCORE = 0.05
@@ -36,13 +36,13 @@ class MixedTask(Args):
     """One task of a mix."""
 
     weight: float = Field(1.0, gt=0)
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: JsonObject = Field(default_factory=dict)
 
 
 class GymArgs(Args):
     """The `[environment] args`."""
 
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: JsonObject = Field(default_factory=dict)
     """Settings of the task, as named by reasoning-gym."""
     tasks: dict[str, MixedTask] = Field(default_factory=dict)
     """The tasks of a mix, by name; for id = "composite" only."""

@@ -45,7 +45,7 @@ class RolloutTimeout(RolloutError):
 class _Turn:
     """A turn of a rollout, and the pending reply."""
 
-    request: tuple[Any, ...]
+    request: tuple[object, ...]
     answer: asyncio.Task[Reply]
 
 
@@ -163,7 +163,7 @@ class RemoteEnvironment:
             raise restore_error(reply, PluginError)
         raise PluginError(f"{self.who} could not be loaded: {process.end_text}\n{process.last_lines()}".rstrip())
 
-    def _call(self, kind: str, *arguments: Any) -> Any:
+    def _call(self, kind: str, *arguments: object) -> Any:
         """Send a request and wait for the reply, in any thread but that of the rollouts."""
         process = self._running_process()
         reply = process.call(kind, *arguments).result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from retrain.backends import Backend
 from retrain.config import TrainConfig
@@ -12,6 +11,7 @@ from retrain.environments.chat import Limits
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import EnvironmentRunner, Rules
 from retrain.environments.template import ChatTemplate
+from retrain.modeling.tokens import Tokenizer
 from retrain.rollout import RolloutScorer
 from retrain.tracking.console import Console
 from retrain.types import Example
@@ -36,7 +36,7 @@ class EnvironmentTasks:
             self.environment.end()
             raise
 
-    def load(self, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example]]:
+    def load(self, tokenizer: Tokenizer) -> tuple[Sequence[Example], Sequence[Example]]:
         """The tasks for training and for evaluation."""
         self.template = ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:

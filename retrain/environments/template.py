@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from retrain.environments import Message, Tool
 from retrain.environments.tools import without_tools
 from retrain.errors import RolloutError
+from retrain.modeling.tokens import Tokenizer
 from retrain.types import Completion, IntArray
 
 _PROBE: tuple[Message, ...] = ({"role": "user", "content": "probe"},)
@@ -31,7 +31,7 @@ class Written:
 class ChatTemplate:
     """Renders messages with the tokenizer's template, or as plain text if it has none."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.special = frozenset(tokenizer.all_special_ids)
         self.has_tool_format = tokenizer.chat_template is not None and self._supports_tools()
@@ -75,8 +75,7 @@ class ChatTemplate:
         return None
 
     def _decode(self, ids: IntArray) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         text: str = self.tokenizer.apply_chat_template(

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from retrain.environments import Message, Tool, ToolCall
+from retrain.types import JsonObject
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 # Qwen3-Coder writes parameters as separate tags.
@@ -41,7 +41,7 @@ def read_calls(text: str, turn: int = 0) -> tuple[ToolCall, ...]:
     return tuple(replace(call, id=f"call_{turn}_{index}") for index, call in enumerate(calls))
 
 
-def calls_to_wire(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def calls_to_wire(calls: Sequence[ToolCall]) -> list[JsonObject]:
     """Calls in OpenAI's message format, with arguments as JSON text."""
     return [
         {

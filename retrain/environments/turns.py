@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from retrain.rollout import check_completions
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
-Work = Coroutine[Any, Any, Any]
+T = TypeVar("T")
 PATIENCE_S = 30.0
 """How long waiting turns are held back for rollouts that are still busy."""
 _BEAT_S = 0.2
@@ -39,7 +39,7 @@ class EventLoop:
         self.thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self.thread.start()
 
-    def submit(self, work: Work) -> Future[Any]:
+    def submit(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
@@ -144,9 +144,9 @@ def play(
     loop: EventLoop,
     engine: InferenceEngine,
     queue: TurnQueue,
-    rollouts: Sequence[Work],
+    rollouts: Sequence[Coroutine[object, object, T]],
     in_rounds: bool = False,
-) -> list[Any]:
+) -> list[T]:
     """Run rollouts, sampling their turns in this thread; returns their results in order."""
     running = loop.submit(_run_all(queue, rollouts))
     try:
@@ -156,15 +156,14 @@ def play(
             _serve_in_rounds(engine, queue)
         if queue.live:
             raise RolloutError(f"the inference engine stopped serving while {len(queue.live)} rollouts were running.")
-        results: list[Any] = running.result()
-        return results
+        return running.result()
     except BaseException:
         running.cancel()
         raise
 
 
-async def _run_all(queue: TurnQueue, rollouts: Sequence[Work]) -> list[Any]:
-    async def run(number: int, rollout: Work) -> Any:
+async def _run_all(queue: TurnQueue, rollouts: Sequence[Coroutine[object, object, T]]) -> list[T]:
+    async def run(number: int, rollout: Coroutine[object, object, T]) -> T:
         try:
             return await rollout
         finally:

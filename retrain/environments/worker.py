@@ -14,9 +14,9 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from retrain.data import Endless
 from retrain.environments import (
@@ -45,7 +45,8 @@ from retrain.errors import PluginError, RolloutError
 from retrain.isolation.framing import FrameBuffer
 from retrain.types import Example
 
-Work = Coroutine[Any, Any, Any]
+Work = Coroutine[object, object, object]
+T = TypeVar("T")
 _READ_BYTES = 1 << 16
 _BEAT_S = 0.2
 
@@ -125,7 +126,7 @@ class EnvironmentWorker:
         self.environment: Environment = build_environment(start.section, start.search_paths, replies.log)
         self.splits: dict[str, Sequence[Example]] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.answers: dict[int, asyncio.Future[tuple[Any, ...]]] = {}
+        self.answers: dict[int, asyncio.Future[tuple[object, ...]]] = {}
         self.turns: Iterator[int] = itertools.count(1)
         for split in start.splits:
             self._load(split)
@@ -159,7 +160,7 @@ class EnvironmentWorker:
             context.run(_rollout.set, request.number if request.kind == "play" else 0)
             self.tasks[request.number] = asyncio.get_running_loop().create_task(work(request), context=context)
 
-    def _deliver(self, turn: int, arguments: tuple[Any, ...]) -> None:
+    def _deliver(self, turn: int, arguments: tuple[object, ...]) -> None:
         answer = self.answers.pop(turn, None)
         if answer is not None:
             # An environment may call the model from another event loop in another thread.
@@ -256,7 +257,7 @@ class WorkerChat:
         return read_reply(*values)
 
 
-def _resolve(answer: asyncio.Future[tuple[Any, ...]], arguments: tuple[Any, ...]) -> None:
+def _resolve(answer: asyncio.Future[tuple[object, ...]], arguments: tuple[object, ...]) -> None:
     if not answer.done():
         answer.set_result(arguments)
 
@@ -276,10 +277,10 @@ def mark_threads(liveness: Liveness) -> None:
     """The same for work that a rollout submits to thread pools."""
     submit = ThreadPoolExecutor.submit
 
-    def marked(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def marked(pool: ThreadPoolExecutor, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         number = _rollout.get()
 
-        def run() -> Any:
+        def run() -> T:
             with liveness.in_thread(number):
                 return function(*args, **kwargs)
 
@@ -288,11 +289,11 @@ def mark_threads(liveness: Liveness) -> None:
     ThreadPoolExecutor.submit = marked  # type: ignore[assignment,method-assign]
 
 
-async def _marked(coroutine: Work, number: int, liveness: Liveness) -> Any:
+async def _marked(coroutine: Work, number: int, liveness: Liveness) -> object:
     return await _Steps(coroutine, number, liveness)
 
 
-class _Steps(Generator[Any, Any, Any]):
+class _Steps(Generator[object, object, object]):
     """A coroutine that marks its rollout during each of its steps."""
 
     def __init__(self, coroutine: Work, number: int, liveness: Liveness) -> None:
@@ -300,14 +301,14 @@ class _Steps(Generator[Any, Any, Any]):
         self._number = number
         self._liveness = liveness
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, object]:
         return self
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         with self._liveness.in_loop(self._number):
             return self._coroutine.send(value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         with self._liveness.in_loop(self._number):
             return self._coroutine.throw(*error)
 

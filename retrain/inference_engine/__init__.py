@@ -53,6 +53,10 @@ class Remote(Protocol):
         """Metrics since the last call: `policy_proof`, and the mismatch between its log-probs and the trainer's."""
         ...
 
+    def shutdown(self) -> None:
+        """Release all resources."""
+        ...
+
 
 @runtime_checkable
 class Measured(Protocol):

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
 
 HIDDEN = "***"
 
@@ -57,12 +56,13 @@ def redact(text: str) -> str:
     return _hide(text, _find_secrets(tuple(os.environ.items())))
 
 
-def redact_all(value: Any) -> Any:
+def redact_all(row: Mapping[str, object]) -> dict[str, object]:
     """The same for every text in a row of a log."""
-    return _hide_all(value, _find_secrets(tuple(os.environ.items())))
+    secrets = _find_secrets(tuple(os.environ.items()))
+    return {key: _hide_all(value, secrets) for key, value in row.items()}
 
 
-def _hide_all(value: Any, secrets: re.Pattern[str] | None) -> Any:
+def _hide_all(value: object, secrets: re.Pattern[str] | None) -> object:
     if isinstance(value, str):
         return _hide(value, secrets)
     if isinstance(value, Mapping):

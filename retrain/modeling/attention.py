@@ -6,7 +6,7 @@ over a KV cache for decoding. Layers, norms and rotary embeddings are those of H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,7 +56,7 @@ def _forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class PackedAttention:
             flat = flat.index_select(0, self.packed)
         return flat.transpose(0, 1).unsqueeze(0)
 
-    def run_padded(self, backbone: Any, token_ids: Tensor) -> Tensor:
+    def run_padded(self, backbone: Callable[..., Any], token_ids: Tensor) -> Tensor:
         """Last hidden states of a packed row, from a model with its own attention: sequences become padded rows."""
         if self.is_dense:
             rows = token_ids.reshape(self.rows, self.longest)

@@ -19,14 +19,23 @@ class Tokenizer(Protocol):
 
     chat_template: str | None
     eos_token_id: int | None
+    all_special_ids: Sequence[int]
 
     def __len__(self) -> int: ...
 
-    def __call__(self, text: str, *, add_special_tokens: bool = ...) -> Mapping[str, Sequence[int]]:
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = ..., verbose: bool = ...
+    ) -> Mapping[str, Sequence[int]]:
         """Encode a text; the ids are under `input_ids`."""
         ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+    def decode(
+        self,
+        token_ids: Sequence[int] | IntArray,
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str:
         """The text of token ids."""
         ...
 

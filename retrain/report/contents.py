@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines
-from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest, require_same_model
+from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_manifest, require_same_model
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
@@ -19,8 +18,9 @@ from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.logs import FILES, GENERATIONS, parse_rows
 from retrain.storage.recording import FOLDER as RECORDINGS
+from retrain.types import JsonObject
 
-Data = dict[str, Any]
+Data = JsonObject
 
 # Metrics with a curve.
 SERIES = (
@@ -121,7 +121,7 @@ def describe_comparison(runs: Sequence[RunRecord], folders: Sequence[Path]) -> D
     return {"compare": {"metric": metric, "baseline": baseline, "rows": rows, "notes": notes}, "compare_note": ""}
 
 
-def _other_time(row: Mapping[str, Any]) -> float | None:
+def _other_time(row: Row) -> float | None:
     total = row.get("step_time_s")
     if total is None:
         return None

@@ -7,10 +7,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 
-def build_page(data: Mapping[str, Any]) -> str:
+def build_page(data: Mapping[str, object]) -> str:
     """The complete HTML page."""
     source = files("retrain.report")
     page = source.joinpath("page.html").read_text(encoding="utf-8")
@@ -31,7 +30,7 @@ def script_source() -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 
-def as_json(data: Mapping[str, Any]) -> str:
+def as_json(data: Mapping[str, object]) -> str:
     """JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

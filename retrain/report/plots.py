@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retrain.errors import MissingExtraError
+from retrain.types import JsonObject
 
-Data = Mapping[str, Any]
-"""What `retrain.report.collect` returns."""
 CURVES = {
     "correct_rate": "Correct rate of the training batch",
     "mean_reward": "Mean reward",
@@ -23,7 +21,7 @@ CURVES = {
 }
 
 
-def write_plots(data: Data, folder: Path) -> list[Path]:
+def write_plots(data: JsonObject, folder: Path) -> list[Path]:
     """Write one file per curve with values; returns the files."""
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
@@ -35,7 +33,7 @@ def write_plots(data: Data, folder: Path) -> list[Path]:
     return [*written, *_plot_evaluation(data, folder)]
 
 
-def _plot(data: Data, key: str, title: str, folder: Path) -> Iterator[Path]:
+def _plot(data: JsonObject, key: str, title: str, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
@@ -54,7 +52,7 @@ def _plot(data: Data, key: str, title: str, folder: Path) -> Iterator[Path]:
         yield folder / f"{key}.png"
 
 
-def _plot_evaluation(data: Data, folder: Path) -> Iterator[Path]:
+def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 
     runs = [run for run in data["runs"] if run["evals"]]
@@ -74,7 +72,7 @@ def _plot_evaluation(data: Data, folder: Path) -> Iterator[Path]:
     yield folder / "eval_pass_at_1.png"
 
 
-def band(runs: list[Data], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def band(runs: list[JsonObject], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and the lowest, mean and highest value over runs at each step."""
     at: dict[int, list[float]] = {}
     for run in runs:

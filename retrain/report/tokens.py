@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +11,9 @@ from retrain.analysis.replay import Method
 from retrain.config import TrainConfig
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
 from retrain.storage.recording import read_recordings
-from retrain.types import BoolArray, Completion, FloatArray
+from retrain.types import BoolArray, Completion, FloatArray, JsonObject
 
-TokenData = dict[str, Any]
+TokenData = JsonObject
 DIGITS = 4
 
 

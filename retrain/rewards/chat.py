@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
@@ -146,7 +145,7 @@ class ChatClient:
             raise ChatError(f"{self.server.shown_url} returned no text: {self._shorten(reply.text)}")
         return content
 
-    def _error(self, reply: httpx.Response, body: Mapping[str, Any] | None) -> ChatError:
+    def _error(self, reply: httpx.Response, body: Mapping[str, object] | None) -> ChatError:
         error = (body or {}).get("error")
         error = error if isinstance(error, dict) else {"message": error or (body or {}).get("message")}
         text = self._shorten(str(error.get("message") or reply.text))
@@ -172,7 +171,7 @@ class ChatClient:
         return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def _parse_object(reply: httpx.Response) -> dict[str, Any] | None:
+def _parse_object(reply: httpx.Response) -> dict[str, object] | None:
     try:
         body = reply.json()
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from retrain.errors import ConfigError
 from retrain.rewards.batch import BatchReward
@@ -127,7 +127,7 @@ class JudgeReward(BatchReward):
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _run(self, work: Coroutine[object, object, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _try_server(self) -> None:

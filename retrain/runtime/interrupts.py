@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Number of signals that interrupt even a held section.
@@ -26,7 +25,7 @@ class Interrupts:
         """Whether the run is stopping already; further signals are deferred."""
         self.waiting = 0
         """Signals received while holding or stopping."""
-        self.previous: dict[int, Any] = {}
+        self.previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def between_steps(self) -> bool:

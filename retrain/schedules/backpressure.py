@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from scipy.optimize import nnls
 
 from retrain.config.schema import Backpressure
-from retrain.types import StepMetrics
+from retrain.types import JsonObject, StepMetrics
 
 WINDOW = 100
 # Steps of each size that are kept beyond the window: the fit needs sizes that are no longer used.
@@ -44,11 +44,11 @@ class BackPressure(Protocol):
         """Metrics for the logs."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """State for a checkpoint."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restore the state."""
         ...
 
@@ -68,11 +68,11 @@ class NoBackPressure:
         numbers = ("p_star", "sigma", "kappa", "utilization", "throughput")
         return {"bp_action": "off", "bp_regime": "off", **{f"bp_{name}": None for name in numbers}}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """No state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """No state."""
 
 
@@ -218,7 +218,7 @@ class USLBackPressure:
             "bp_throughput": self.throughput,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """State for a checkpoint."""
         return {
             "seen": [list(pair) for pair in self.seen],
@@ -228,7 +228,7 @@ class USLBackPressure:
             "action": self.action,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restore the state; it is empty if the run had no back pressure."""
         if not state:
             return

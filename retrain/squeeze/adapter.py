@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from retrain.errors import ConfigError
+from retrain.types import JsonObject
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Its methods have no types.
@@ -102,7 +103,7 @@ class Adapter:
         return rank
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> JsonObject:
     if not folder.is_dir():
         raise ConfigError(f"there is no adapter folder {folder}.")
     try:

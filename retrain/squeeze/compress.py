@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +14,7 @@ from retrain.errors import ConfigError
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
 from retrain.storage.publishing import publish_folder
+from retrain.types import JsonObject
 
 
 def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: int, device: str = "cpu") -> Path:
@@ -50,7 +50,7 @@ def truncate(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return low_a, low_b
 
 
-def scale_config(config: dict[str, Any], source_rank: int, rank: int) -> dict[str, Any]:
+def scale_config(config: JsonObject, source_rank: int, rank: int) -> JsonObject:
     """The adapter's settings at another rank, with alpha adjusted to keep the scale of B·A.
 
     PEFT multiplies by alpha / r, and by alpha / sqrt(r) with use_rslora.
@@ -75,7 +75,7 @@ def _validate_target(source: Path, target: Path) -> None:
         raise ConfigError(f"[squeeze] output_path = {str(target)!r} is not an adapter and is not overwritten.")
 
 
-def _write(target: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(target: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:
     """Write to a temporary folder and rename it, so that no partial adapter is left."""
 
     def fill(draft: Path) -> None:

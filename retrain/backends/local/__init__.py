@@ -83,7 +83,7 @@ def make_engine(
     return engine
 
 
-def check_server(engine: Any, config: TrainConfig, log: Callable[[str], None]) -> int:
+def check_server(engine: Remote, config: TrainConfig, log: Callable[[str], None]) -> int:
     """Validate the server; returns its context length."""
     try:
         return int(engine.check(training_distribution(config), log))

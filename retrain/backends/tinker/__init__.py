@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 from retrain.backends import Backend
 from retrain.config import TrainConfig
 from retrain.errors import MissingExtraError
 from retrain.inference_engine import Progress
+from retrain.modeling.tokens import Tokenizer
 
 __all__ = ["build", "require_sdk"]
 
 
-def build(config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress) -> Backend:
+def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress) -> Backend:
     """Connect to the service and create, or restore, the adapter to train."""
     require_sdk('[backend] backend = "tinker"')
     from retrain.backends.tinker.backend import connect_backend  # noqa: PLC0415  (imports the SDK, an optional extra)

@@ -27,6 +27,7 @@ from retrain.config.unsupported import check_supported
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.losses import TinkerLoss, build_loss
+from retrain.modeling.tokens import Tokenizer
 from retrain.schedules.learning_rate import learning_rate
 from retrain.storage.checkpoint import NOTES
 from retrain.types import Datum, FloatArray, StepMetrics
@@ -37,7 +38,9 @@ _UNKNOWN_CONTEXT = 1 << 30
 IMPORTANCE_SAMPLING = TinkerLoss("importance_sampling")
 
 
-def connect_backend(config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress) -> Backend:
+def connect_backend(
+    config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
+) -> Backend:
     """Connect, check that the service has the model, and create the training client unless the run is resumed."""
     check_supported(config)
     backend_loss = build_loss(config.loss, config.plugins.search_paths).on_tinker()
@@ -206,7 +209,7 @@ class TinkerBackend:
         self.submitted, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
 
     def frozen(
-        self, config: TrainConfig, tokenizer: Any, log: Callable[[str], None], progress: Progress
+        self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
         """A base model of the service: that of the policy, or another."""
         name = config.teaching.student_model or config.model.model
@@ -341,7 +344,7 @@ class TinkerBackend:
                 self.log(f"Warning: {old} could not be deleted: {error}")
 
 
-def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple[Any, Any, Any]:
+def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple[list[object], str, object]:
     """Rows, the name of the loss and its settings, as the service takes them."""
     return [to_service(datum, divisor, loss) for datum in datums], loss.name, loss.settings
 
@@ -362,7 +365,7 @@ def find_context_length(service: Service, model: str, where: str = "[model] mode
         return _UNKNOWN_CONTEXT
 
 
-def find_stop_ids(model: str, tokenizer: Any) -> list[int]:
+def find_stop_ids(model: str, tokenizer: Tokenizer) -> list[int]:
     """Token ids that end a completion: not every service sets them by itself."""
     ids: list[int] | int | None = None
     # Without a generation configuration, use the end-of-sequence token of the tokenizer.

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
 
 import numpy as np
 import tinker
@@ -16,6 +15,7 @@ from retrain.backends.tinker.service import Service
 from retrain.backends.tinker.throttle import Throttle
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress, Turn, Turns
+from retrain.modeling.tokens import Tokenizer
 from retrain.seeding import derive_seed
 from retrain.types import Completion, IntArray, Sampling
 
@@ -27,7 +27,7 @@ class TinkerEngine:
     """An InferenceEngine with a sampling client, which the backend replaces after each step."""
 
     def __init__(
-        self, service: Service, throttle: Throttle, tokenizer: Any, stop_ids: Sequence[int], progress: Progress
+        self, service: Service, throttle: Throttle, tokenizer: Tokenizer, stop_ids: Sequence[int], progress: Progress
     ) -> None:
         self.service = service
         self.throttle = throttle

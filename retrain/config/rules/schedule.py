@@ -50,7 +50,7 @@ def check_schedule(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield option_issue("optimizer.schedule_args", text, compares=("optimizer", "training"))
 
 
-def _check_arguments(schedule: str, args: Mapping[str, Any]) -> Iterator[ConfigIssue]:
+def _check_arguments(schedule: str, args: Mapping[str, object]) -> Iterator[ConfigIssue]:
     known = ARGUMENTS[schedule]
     for name, value in args.items():
         hint = ""

@@ -21,7 +21,7 @@ from retrain.environments.tools import calls_to_wire
 from retrain.environments.verifiers.internals import has_evaluation_rows, has_group_rewards, list_rubrics
 from retrain.environments.verifiers.modules import NEEDS_V1, import_environment
 from retrain.errors import ConfigError, PluginError, RolloutError
-from retrain.types import Example
+from retrain.types import Example, JsonObject
 
 _failures: ContextVar[list[str]] = ContextVar("failures")
 """Errors of the reward functions in the current rollout, which a rubric would score as 0."""
@@ -104,7 +104,7 @@ class ClassicEnvironment:
             examples.append(example)
         return examples
 
-    def _message(self, message: Mapping[str, Any], index: int) -> dict[str, str]:
+    def _message(self, message: Mapping[str, object], index: int) -> dict[str, str]:
         try:
             return {"role": str(message["role"]), "content": text_of(message.get("content"))}
         except RolloutError as error:
@@ -142,15 +142,15 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         )
         return Response(id="policy", created=int(time.time()), model=model, message=message)
 
-    def setup_client(self, config: Any) -> Any:
+    def setup_client(self, config: object) -> Chat:
         """Not used."""
         return self.chat
 
-    async def to_native_tool(self, tool: Any) -> Any:
+    async def to_native_tool(self, tool: object) -> object:
         """Unchanged."""
         return tool
 
-    async def to_native_prompt(self, messages: Any) -> Any:
+    async def to_native_prompt(self, messages: object) -> tuple[object, dict[str, object]]:
         """Unchanged."""
         return messages, {}
 
@@ -158,10 +158,10 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         """The same as `get_response`."""
         return await self.get_response(*args, **kwargs)
 
-    async def raise_from_native_response(self, response: Any) -> None:
+    async def raise_from_native_response(self, response: object) -> None:
         """Responses are always valid."""
 
-    async def from_native_response(self, response: Any) -> Any:
+    async def from_native_response(self, response: object) -> object:
         """Unchanged."""
         return response
 
@@ -169,7 +169,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         """Nothing to close."""
 
 
-def _to_wire(message: Any) -> dict[str, Any]:
+def _to_wire(message: Any) -> JsonObject:
     plain = dict(message) if isinstance(message, Mapping) else message.model_dump()
     content = plain.get("content")
     if isinstance(content, list):
@@ -179,7 +179,7 @@ def _to_wire(message: Any) -> dict[str, Any]:
     return plain
 
 
-def _call_to_wire(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _call_to_wire(call: Mapping[str, object]) -> Mapping[str, object]:
     if "function" in call:
         return call
     return {
@@ -189,7 +189,7 @@ def _call_to_wire(call: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _checked_args(args: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+def _checked_args(args: Mapping[str, object], signature: inspect.Signature) -> dict[str, object]:
     """The arguments, validated against the signature."""
     parameters = signature.parameters
     if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

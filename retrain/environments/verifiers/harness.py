@@ -17,6 +17,7 @@ import aiohttp
 from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 
 from retrain.environments.verifiers.internals import v1
+from retrain.types import JsonObject
 
 __all__ = ["HARNESS_ID", "ChatHarness", "ChatHarnessConfig"]
 
@@ -64,7 +65,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
                     content = await _call(connections, dispatch, call["function"])
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
 
-    async def _ask(self, endpoint: str, secret: str, body: dict[str, Any]) -> dict[str, Any] | str:
+    async def _ask(self, endpoint: str, secret: str, body: JsonObject) -> JsonObject | str:
         """The assistant's message, or an error text: a limit was reached, or the model call failed."""
         if not body["tools"]:
             del body["tools"]
@@ -77,7 +78,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):  # type: ignore[misc]
         async with ChatHarness.http.post(f"{endpoint}/chat/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 return await response.text()
-            message: dict[str, Any] = (await response.json())["choices"][0]["message"]
+            message: JsonObject = (await response.json())["choices"][0]["message"]
             return message
 
 

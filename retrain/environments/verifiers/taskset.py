@@ -19,7 +19,7 @@ from retrain.environments.verifiers.harness import HARNESS_ID, ChatHarness
 from retrain.environments.verifiers.internals import needs_container, register_client, tool_servers, v1
 from retrain.environments.verifiers.modules import NEEDS_CLASSIC, import_environment, is_shipped
 from retrain.errors import ConfigError, ConfigIssue, PluginError, RolloutError
-from retrain.types import Example
+from retrain.types import Example, JsonObject
 
 MAX_ROWS = 100_000
 """Rows taken from an unlimited taskset."""
@@ -92,7 +92,7 @@ class TasksetEnvironment:
                 ) from error
             raise PluginError(f"{self.who}: {error}") from error
 
-    def _training_args(self) -> dict[str, Any]:
+    def _training_args(self) -> dict[str, object]:
         """The arguments, with the training split as default; logs the split."""
         args = dict(self.section.args)
         if not self.split_field:
@@ -113,7 +113,7 @@ class TasksetEnvironment:
             self.log(f"Training on split {chosen!r}")
         return args
 
-    def _load(self, args: Mapping[str, Any]) -> Any:
+    def _load(self, args: Mapping[str, object]) -> Any:
         """Load the environment with every agent in this process; its defaults would start remote sandboxes."""
         roles = v1().agent_config_fields(v1().env_config_type(self.section.id)())
         settings = {
@@ -128,8 +128,8 @@ class TasksetEnvironment:
         except Exception as error:
             raise PluginError(f"{self.who} could not be set up: {type(error).__name__}: {error}") from error
 
-    def _agent(self, limit: int | None) -> dict[str, Any]:
-        agent: dict[str, Any] = {"harness": {"id": HARNESS_ID}, "runtime": {"type": "subprocess"}}
+    def _agent(self, limit: int | None) -> dict[str, object]:
+        agent: dict[str, object] = {"harness": {"id": HARNESS_ID}, "runtime": {"type": "subprocess"}}
         if self.section.max_turns > 0:
             agent["max_turns"] = min(limit or self.section.max_turns, self.section.max_turns)
         return agent
@@ -154,9 +154,9 @@ class PolicyClient(vf.Client):  # type: ignore[misc]  # verifiers is not analyse
 
     async def get_response(
         self,
-        dialect: Any,
-        body: dict[str, Any],
-        sampling: Any,
+        dialect: object,
+        body: JsonObject,
+        sampling: object,
         session_id: str | None = None,
         turn: Any = None,
         headers: Mapping[str, str] | None = None,
@@ -249,5 +249,5 @@ def _problems(error: ValidationError) -> list[ConfigIssue]:
     return found
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def _choices(annotation: object) -> tuple[object, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()

@@ -143,8 +143,8 @@ def measure(engine: Any, url: str, args: argparse.Namespace) -> None:
     for n in (16, 1):
         prompts = [torch.randint(5, 400, (32,)).numpy() for _ in range(args.concurrency // n)]
         sampling = Sampling(max_tokens=args.tokens, n=n)
-        asks = [ask for at, prompt in enumerate(prompts) for ask in engine._asks(prompt, sampling, at)]
-        bodies = [json.dumps(engine.wire.request("tiny", engine.adapter, ask)).encode() for ask in asks]
+        asks = [ask for at, prompt in enumerate(prompts) for ask in engine._requests(prompt, sampling, at)]
+        bodies = [json.dumps(engine.spec.request("tiny", engine.adapter, ask)).encode() for ask in asks]
 
         def through_engine(asks: list[Any] = asks) -> None:
             # Without the rescoring: that is the trainer's work, not the client's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,103 +36,18 @@ class Template:
     values: Mapping[str, object]
 
 
-_FIRST_RUN = {
-    "backend.devices": "auto",
-    "model.model": "Qwen/Qwen3-4B-Instruct-2507",
-    "model.lora_rank": 32,
-    "algorithm.advantage_mode": "maxrl",
-    "algorithm.transform_mode": "gtpo_sepa",
-}
-_OUTPUT = {"logging.log_dir": "logs/train", "logging.wandb_project": ""}
+def _read_template(name: str) -> Template:
+    text = (Path(__file__).with_name("templates") / f"{name}.toml").read_text(encoding="utf-8")
+    values = {
+        f"{section}.{key}": tuple(value) if isinstance(value, list) else value
+        for section, table in tomllib.loads(text).items()
+        for key, value in table.items()
+    }
+    return Template(text.partition("\n")[0].removeprefix("# "), values)
 
-TEMPLATES: dict[str, Template] = {
-    "demo": Template(
-        "The embedded model learns arithmetic on the CPU; nothing is downloaded.",
-        {
-            "backend.devices": "cpu",
-            "backend.adapter_path": "logs/demo/adapter",
-            "model.model": "builtin:tiny",
-            "model.lora_rank": 16,
-            "algorithm.advantage_mode": "maxrl",
-            "algorithm.transform_mode": "gtpo_sepa",
-            "training.seed": 42,
-            "training.max_steps": 40,
-            "training.batch_size": 8,
-            "training.group_size": 16,
-            "training.max_tokens": 64,
-            "training.temperature": 0.8,
-            "training.lr": 2e-3,
-            "sepa.steps": 40,
-            "sepa.delay_steps": 5,
-            "data.source": "arithmetic",
-            "reward.type": "match",
-            "eval.every": 20,
-            "eval.max_examples": 256,
-            "logging.log_dir": "logs/demo",
-        },
-    ),
-    "quickstart": Template(
-        "A short first run on MATH, to see that everything works.",
-        {
-            **_FIRST_RUN,
-            "training.max_steps": 20,
-            "training.batch_size": 4,
-            "training.group_size": 8,
-            "training.max_tokens": 1024,
-            "training.max_examples": 200,
-            "data.source": "math",
-            "reward.type": "match",
-            **_OUTPUT,
-        },
-    ),
-    "standard": Template(
-        "A full training run on MATH with room for long answers.",
-        {
-            **_FIRST_RUN,
-            "training.seed": 42,
-            "training.max_steps": 500,
-            "training.batch_size": 8,
-            "training.group_size": 16,
-            "training.max_tokens": 10240,
-            "training.lr": 4e-5,
-            "training.save_every": 20,
-            "sepa.steps": 500,
-            "sepa.delay_steps": 50,
-            "data.source": "math",
-            "reward.type": "match",
-            **_OUTPUT,
-        },
-    ),
-    "campaign": Template(
-        "Five methods compared over several seeds.",
-        {
-            "backend.devices": "auto",
-            "model.model": "Qwen/Qwen3-4B-Instruct-2507",
-            "model.lora_rank": 32,
-            "training.batch_size": 8,
-            "training.group_size": 16,
-            "training.max_tokens": 2048,
-            "data.source": "math",
-            "reward.type": "match",
-            "logging.wandb_project": "",
-            "campaign.seeds": (42, 101, 202, 303, 404, 505, 606, 707),
-            "campaign.max_steps": 500,
-            "campaign.parallel": False,
-            "campaign.conditions": options_by_path()["campaign.conditions"].default,
-        },
-    ),
-    "squeeze": Template(
-        "The smallest adapter that keeps what was learnt.",
-        {
-            "model.lora_rank": 32,
-            "squeeze.adapter_path": "/tmp/retrain_adapter",
-            "squeeze.min_variance_retention": 0.95,
-            "squeeze.output_path": "",
-            "squeeze.compress_to": 0,
-            "squeeze.device": "cpu",
-        },
-    ),
-}
+
+TEMPLATES = {name: _read_template(name) for name in ("demo", "quickstart", "standard", "campaign", "squeeze")}
+"""Starter files, from `templates/NAME.toml`: the first line is the summary."""
 
 
 def default_toml() -> str:

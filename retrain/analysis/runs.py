@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
@@ -216,7 +216,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     values: dict[str, dict[int, float]] = {}
     for run in runs:
         steps = [s for s in run.rows(metric) if step - last < s <= step]
-        found: list[Any] = [run.rows(metric)[s].get(metric) for s in steps]
+        found = [run.rows(metric)[s].get(metric) for s in steps]
         numbers = [float(value) for value in found if _is_number(value)]
         if not numbers:
             raise ConfigError(f"{run.path} has no number for {metric} at step {step}.")
@@ -224,7 +224,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     return Measured(metric, step, values, tuple(notes))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 

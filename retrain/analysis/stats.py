@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,7 +234,7 @@ def sign_flip_p(differences: Floats) -> float:
     """Two-sided permutation p-value: exact over all 2^n sign flips up to 13 pairs, else 9999 random ones."""
     if not np.any(differences):
         return 1.0
-    result: Any = stats.permutation_test(
+    result = stats.permutation_test(
         (differences,),
         lambda x, axis: np.mean(x, axis=axis),
         permutation_type="samples",

@@ -21,6 +21,7 @@ from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trainable import TrainableParams
 from retrain.distributed.lockstep import LockstepLearner
+from retrain.modeling.causal_lm import module_of
 from retrain.modeling.policy import Policy
 from retrain.modeling.transformers_internals import decoder_layers
 
@@ -28,7 +29,7 @@ from retrain.modeling.transformers_internals import decoder_layers
 def shard(policy: Policy, device: torch.device) -> Policy:
     """Shard the layers of a policy, which may have been loaded into CPU memory, and move the rest to the device."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    backbone = policy.causal_lm.base_model
+    backbone = module_of(policy.causal_lm.base_model)
     layers = decoder_layers(backbone)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)

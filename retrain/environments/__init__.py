@@ -128,7 +128,7 @@ class ManagedEnvironment(Protocol):
 def build_environment(section: schema.Environment, search_paths: Sequence[str], log: Log) -> Environment:
     """Build the environment of the `[environment]` table."""
     who = f"environment provider {section.provider!r}"
-    provider: Any = REGISTRIES["environment"].load(section.provider, search_paths)
+    provider = REGISTRIES["environment"].load(section.provider, search_paths)
     # An installed provider may import a module of the user by its id.
     make_importable(search_paths)
     if not callable(provider):

@@ -27,9 +27,6 @@ from retrain.types import Example
 if TYPE_CHECKING:
     from retrain.config import schema
 
-Place = tuple[str, int | None, int]
-"""Location of an example: the split, the seed of an unlimited one, the index."""
-
 _POLL_S = 0.25
 # An event loop without a heartbeat for this long is blocked.
 _BLOCKED_S = 1.0

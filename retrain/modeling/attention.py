@@ -6,14 +6,16 @@ over a KV cache for decoding. Layers, norms and rotary embeddings are those of H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from retrain.modeling.causal_lm import Backbone
 
 ATTENTION_NAME = "retrain"
 
@@ -89,15 +91,15 @@ class PackedAttention:
             flat = flat.index_select(0, self.packed)
         return flat.transpose(0, 1).unsqueeze(0)
 
-    def run_padded(self, backbone: Callable[..., Any], token_ids: Tensor) -> Tensor:
+    def run_padded(self, backbone: Backbone, token_ids: Tensor) -> Tensor:
         """Last hidden states of a packed row, from a model with its own attention: sequences become padded rows."""
         if self.is_dense:
             rows = token_ids.reshape(self.rows, self.longest)
             states = backbone(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False).last_hidden_state
-            return states.reshape(1, self.rows * self.longest, -1)  # type: ignore[no-any-return]
+            return states.reshape(1, self.rows * self.longest, -1)
         rows = token_ids[0].index_select(0, self.padded).reshape(self.rows, self.longest)
         states = backbone(input_ids=rows, attention_mask=self.inside.long(), use_cache=False).last_hidden_state
-        return states.reshape(self.rows * self.longest, -1).index_select(0, self.packed)[None]  # type: ignore[no-any-return]
+        return states.reshape(self.rows * self.longest, -1).index_select(0, self.packed)[None]
 
     def _pad(self, packed: Tensor) -> Tensor:
         flat = packed[0].transpose(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +37,48 @@ class GenerationConfig(Protocol):
     eos_token_id: int | list[int] | None
 
 
+class KeyValueCache(Protocol):
+    """Keys and values of earlier tokens."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        ...
+
+
+class BackboneOutput(Protocol):
+    """The result of the backbone."""
+
+    last_hidden_state: Tensor
+
+
+class Backbone(Protocol):
+    """A model without its head."""
+
+    def __call__(self, **inputs: object) -> BackboneOutput:
+        """A forward pass."""
+        ...
+
+
+class CausalLMOutput(Protocol):
+    """The result of a forward pass."""
+
+    logits: Tensor
+    past_key_values: KeyValueCache
+
+
 class CausalLM(Protocol):
     """A loaded model, which is also an `nn.Module`: see `module_of`."""
 
     config: ModelConfig
     generation_config: GenerationConfig
-    base_model: Any
-    """The backbone without the head."""
+    base_model: Backbone
 
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         ...
 
-    def __call__(self, **inputs: object) -> Any:
+    def __call__(self, **inputs: object) -> CausalLMOutput:
         """A forward pass."""
         ...
 

@@ -139,10 +139,8 @@ class Policy:
 
 def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
     """Run the backbone with our attention."""
-    states: Tensor = causal_lm.base_model(
-        input_ids=token_ids, position_ids=positions, use_cache=False, attend=attend
-    ).last_hidden_state
-    return states
+    inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "attend": attend}
+    return causal_lm.base_model(**inputs).last_hidden_state
 
 
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, log: Callable[[str], None]) -> Policy:

@@ -118,7 +118,7 @@ def load_encoder(model: str) -> Encoder:
             "Try: pip install sentence-transformers"
         ) from error
     try:
-        encoder: Any = SentenceTransformer(resolve_model(model))
+        encoder = SentenceTransformer(resolve_model(model))
     except Exception as error:
         raise ConfigError(
             f"[planning] model {model!r} could not be loaded: {error}  "

@@ -22,7 +22,7 @@ RETRYABLE = (408, 425, 429, 500, 502, 503, 504)
 MAX_RETRY_AFTER_S = 60.0
 
 T = TypeVar("T")
-Work = Coroutine[Any, Any, T]
+Work = Coroutine[object, object, T]
 
 
 class Transient(Exception):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrain.inference_engine.pytorch.decoder import Row
+from retrain.modeling.causal_lm import KeyValueCache
 from retrain.modeling.policy import Policy
 
 
@@ -17,7 +17,7 @@ class NativeForward:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.cache: Any = None
+        self.cache: KeyValueCache | None = None
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
         """Prefill left-padded prompts."""
@@ -37,6 +37,7 @@ class NativeForward:
     def keep(self, rows: Tensor) -> None:
         """Drop the other rows from the cache."""
         self.mask = self.mask.index_select(0, rows)
+        assert self.cache is not None
         self.cache.batch_select_indices(rows)
 
     def _run(self, ids: Tensor) -> Tensor:
@@ -46,5 +47,4 @@ class NativeForward:
         )
         output = model(**inputs)
         self.cache = output.past_key_values
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from retrain.rewards.answers.nodes import (
     Group,
@@ -21,7 +20,7 @@ from retrain.rewards.answers.nodes import (
 )
 from retrain.rewards.answers.relations import as_region, equal_equations, is_inequality, is_name, side_values
 from retrain.rewards.answers.units import DEGREE, PERCENT
-from retrain.rewards.answers.values import equal_expressions, evaluate, is_real
+from retrain.rewards.answers.values import Value, equal_expressions, evaluate, is_real
 
 # A decimal with this many matching digits counts as a rounding of the exact number.
 _ROUNDED_DIGITS = 6
@@ -239,7 +238,7 @@ def _is_rounded(decimal: Node, exact: Node) -> bool:
         for prime in (2, 5):
             while rest % prime == 0:
                 rest //= prime
-        real: Any = value
+        real: Value = value
         if rest == 1:
             return False
     elif is_real(value):

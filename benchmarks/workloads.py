@@ -55,7 +55,7 @@ class Workload:
     stops: int = 0
     """How many tokens of the vocabulary end a completion."""
     rank: int = 32
-    """That of the adapter; 0 trains the whole model."""
+    """That of the adapter; 0 is full fine-tuning."""
 
 
 WORKLOADS = {
@@ -63,8 +63,8 @@ WORKLOADS = {
     "w2": Workload("qwen3-4b", 8, 16, 2048, stops=240),
     "w3": Workload("qwen3-0.6b", 32, 16, 1024),
     "w4": Workload("smollm2-135m", 4, 4, 64),
-    "whole": Workload("qwen3-0.6b", 8, 16, 512, rank=0),
-    "whole-4b": Workload("qwen3-4b", 8, 16, 512, rank=0),
+    "full": Workload("qwen3-0.6b", 8, 16, 512, rank=0),
+    "full-4b": Workload("qwen3-4b", 8, 16, 512, rank=0),
     "long": Workload("qwen3-4b", 1, 1, 16_384 - PROMPT),
 }
 

@@ -267,7 +267,7 @@ REGISTRIES: dict[str, Registry] = {
             "backend",
             "backend",
             {
-                "local": Part("retrain.backends.local:build", packages=("torch", "peft")),
+                "local": Part("retrain.backends.local:build", packages=("torch", "transformers", "peft")),
                 "tinker": Part("retrain.backends.tinker:build", packages=("tinker",)),
             },
         ),

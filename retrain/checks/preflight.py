@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from retrain.config import TrainConfig
+from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import find_model, hub_cache, read_context_length
 from retrain.plugins import REGISTRIES
@@ -37,7 +38,7 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Missing packages, keys, files and models, and completions that do not fit the context."""
     yield from _missing_packages(config)
-    yield from _missing_keys(config)
+    yield from (issue for _, issue in missing_keys(config))
     yield from _missing_files(config)
     for where, name in models_of(config).items():
         yield from _missing_model(where, name)
@@ -105,32 +106,59 @@ def known_context(config: TrainConfig) -> int | None:
     return None if config.model.init_kwargs else read_context_length(find_model(config.model.model))
 
 
+def packages_by_option(config: TrainConfig | None) -> dict[str, dict[str, bool]]:
+    """By package: the settings that need it, and whether the configuration has each of them."""
+    values = values_of(config) if config is not None else {}
+    found: dict[str, dict[str, bool]] = {}
+    for option in all_options():
+        used = option.path in values and _is_used(option, config)
+        if option.facets.package:
+            is_set = used and values[option.path] != option.default
+            found.setdefault(option.facets.package, {})[option.where] = is_set
+        chosen = {values[option.path]} if used and option.kind else set()
+        if option.path == "reward.type" and config is not None and config.reward.terms:
+            chosen = {term.type for term in config.reward.terms}
+        for name in REGISTRIES[option.kind].builtins if option.kind else ():
+            for package in REGISTRIES[option.kind].facts(name).packages:
+                found.setdefault(package, {})[f'{option.where} = "{name}"'] = name in chosen
+    return found
+
+
+def _is_used(option: Option, config: TrainConfig | None) -> bool:
+    if config is None or (config.environment.provider and option.kind in ("data", "reward")):
+        return False
+    on_tinker = config.backend.backend == "tinker" and ignored_on_tinker(option)
+    return not on_tinker and not (option.facets.unused and option.facets.unused(config))
+
+
 def _missing_packages(config: TrainConfig) -> Iterator[ConfigIssue]:
-    for where, name, wanted in (
-        ("[logging] wandb_project", "wandb", bool(config.logging.wandb_project)),
-        ("[logging] trackio_project", "trackio", bool(config.logging.trackio_project)),
-        ('[backend] backend = "tinker"', "tinker", config.backend.backend == "tinker"),
-    ):
-        if wanted and not _is_importable(name):
-            yield ConfigIssue(where, f"needs the package {name}, which is not installed.", f"Try: pip install {name}")
+    for package, settings in packages_by_option(config).items():
+        needed = next((where for where, is_set in settings.items() if is_set), "")
+        if needed and not _is_importable(package.replace("-", "_")):
+            text = f"needs the package {package}, which is not installed."
+            yield ConfigIssue(needed, text, f"Try: pip install {package}")
 
 
 def _is_importable(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _missing_keys(config: TrainConfig) -> Iterator[ConfigIssue]:
+def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
+    """Keys that the configuration needs and that are missing or invalid, by environment variable."""
     project = config.logging.wandb_project
     if project and not has_wandb_key():
-        yield ConfigIssue(
-            "[logging] wandb_project",
-            f"= {json.dumps(project)} needs a key, and there is none.",
-            "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline",
-        )
-    if config.backend.backend == "tinker":
-        problem = explain_invalid_tinker_key()
-        if problem:
-            yield ConfigIssue("[backend] backend", f'= "tinker" {problem}', "Try: put TINKER_API_KEY=tml-... into .env")
+        text = f"= {json.dumps(project)} needs a key, and there is none."
+        hint = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
+        yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, hint)
+    problem = explain_invalid_tinker_key() if config.backend.backend == "tinker" else ""
+    if problem:
+        hint = "Try: put TINKER_API_KEY=tml-... into .env"
+        yield "TINKER_API_KEY", ConfigIssue("[backend] backend", f'= "tinker" {problem}', hint)
+    uses_judge = "judge" in (config.reward.type, *(term.type for term in config.reward.terms))
+    own_server = config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL")
+    if uses_judge and not own_server and not os.environ.get("OPENAI_API_KEY") and not config.environment.provider:
+        hint = "Try: set OPENAI_API_KEY=... in .env, or judge_base_url for a server of your own"
+        yield "OPENAI_API_KEY", ConfigIssue("[reward] type", '= "judge" needs a key, and there is none.', hint)
 
 
 def explain_invalid_tinker_key() -> str:

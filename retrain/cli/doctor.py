@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from typing import Literal, TypedDict
 import click
 
 from retrain.checks.preflight import (
-    explain_invalid_tinker_key,
     find_obstacles,
-    has_wandb_key,
     hub_answers,
     hub_url,
     is_offline,
+    missing_keys,
+    packages_by_option,
 )
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.packages import check_package, pip_install, requirements
@@ -46,8 +46,6 @@ for index in range(torch.cuda.device_count()):
 print(json.dumps({"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "gpus": gpus}))
 """
 
-Predicate = Callable[[TrainConfig], bool]
-
 
 @dataclass(frozen=True)
 class Check:
@@ -68,40 +66,12 @@ class TorchState(TypedDict):
     gpus: list[tuple[str, int, int]]
 
 
-# Package -> the option that needs it, and when.
-_PACKAGES: dict[str, tuple[str, Predicate]] = {
-    "torch": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
-    "transformers": ('[backend] backend = "local"', lambda c: c.backend.backend == "local"),
-    "peft": ("[model] lora_rank", lambda c: c.backend.backend == "local" and c.model.lora_rank > 0),
-    "datasets": ("[data] source", lambda c: not c.environment.provider and c.data.source in ("math", "gsm8k", "hub")),
-    "math-verify": ('[reward] type = "math"', lambda c: "math" in (c.reward.type, *(t.type for t in c.reward.terms))),
-    "verifiers": ('[environment] provider = "verifiers"', lambda c: c.environment.provider == "verifiers"),
-    "reasoning-gym": ('[environment] provider = "reasoning_gym"', lambda c: c.environment.provider == "reasoning_gym"),
-    "wandb": ("[logging] wandb_project", lambda c: bool(c.logging.wandb_project)),
-    "trackio": ("[logging] trackio_project", lambda c: bool(c.logging.trackio_project)),
-    "sentence-transformers": ('[planning] detector = "semantic"', lambda c: c.planning.detector == "semantic"),
-    "tinker": ('[backend] backend = "tinker"', lambda c: c.backend.backend == "tinker"),
-    "ray": ('[campaign] executor = "ray"', lambda c: c.campaign is not None and c.campaign.executor == "ray"),
-    "deepspeed": ("[distributed] zero_stage", lambda c: c.distributed.zero_stage > 0),
-}
-# Environment variable -> what it is for, when it is required, and how to set it. Values are never shown.
-_KEYS: dict[str, tuple[str, Predicate, str]] = {
-    "HF_TOKEN": ("gated models and datasets", lambda c: False, ""),
-    "WANDB_API_KEY": (
-        "[logging] wandb_project",
-        lambda c: bool(c.logging.wandb_project) and not has_wandb_key(),
-        "wandb login, or set WANDB_API_KEY=... in .env",
-    ),
-    "TINKER_API_KEY": (
-        '[backend] backend = "tinker"',
-        lambda c: c.backend.backend == "tinker" and bool(explain_invalid_tinker_key()),
-        "set TINKER_API_KEY=... in .env",
-    ),
-    "OPENAI_API_KEY": (
-        '[reward] type = "judge"',
-        lambda c: "judge" in (c.reward.type, *(t.type for t in c.reward.terms)) and not _has_custom_judge(c),
-        "set OPENAI_API_KEY=... in .env",
-    ),
+# Environment variables and their purpose. Values are never shown.
+_KEYS = {
+    "HF_TOKEN": "gated models and datasets",
+    "WANDB_API_KEY": "[logging] wandb_project",
+    "TINKER_API_KEY": '[backend] backend = "tinker"',
+    "OPENAI_API_KEY": '[reward] type = "judge"',
 }
 
 
@@ -166,12 +136,14 @@ def _check_python() -> Check:
 
 def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
     known = requirements()
-    for name, (why, is_needed) in _PACKAGES.items():
+    for name, settings in packages_by_option(config).items():
         requirement = known.get(name)
         text = requirement.text if requirement else name
         found, problem = check_package(name, text)
         core = requirement is not None and not requirement.extra
-        needed = is_needed(config) if config is not None else core
+        set_here = [where for where, is_set in settings.items() if is_set]
+        why = (set_here or list(settings))[0]
+        needed = bool(set_here) if config is not None else core
         if not problem:
             yield Check("packages", name, "ok", found)
         elif needed:
@@ -220,18 +192,16 @@ def probe_torch() -> TorchState | str:
 
 
 def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
-    for name, (why, is_needed, fix) in _KEYS.items():
-        if os.environ.get(name):
+    missing = dict(missing_keys(config)) if config is not None else {}
+    for name, why in _KEYS.items():
+        if name in missing:
+            state = "not valid" if os.environ.get(name) else "not set"
+            fix = missing[name].hint.removeprefix("Try: ")
+            yield Check("keys", name, "missing", f"{state}; needed by {why}", fix)
+        elif os.environ.get(name):
             yield Check("keys", name, "ok", "set")
-        elif config is not None and is_needed(config):
-            yield Check("keys", name, "missing", f"not set; needed by {why}", fix)
         else:
             yield Check("keys", name, "unused", f"not set; for {why}")
-
-
-def _has_custom_judge(config: TrainConfig) -> bool:
-    """Whether the judge is another server than OpenAI's, which may need no key."""
-    return bool(config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL"))
 
 
 def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:

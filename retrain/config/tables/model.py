@@ -139,6 +139,7 @@ class Distributed(Section):
     zero_stage: Annotated[Literal[0, 1, 3], WrapValidator(whole_number)] = option(
         0,
         "DeepSpeed ZeRO stage for runs with several processes; 0 is plain data parallelism.",
+        package="deepspeed",
         unused=reasons.needs_local_backend,
     )
     fsdp: bool = option(

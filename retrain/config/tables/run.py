@@ -20,7 +20,7 @@ class Campaign(Section):
     parallel: bool = option(False, "Run several runs at a time.")
     max_workers: BoundedInt = option(0, "Maximum concurrent runs; 0 runs all at once.", ge=0)
     stagger_seconds: float = option(0.0, "Seconds between the starts of parallel runs.", ge=0)
-    executor: Literal["local", "ray"] = option("local", "Where runs execute.")
+    executor: Literal["local", "ray"] = option("local", "Where runs execute.", package="ray")
     gpus_per_run: float = option(
         1.0,
         "GPUs that the ray executor reserves for each run.",
@@ -110,7 +110,7 @@ class Logging(Section):
         synonyms=("output_dir",),
     )
     wandb_project: str = option(
-        "", "Weights & Biases project; set it to turn wandb on.", synonyms=("project", "report_to")
+        "", "Weights & Biases project; set it to turn wandb on.", package="wandb", synonyms=("project", "report_to")
     )
     wandb_run_name: str = option(
         "",
@@ -128,7 +128,7 @@ class Logging(Section):
     )
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.", per_condition=False)
     trackio_project: str = option(
-        "", "Trackio project; set it to turn trackio on, with the run name and group of wandb."
+        "", "Trackio project; set it to turn trackio on, with the run name and group of wandb.", package="trackio"
     )
     every: BoundedInt = option(
         1,

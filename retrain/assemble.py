@@ -296,10 +296,10 @@ def _load_held_out(config: TrainConfig) -> Sequence[Example]:
     """Examples for evaluation; none if it is off."""
     if not config.eval.every:
         return []
-    own = {"split": config.eval.split}
+    changes = {"split": config.eval.split}
     if config.eval.source or config.eval.path:
-        own |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
-    held_out = load_examples(config.data.model_copy(update=own), config.plugins.search_paths)
+        changes |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
+    held_out = load_examples(config.data.model_copy(update=changes), config.plugins.search_paths)
     if isinstance(held_out, Endless):
         # The same examples for every seed, so that runs are comparable.
         held_out = held_out.reseed(0)
@@ -338,13 +338,13 @@ def build_planning(config: TrainConfig, texts: Sequence[str]) -> PlanningMasks:
 def _build_evaluator(
     config: TrainConfig, scorer: RolloutScorer, held_out: Sequence[Example], sampling: Sampling
 ) -> Evaluator:
-    own = replace(
+    eval_sampling = replace(
         sampling,
         n=config.eval.samples,
         temperature=sampling.temperature if config.eval.temperature == AS_IN_TRAINING else config.eval.temperature,
         seed=derive_seed(config.training.seed, "eval"),
     )
-    return Evaluator(scorer, held_out, own, config.eval.every, config.eval.k or config.eval.samples)
+    return Evaluator(scorer, held_out, eval_sampling, config.eval.every, config.eval.k or config.eval.samples)
 
 
 def _build_backpressure(config: TrainConfig) -> BackPressure:

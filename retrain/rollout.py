@@ -129,8 +129,8 @@ class Scorer:
         self.failures.check(scores)
         groups, at = [], 0
         for example, prompt, completions in zip(examples, prompts, completions_PG, strict=True):
-            own = tuple(scores[at : at + len(completions)])
-            groups.append(Group(example, prompt, tuple(completions), own))
+            group_scores = tuple(scores[at : at + len(completions)])
+            groups.append(Group(example, prompt, tuple(completions), group_scores))
             at += len(completions)
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
 

@@ -125,7 +125,7 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
             parts.order.load_state_dict(order)
             parts.sepa.load_state_dict(sepa)
             raise
-        with interrupts.held():
+        with interrupts.deferring():
             training_started = time.perf_counter()
             try:
                 outcome = train_on(parts, batch, step)
@@ -257,7 +257,7 @@ def update(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics
 
 def settle(parts: Parts, state: RunState, outcome: StepMetrics) -> None:
     """Complete the row that waits for its step's outcome, if there is one."""
-    if parts.tracker.held is not None:
+    if parts.tracker.pending is not None:
         state.skipped += int(outcome.get("skipped") or 0)
         parts.tracker.settle(outcome, state.skipped)
 
@@ -269,7 +269,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
     tokens = sum(len(completion.token_ids_T) for completion in completions)
     reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
     reported.pop("skipped", None)
-    own: StepMetrics = {
+    loop_metrics: StepMetrics = {
         "step": state.step,
         "condition": parts.config.condition,
         "loss_is_placeholder": parts.backend.capabilities.reports_late,
@@ -294,7 +294,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         **batch.credit.metrics(),
         **(batch.evaluation.metrics() if batch.evaluation else {}),
     }
-    return reported | own
+    return reported | loop_metrics
 
 
 def resume(parts: Parts) -> RunState:

@@ -39,10 +39,10 @@ class Turns:
 
     def take(self) -> None:
         """Wait for a turn."""
-        own = threading.get_ident()
+        thread = threading.get_ident()
         with self.changed:
-            self.waiting.append(own)
-            self.changed.wait_for(lambda: self.waiting[0] == own)
+            self.waiting.append(thread)
+            self.changed.wait_for(lambda: self.waiting[0] == thread)
 
     def leave(self) -> None:
         """Pass the turn on."""
@@ -51,8 +51,8 @@ class Turns:
             self.changed.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """A turn."""
+    def turn(self) -> Iterator[None]:
+        """Wait for a turn, and pass it on at the end."""
         self.take()
         try:
             yield
@@ -92,7 +92,7 @@ class Host:
         thread.start()
 
     def _run(self, folder: Path) -> None:
-        with self.turns.held():
+        with self.turns.turn():
             code = self._train(folder)
             self.answers.write(json.dumps({"name": folder.name, "exit_code": code}) + "\n")
             self.answers.flush()

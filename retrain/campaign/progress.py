@@ -112,7 +112,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
     return state.get("status") == "finished" and state.get("step", 0) >= max_steps
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a live process holds the lock of the folder."""
     path = folder / LOCK_FILE
     try:
@@ -143,7 +143,7 @@ def read_tail(path: Path) -> list[Table]:
 
 
 def _status(folder: Path, state: Table) -> str:
-    if is_held(folder):
+    if is_locked(folder):
         return "running"
     if state.get("status") == "running" or not state:
         started = bool(state) or (_age(folder / METRICS) is not None)

@@ -17,7 +17,7 @@ from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     RunProgress,
     is_finished,
-    is_held,
+    is_locked,
     read_progress,
     read_tail,
     seconds_left,
@@ -62,12 +62,12 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         _require_same_campaign(earlier, runs)
-    held = [run.name for run in runs if is_held(run.folder)]
-    if held:
-        raise ConfigError(f"{held[0]} of {folder} is still running.  Try: wait for it, or stop it")
+    running = [run.name for run in runs if is_locked(run.folder)]
+    if running:
+        raise ConfigError(f"{running[0]} of {folder} is still running.  Try: wait for it, or stop it")
     screen = Screen()
     executor = build_executor(config, folder, runs, screen.log)
-    if earlier is None and (folder / METRICS).exists() and not is_held(folder):
+    if earlier is None and (folder / METRICS).exists() and not is_locked(folder):
         screen.log(f"{folder} contained an earlier run, which was moved to {step_aside(folder)}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from retrain.campaign.manifest import MANIFEST, Record, read_table
-from retrain.campaign.progress import RunProgress, is_held, read_progress, seconds_left, taking_turns
+from retrain.campaign.progress import RunProgress, is_locked, read_progress, seconds_left, taking_turns
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
@@ -85,7 +85,7 @@ def _search(folder: Path, depth: int) -> Iterator[Entry]:
 
 def read_campaign(folder: Path) -> Entry:
     """Read a campaign from its manifest and the folders of its runs."""
-    live = is_held(folder)
+    live = is_locked(folder)
     try:
         table = read_table(folder)
         runs = {record["name"]: _read_run(folder, record) for record in table["runs"]}
@@ -101,7 +101,7 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
     progress = read_progress(folder / record["folder"])
     status = record["status"]
     # The manifest covers failures and runs on other machines; the lock shows whether a local run is alive.
-    if status == "running" and progress.status != "running" and not is_held(folder):
+    if status == "running" and progress.status != "running" and not is_locked(folder):
         status = progress.status
     return replace(
         progress,

@@ -24,8 +24,8 @@ from retrain.types import Completion, Datum, IntArray, Sampling, StepMetrics
 class RankedEngine:
     """Each rank samples a slice of the prompts; completions do not depend on the number of ranks."""
 
-    def __init__(self, own: InferenceEngine, hub: Hub) -> None:
-        self.own = own
+    def __init__(self, local: InferenceEngine, hub: Hub) -> None:
+        self.local = local
         self.hub = hub
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
@@ -36,10 +36,10 @@ class RankedEngine:
             for rank, part in enumerate(parts)
             if part.start < part.stop
         }
-        own = samples.pop(0, None)
+        first = samples.pop(0, None)
         self.hub.send(samples)
         try:
-            drawn = self.own.generate(own.prompts, own.sampling) if own is not None else []
+            drawn = self.local.generate(first.prompts, first.sampling) if first is not None else []
             results = self.hub.collect()
         except BaseException:
             self.hub.abandon()
@@ -51,19 +51,19 @@ class RankedEngine:
 
     def shutdown(self) -> None:
         """Shut down this rank's engine; the other ranks shut down their own."""
-        self.own.shutdown()
+        self.local.shutdown()
 
 
 class RankedBackend:
     """A Backend over all ranks of a run. `on_all`: every rank samples, not only rank 0."""
 
-    def __init__(self, own: LocalBackend, hub: Hub, on_all: bool) -> None:
-        self.own = own
+    def __init__(self, local: LocalBackend, hub: Hub, on_all: bool) -> None:
+        self.local = local
         self.hub = hub
-        assert isinstance(own.learner, RankedLearner)
-        self.learner: RankedLearner = own.learner
-        self.capabilities = own.capabilities
-        self.engine: InferenceEngine = RankedEngine(own.engine, hub) if on_all else own.engine
+        assert isinstance(local.learner, RankedLearner)
+        self.learner: RankedLearner = local.learner
+        self.capabilities = local.capabilities
+        self.engine: InferenceEngine = RankedEngine(local.engine, hub) if on_all else local.engine
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine, with the newest weights on every rank."""
@@ -71,7 +71,7 @@ class RankedBackend:
         with deferred():
             self.hub.broadcast(Sync(step))
             with self.hub.blaming_failed_rank():
-                self.own.sampler(step)
+                self.local.sampler(step)
             self.hub.collect()
         return self.engine
 
@@ -79,7 +79,7 @@ class RankedBackend:
         self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
         """The student model, on this rank only."""
-        return self.own.frozen(config, tokenizer, log, progress)
+        return self.local.frozen(config, tokenizer, log, progress)
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimizer step: each rank computes gradients on its share; all apply their sum."""
@@ -94,26 +94,26 @@ class RankedBackend:
             metrics = self.learner.take_step(parts[0], size, step)
         self.hub.collect()
         self.learner.raise_if_rejected()
-        return metrics | {"staleness": 0} | engine_metrics(self.own.engine)
+        return metrics | {"staleness": 0} | engine_metrics(self.local.engine)
 
     def save(self, path: Path) -> None:
         """Write the checkpoint that a single process would write; sharded ranks are gathered."""
         if self.learner.is_replicated:
             with self.hub.writing():
-                self.own.save(path)
+                self.local.save(path)
             return
         self.hub.broadcast(Save(path))
         with self.hub.blaming_failed_rank():
-            self.own.save(path)
+            self.local.save(path)
         self.hub.collect()
 
     def load(self, path: Path) -> None:
         """Restore a checkpoint on every rank."""
         self.hub.broadcast(Load(path))
         with self.hub.blaming_failed_rank():
-            self.own.load(path)
+            self.local.load(path)
         self.hub.collect()
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Shut down this rank's engine; the owner of the hub stops the other ranks."""
-        self.own.close(ended_by)
+        self.local.close(ended_by)

@@ -186,11 +186,11 @@ def _children(foreign: int) -> list[int]:
     """The children of this process; on Linux they include orphans."""
     if sys.platform != "linux":
         return [foreign]
-    own = os.getpid()
+    guard = os.getpid()
     try:
-        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
     except OSError:  # a kernel without that file
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == own]
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == guard]
 
 
 def _parent_of(pid: int) -> int:

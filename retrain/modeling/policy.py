@@ -130,10 +130,10 @@ class Policy:
 
     def load_adapter_state(self, state: dict[str, Tensor]) -> None:
         """Copy tensors into the adapter."""
-        own = self.adapter_state()
-        if own.keys() != state.keys():
+        current = self.adapter_state()
+        if current.keys() != state.keys():
             raise BackendError("the saved weights have other layers than this model; was another model trained?")
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             tensor.copy_(state[name])
 
 

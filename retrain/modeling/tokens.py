@@ -129,11 +129,13 @@ class PromptEncoder:
         return max((len(self.encode(example)) for example in examples), default=0)
 
     def _messages(self, example: Example) -> list[Mapping[str, str]]:
-        own: list[Mapping[str, str]]
-        own = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else list(example.prompt)
-        if self.system_prompt and not any(message["role"] == "system" for message in own):
-            return [{"role": "system", "content": self.system_prompt}, *own]
-        return own
+        messages: list[Mapping[str, str]]
+        messages = (
+            [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else list(example.prompt)
+        )
+        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
 
     def _ids(self, messages: list[Mapping[str, str]]) -> list[int]:
         if self.tokenizer.chat_template is None:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Number of signals that interrupt even a held section.
+# Number of signals that interrupt even a deferring section.
 FORCE_AFTER = 3
 
 
 class Interrupts:
-    """Turns signals into KeyboardInterrupt, deferred while `held` is open. Does nothing outside the main thread."""
+    """Turns signals into KeyboardInterrupt, deferred inside `deferring`. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.holding = False
@@ -58,7 +58,7 @@ class Interrupts:
                 os.write(2, b"\nFinishing and saving; twice more stops at once.\n")
 
     def hold(self) -> None:
-        """Start to defer signals, before `held` does."""
+        """Start to defer signals, before `deferring` does."""
         self.holding = True
 
     def cancel(self) -> None:
@@ -66,7 +66,7 @@ class Interrupts:
         self.holding = False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferring(self) -> Iterator[None]:
         """Defer signals. An error inside leaves `between_steps` false: the step is incomplete."""
         self.hold()
         yield

@@ -55,9 +55,9 @@ def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os
 
 def check_single_process(config: TrainConfig) -> None:
     """Raise if weights are to be sharded in a single-process run."""
-    own = config.distributed
-    if config.backend.backend == "local" and (own.fsdp or own.zero_stage):
-        key = "fsdp = true" if own.fsdp else f"zero_stage = {own.zero_stage}"
+    distributed = config.distributed
+    if config.backend.backend == "local" and (distributed.fsdp or distributed.zero_stage):
+        key = "fsdp = true" if distributed.fsdp else f"zero_stage = {distributed.zero_stage}"
         raise ConfigError(
             f"[distributed] {key} needs several processes.  Try: retrain launch --processes 2 config.toml"
         )
@@ -85,8 +85,8 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[C
 def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
     """Settings of `accelerate launch` that contradict the configuration."""
     enabled = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
-    own = config.distributed
-    ours = {"FSDP"} if own.fsdp else {"DeepSpeed"} if own.zero_stage else set()
+    distributed = config.distributed
+    ours = {"FSDP"} if distributed.fsdp else {"DeepSpeed"} if distributed.zero_stage else set()
     for name in sorted(enabled - ours):
         hint = "Try: fsdp = true" if name == "FSDP" else "Try: zero_stage = 1 or 3"
         yield ConfigIssue("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
@@ -94,16 +94,16 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
         yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
     if "DeepSpeed" in enabled & ours:
         for where, variable, wanted in (
-            ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(own.zero_stage)),
+            ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(distributed.zero_stage)),
             (
                 "[distributed] offload_optimizer",
                 "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-                _device(own.offload_optimizer),
+                _device(distributed.offload_optimizer),
             ),
             (
                 "[distributed] offload_parameters",
                 "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-                _device(own.offload_parameters),
+                _device(distributed.offload_parameters),
             ),
             ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
         ):

@@ -19,7 +19,7 @@ class StepLog:
     def __init__(self, screen: Tracker, record: Tracker) -> None:
         self.screen = screen
         self.record = record
-        self.held: tuple[int, StepMetrics, Sequence[Group]] | None = None
+        self.pending: tuple[int, StepMetrics, Sequence[Group]] | None = None
 
     def start(self, config: TrainConfig) -> None:
         """Start both."""
@@ -30,19 +30,19 @@ class StepLog:
         """Log a step, which may still be training."""
         self.screen.log(step, metrics, groups)
         if metrics["loss_is_placeholder"]:
-            self.held = step, metrics, groups
+            self.pending = step, metrics, groups
         else:
             self.record.log(step, metrics, groups)
 
     def settle(self, outcome: StepMetrics, skipped_steps: int) -> None:
-        """Write the held row with the metrics of its own step."""
-        if self.held is not None:
+        """Write the pending row with the metrics of its own step."""
+        if self.pending is not None:
             own = {key: value for key, value in outcome.items() if key not in (*SAMPLER_METRICS, "skipped")}
             self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
 
     def release(self) -> None:
-        """Write the held row unchanged: its metrics will not come."""
-        if self.held is not None:
+        """Write the pending row unchanged: its metrics will not come."""
+        if self.pending is not None:
             self._write({})
 
     def finish(self) -> None:
@@ -51,6 +51,6 @@ class StepLog:
         self.record.finish()
 
     def _write(self, own: StepMetrics) -> None:
-        assert self.held is not None
-        (step, metrics, groups), self.held = self.held, None
+        assert self.pending is not None
+        (step, metrics, groups), self.pending = self.pending, None
         self.record.log(step, metrics | own, groups)

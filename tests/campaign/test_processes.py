@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from retrain.campaign.processes import has_checkpoint, prepare_folder
-from retrain.campaign.progress import is_held
+from retrain.campaign.progress import is_locked
 from retrain.config.load import dump_config
 
 from .campaigns import GRPO, MAXRL, TESTS, campaign_config, manifest_of, planned, statuses, write_result
@@ -110,10 +110,10 @@ def test_runs_save_and_end_when_the_campaign_is_killed(tmp_path: Path) -> None:
     process = start(tmp_path, "campaign.toml")
     wait_for(lambda: all(steps_of(tmp_path, name) for name in PAIR))
     folders = [tmp_path / "c" / "runs" / name for name in PAIR]
-    assert all(is_held(folder) for folder in folders)
+    assert all(is_locked(folder) for folder in folders)
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(is_held(folder) for folder in folders), 20)
+    wait_for(lambda: not any(is_locked(folder) for folder in folders), 20)
     assert all(has_checkpoint(folder) for folder in folders)
 
 

@@ -158,7 +158,7 @@ def test_turns_go_round() -> None:
     turns, order = Turns(), []
 
     def work(name: str) -> None:
-        with turns.held():
+        with turns.turn():
             for _ in range(3):
                 order.append(name)
                 turns.leave()

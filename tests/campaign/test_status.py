@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from folders import write_run
 
-from retrain.campaign.progress import RunProgress, is_held, read_progress, read_tail, seconds_left, taking_turns
+from retrain.campaign.progress import RunProgress, is_locked, read_progress, read_tail, seconds_left, taking_turns
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.cli.top import choose, draw
@@ -64,15 +64,15 @@ def test_the_lock_of_a_killed_process_counts_for_nothing(tmp_path: Path) -> None
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
-    assert is_held(tmp_path)
+    assert is_locked(tmp_path)
     process.kill()
     process.communicate()
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
     # A number that now belongs to somebody else is not believed either.
     (tmp_path / ".lock").write_text(str(os.getpid()))
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
     (tmp_path / ".lock").write_text("nonsense")
-    assert not is_held(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 def test_a_run_that_has_not_logged_yet_is_pending(tmp_path: Path) -> None:

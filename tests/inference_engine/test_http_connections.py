@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from retrain.inference_engine.http.client import Client, Refused, Transient
+from retrain.inference_engine.http.client import Client, RequestRejected, Transient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 ONE = OK + b'Content-Length: 7\r\n\r\n{"a":1}'
@@ -146,5 +146,5 @@ def test_a_closed_port_and_an_unknown_host_are_down(client: Client) -> None:
 
 def test_a_redirection_is_a_refusal(client: Client, serve: Serve) -> None:
     server = serve([b"HTTP/1.1 307 x\r\nLocation: /elsewhere\r\nContent-Length: 5\r\n\r\nmoved"])
-    with pytest.raises(Refused, match="307: moved"):
+    with pytest.raises(RequestRejected, match="307: moved"):
         client.run(client.call(server.address))

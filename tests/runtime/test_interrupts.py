@@ -25,7 +25,7 @@ def test_a_signal_stops_at_once_between_steps(number: int) -> None:
 def test_a_signal_within_a_step_waits_for_its_end(number: int) -> None:
     done = []
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt), interrupts.held():
+        with pytest.raises(KeyboardInterrupt), interrupts.deferring():
             strike(number)
             strike(number)
             assert not interrupts.between_steps
@@ -35,7 +35,7 @@ def test_a_signal_within_a_step_waits_for_its_end(number: int) -> None:
 
 
 def test_the_first_signal_within_a_step_is_answered(capfd: pytest.CaptureFixture[str]) -> None:
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.held():
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.deferring():
         strike()
         strike()
     assert capfd.readouterr().err == "\nFinishing and saving; twice more stops at once.\n"
@@ -47,7 +47,7 @@ def test_a_closed_terminal_does_not_disturb_the_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "write", gone)
     done = []
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.held():
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.deferring():
         strike(signal.SIGHUP)
         done.append("the rest of the step")
     assert done
@@ -56,7 +56,7 @@ def test_a_closed_terminal_does_not_disturb_the_step(monkeypatch: pytest.MonkeyP
 def test_the_third_signal_ends_even_a_step() -> None:
     struck = []
     with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt), interrupts.held():
+        with pytest.raises(KeyboardInterrupt), interrupts.deferring():
             for time in range(9):
                 struck.append(time)
                 strike()
@@ -90,13 +90,13 @@ def test_a_step_can_begin_before_its_block() -> None:
     with Interrupts() as interrupts:
         interrupts.hold()
         strike()
-        with pytest.raises(KeyboardInterrupt), interrupts.held():
+        with pytest.raises(KeyboardInterrupt), interrupts.deferring():
             pass
 
 
 def test_an_error_within_a_step_leaves_it_half_done() -> None:
     with Interrupts() as interrupts:
-        with pytest.raises(ValueError, match="half"), interrupts.held():
+        with pytest.raises(ValueError, match="half"), interrupts.deferring():
             raise ValueError("half")
         assert not interrupts.between_steps
 
@@ -112,7 +112,7 @@ def test_another_thread_may_train_too() -> None:
     seen = []
 
     def work() -> None:
-        with Interrupts() as interrupts, interrupts.held():
+        with Interrupts() as interrupts, interrupts.deferring():
             seen.append(interrupts.previous)
 
     thread = threading.Thread(target=work)

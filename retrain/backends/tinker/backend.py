@@ -183,29 +183,30 @@ class TinkerBackend:
                 self.reported = self._finish_step()
             # The service rejects a name that exists, and the SDK would retry forever.
             name = f"{path.name.rpartition('.writing_')[2]}-{secrets.token_hex(4)}"
-            kept = self.service.wait(self._client.save_state(name), "saving").path
-            notes = {"adapter": kept, "base_model": self.config.model.model, "rank": self.config.model.lora_rank}
+            state_path = self.service.wait(self._client.save_state(name), "saving").path
+            notes = {"adapter": state_path, "base_model": self.config.model.model, "rank": self.config.model.lora_rank}
             (path / NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
-            self.saved.append(kept)
+            self.saved.append(state_path)
             self._forget_old_states()
 
     def load(self, path: Path) -> None:
         """Restore weights and optimizer from a state of the service."""
         try:
-            kept = str(json.loads((path / NOTES).read_text(encoding="utf-8"))["adapter"])
+            state_path = str(json.loads((path / NOTES).read_text(encoding="utf-8"))["adapter"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} was not saved by the tinker backend, so it cannot be resumed there."
             ) from error
         model, rank = self.config.model.model, self.config.model.lora_rank
-        self.log(f"Creating LoRA training client (model={model}, rank={rank}) from {kept}...")
+        self.log(f"Creating LoRA training client (model={model}, rank={rank}) from {state_path}...")
         with self.throttle.slot():
-            self._check_state(kept)
+            self._check_state(state_path)
             self.training = self.service.call(
-                lambda: self.service.client.create_training_client_from_state_with_optimizer(kept), f"loading {kept}"
+                lambda: self.service.client.create_training_client_from_state_with_optimizer(state_path),
+                f"loading {state_path}",
             )
         self.log("Training client ready.")
-        self.saved = [kept]
+        self.saved = [state_path]
         self.submitted, self.next_sampler, self.sampled_after, self.lost = None, None, -1, False
 
     def frozen(
@@ -316,20 +317,20 @@ class TinkerBackend:
         self.engine.sync(self.service.wait(waiting, "preparing the sampler"))
         self.next_sampler, self.sampled_after = None, after
 
-    def _check_state(self, kept: str) -> None:
+    def _check_state(self, state_path: str) -> None:
         """Raise if a state is of another model or rank."""
         rest = tinker.RestClient(base_url=self.service.url)
-        doing = f"looking up {kept}"
+        doing = f"looking up {state_path}"
         try:
-            info = self.service.call(lambda: rest.get_weights_info_by_tinker_path(kept).result(), doing)
+            info = self.service.call(lambda: rest.get_weights_info_by_tinker_path(state_path).result(), doing)
         except BackendError as error:
             if not isinstance(error.__cause__, tinker.NotFoundError | tinker.BadRequestError | ValueError):
                 raise
-            raise CheckpointError(f"the state {kept} no longer exists: {error}") from error
+            raise CheckpointError(f"the state {state_path} no longer exists: {error}") from error
         model, rank = self.config.model.model, self.config.model.lora_rank
         if (info.base_model, info.lora_rank) != (model, rank):
             raise CheckpointError(
-                f"{kept} belongs to another run: it has model {info.base_model!r} and rank {info.lora_rank}, "
+                f"{state_path} belongs to another run: it has model {info.base_model!r} and rank {info.lora_rank}, "
                 f"this configuration {model!r} and {rank}."
             )
 

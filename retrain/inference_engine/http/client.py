@@ -35,7 +35,7 @@ class Transient(Exception):
         self.retry_after = retry_after
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """The server rejected the request."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -116,7 +116,7 @@ def _content(response: Response) -> Any:
         text = f"it replied {response.status}: {_message(response)}"
         raise Transient(text, status=response.status, retry_after=pause)
     if response.status >= 300:
-        raise Refused(response.status, _message(response))
+        raise RequestRejected(response.status, _message(response))
     if not response.headers.get("content-type", "").startswith("application/json"):
         return response.body.decode(errors="replace")
     try:

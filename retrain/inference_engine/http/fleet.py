@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
-from retrain.inference_engine.http.client import KEY_VARIABLE, Client, Refused, Transient, gather_all
+from retrain.inference_engine.http.client import KEY_VARIABLE, Client, RequestRejected, Transient, gather_all
 from retrain.inference_engine.http.spec import (
     Adapter,
     CompletionRequest,
@@ -83,7 +83,7 @@ class Fleet:
                 trouble, pause = str(error), error.retry_after or FIRST_PAUSE_S * 2**attempt
                 if error.down:
                     server.ready, server.trouble = False, trouble
-            except Refused as error:
+            except RequestRejected as error:
                 trouble = str(error)
                 if error.status in (401, 403):
                     trouble += f". The server requires another API key than {KEY_VARIABLE}."
@@ -192,7 +192,7 @@ class Fleet:
             server.ready = True
         except Transient as error:
             server.trouble = str(error)
-        except Refused as error:
+        except RequestRejected as error:
             raise RolloutError(f"{server.url} does not accept the adapter: {error}") from error
 
     async def _load(self, server: Server) -> None:
@@ -201,7 +201,7 @@ class Fleet:
         body = {"lora_name": self.adapter.name, "lora_path": str(self.adapter.path)}
         try:
             await self.client.call(server.url + self.spec.load, body, timeout_s=LOAD_S)
-        except Refused as error:
+        except RequestRejected as error:
             # Loaded by a request whose reply was lost; names are never reused.
             if "already" not in error.text:
                 raise
@@ -214,7 +214,7 @@ class Fleet:
             except Transient:
                 # It stays on the list and is unloaded after the next delivery.
                 continue
-            except Refused as error:
+            except RequestRejected as error:
                 if error.status not in (400, 404):
                     raise RolloutError(f"{server.url} does not unload the adapter {name}: {error}") from error
             server.loaded.remove(name)

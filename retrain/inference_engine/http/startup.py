@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from retrain.errors import ConfigError, RolloutError
-from retrain.inference_engine.http.client import KEY_VARIABLE, Refused, T, Transient, Work
+from retrain.inference_engine.http.client import KEY_VARIABLE, RequestRejected, T, Transient, Work
 from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, LaunchedServerExited, NoServerAvailable, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.spec import CompletionRequest, CompletionResult, IncompleteReply, ServerSpec
@@ -113,14 +113,14 @@ class Startup:
             if error.down or error.status >= 500:
                 raise self._failed(server, str(error)) from error
             raise self._unsuitable(server, "does not sample from adapters", error, "lora") from error
-        except (Refused, IncompleteReply) as error:
+        except (RequestRejected, IncompleteReply) as error:
             raise self._unsuitable(server, "does not sample from adapters", error, "lora") from error
         except NoServerAvailable as error:
             raise self._failed(self.fleet.servers[0], self.fleet.servers[0].trouble) from error
         except RolloutError as error:
-            refusal = error.__cause__
-            if isinstance(refusal, Refused) and refusal.status in (401, 403):
-                raise self._bad_api_key(self.fleet.servers[0], refusal) from error
+            rejection = error.__cause__
+            if isinstance(rejection, RequestRejected) and rejection.status in (401, 403):
+                raise self._bad_api_key(self.fleet.servers[0], rejection) from error
             too_high = "rank" in str(error).lower()
             raise ConfigError(f"{error}  {self._remedy('rank' if too_high else 'lora')}") from error
 
@@ -150,7 +150,7 @@ class Startup:
             try:
                 await self.fleet.client.call(server.url + self.spec.health, timeout_s=HEALTH_S)
                 return
-            except Refused as error:
+            except RequestRejected as error:
                 if error.status in (401, 403):
                     raise self._bad_api_key(server, error) from error
                 return
@@ -177,8 +177,8 @@ class Startup:
         try:
             listed = await self.fleet.client.call(server.url + self.spec.models, timeout_s=HEALTH_S)
             models = [model for model in listed["data"] if not model.get("parent")]
-        except (Refused, Transient, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, Refused) and error.status in (401, 403):
+        except (RequestRejected, Transient, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, RequestRejected) and error.status in (401, 403):
                 raise self._bad_api_key(server, error) from error
             if self.spec.name == "openai":
                 # Not every server lists its models; the samples will show.
@@ -200,7 +200,7 @@ class Startup:
         try:
             reply = await self.fleet.client.call(server.url + self.spec.tokenize, body, timeout_s=HEALTH_S)
             theirs = list(reply["tokens"])
-        except (Refused, Transient, KeyError, TypeError):
+        except (RequestRejected, Transient, KeyError, TypeError):
             return
         if theirs != list(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]):
             raise ConfigError(
@@ -227,7 +227,7 @@ class Startup:
         except IncompleteReply as error:
             miss = "ids" if "ids" in error.what else "logprobs"
             raise self._unsuitable(server, "cannot be used for training", error, miss) from error
-        except Refused as error:
+        except RequestRejected as error:
             if error.status in (401, 403):
                 raise self._bad_api_key(server, error) from error
             raise self._unsuitable(server, "does not complete token ids with log-probs", error, "ids") from error
@@ -275,7 +275,7 @@ class Startup:
             f"{server.url} responded before, but failed when it loaded its first adapter: {reason}.  {hint}"
         )
 
-    def _bad_api_key(self, server: Server, error: Refused) -> ConfigError:
+    def _bad_api_key(self, server: Server, error: RequestRejected) -> ConfigError:
         return ConfigError(
             f"{server.url} requires another API key ({error}).  Try: put {KEY_VARIABLE}=... into .env, with the key "
             "that the server was started with"

@@ -33,8 +33,6 @@ def validate_shared_model(runs: Sequence[Run]) -> None:
         problems.append(ConfigIssue("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
     if first["model.lora_rank"] == 0:
         problems.append(ConfigIssue("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
-    if any(values_of(run.config)["distributed.zero_stage"] for run in runs):
-        problems.append(ConfigIssue("[campaign] share_model", "cannot be combined with [distributed] zero_stage."))
     for run in {run.condition: run for run in runs}.values():
         values = values_of(run.config)
         for path in (path for path in values if path in paths_where("shared_model") and values[path] != first[path]):

@@ -21,7 +21,7 @@ def command() -> None:
 @click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="Processes per machine.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 def init(folder: Path, processes: int, force: bool) -> int:
-    """Write accelerate configurations (DDP, FSDP2, ZeRO 1 and 3), a torchrun script and a Slurm script to FOLDER."""
+    """Write accelerate configurations (DDP, FSDP2), a torchrun script and a Slurm script to FOLDER."""
     files = starter_files(folder, processes)
     for name in files:
         confirm_overwrite(folder / name, force)

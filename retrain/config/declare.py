@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
@@ -136,10 +136,3 @@ def table_or_json(value: object) -> object:
     if is_too_deep(table):
         raise ValueError(f"is nested more than {MAX_DEPTH} levels deep")
     return table
-
-
-def whole_number(value: object, choose: ValidatorFunctionWrapHandler) -> object:
-    """Require an int: a choice among integers compares with ==, where true and 1.0 equal 1."""
-    if type(value) is not int:
-        raise ValueError("must be a whole number")
-    return choose(value)

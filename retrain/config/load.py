@@ -35,6 +35,13 @@ Location = tuple[int | str, ...]
 # More than fits a screen is no help, and suggesting spellings takes time.
 MAX_ISSUES = 50
 _SHOWN = 60
+_ZERO = "Try: fsdp = true, or `retrain grpo` with accelerate/zero3.yaml for ZeRO"
+REMOVED: dict[tuple[str, str], tuple[object, str]] = {
+    ("distributed", "zero_stage"): (0, _ZERO),
+    ("distributed", "offload_optimizer"): (False, _ZERO),
+    ("distributed", "offload_parameters"): (False, _ZERO),
+}
+"""Options of earlier versions by table and key: the former default, and what to use instead."""
 _TYPE_WORDS = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -73,6 +80,7 @@ def build_config(tables: Tables, overrides: Mapping[str, object], source: str, s
     """Validate nested tables with overrides on top; `source` is their name in the error."""
     merged, issues = _apply_overrides(tables, overrides)
     issues += _drop_too_deep(merged)
+    _drop_removed(merged)
     _choose_for_teaching(merged)
     config, issues = _validate(merged, issues)
     issues += _check_conditions(config, merged, known=frozenset(issues))
@@ -150,6 +158,14 @@ def _drop_too_deep(tables: Tables) -> Iterator[ConfigIssue]:
         for key in [key for key, value in table.items() if is_too_deep(value)]:
             del table[key]
             yield ConfigIssue(f"[{_show_key(section)}] {_show_key(key)}", text, tables=(section,))
+
+
+def _drop_removed(tables: Tables) -> None:
+    """Drop removed options that have their former default, as the saved configurations of earlier runs do."""
+    for (section, key), (default, _) in REMOVED.items():
+        table = tables.get(section)
+        if isinstance(table, dict) and table.get(key) == default:
+            del table[key]
 
 
 def _validate(tables: Tables, known: list[ConfigIssue]) -> tuple[TrainConfig, list[ConfigIssue]]:
@@ -270,6 +286,8 @@ def _is_list_of_tables(value: object) -> bool:
 
 
 def _unknown_key(section: str, key: str) -> ConfigIssue:
+    if (section, key) in REMOVED:
+        return ConfigIssue(f"[{section}] {key}", "was removed.", REMOVED[section, key][1], (section,))
     where, hint = f"unknown option [{_show_key(section)}] {_show_key(key)}.", "`retrain help` lists every option."
     meant = _find_meant(section, key)
     if meant is not None:

@@ -48,7 +48,6 @@ needs_remote_backend = used_if("backend.backend", lambda name: name != "local")
 needs_semantic_planning = used_if("planning.detector", lambda name: name != "regex")
 needs_moving_reference = first_of(used_if("kl.beta", bool), used_if("kl.sync_ref_model", bool))
 needs_server = used_if("inference.engine", lambda name: name != "pytorch")
-needs_zero_3 = used_if("distributed.zero_stage", lambda stage: stage == 3)
 
 
 def needs_plugin(kind: str, path: str) -> Reason:

@@ -70,7 +70,7 @@ def build_rank(
         torch.cuda.set_device(device)
     log(f"Loading train model: {config.model.model} on {device}, {rank_info.world} ranks...")
     samples = rank_info.is_main or samples_on_all(config)
-    make = _build_sharded if config.distributed.fsdp or config.distributed.zero_stage else _build_replicated
+    make = _build_sharded if config.distributed.fsdp else _build_replicated
     learner, policy = make(config, device, samples, log)
     if policy is not None:
         policy.tokenizer = tokenizer
@@ -105,17 +105,12 @@ def _build_sharded(config: TrainConfig, device: torch.device, samples: bool, log
     dtype = config.model.dtype if config.model.dtype != "auto" else "fp32" if device.type == "cpu" else "bf16"
     model, seed = config.model.model_copy(update={"dtype": dtype}), config.training.seed
     cpu = torch.device("cpu")
-    if config.distributed.zero_stage:
-        from retrain.distributed.zero import ZeroLearner  # noqa: PLC0415  (slow to import, rarely used)
     mirror = None
-    if samples and config.distributed.zero_stage != 1:
+    if samples:
         where = device if config.distributed.gather_for_generation else cpu
         mirror = load_policy(model, config.lora, seed, where, lambda line: None)
-    if config.distributed.fsdp:
-        policy = load_policy(model, config.lora, seed, cpu, log)
-        return ShardedLearner(shard(policy, device), config, log, mirror), mirror
-    policy = load_policy(model, config.lora, seed, device, log)
-    return ZeroLearner(policy, config, log, mirror), mirror or policy
+    policy = load_policy(model, config.lora, seed, cpu, log)
+    return ShardedLearner(shard(policy, device), config, log, mirror), mirror
 
 
 class RankBackend(LocalBackend):

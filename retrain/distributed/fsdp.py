@@ -6,24 +6,41 @@ rank, and a collective must be called equally often by all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from retrain.backends.local.learner import StepSize, Totals
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trainable import TrainableParams
-from retrain.distributed.lockstep import LockstepLearner
+from retrain.config import TrainConfig
+from retrain.distributed.learner import RankedLearner
+from retrain.errors import BackendError
 from retrain.modeling.causal_lm import module_of
+from retrain.modeling.packing import length_of
 from retrain.modeling.policy import Policy
 from retrain.modeling.transformers_internals import decoder_layers
+from retrain.types import Datum
+
+# Padding micro-batch without trainable tokens.
+FILLER = Datum(
+    prompt_ids=np.zeros(1, np.int64),
+    completion_ids_T=np.zeros(1, np.int64),
+    logprobs_T=np.zeros(1, np.float32),
+    advantages_T=np.zeros(1),
+    mask_T=np.zeros(1, bool),
+)
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
@@ -133,12 +150,23 @@ class ShardedReference(Reference):
             part.copy_(tensor)
 
 
-class ShardedLearner(LockstepLearner):
-    """A Learner over sharded layers."""
+class ShardedLearner(RankedLearner):
+    """A Learner over sharded layers. Passes are collectives: every rank must run equally many, whatever its share.
 
+    `mirror` is a full policy to sample from and save, where needed.
+    """
+
+    is_replicated = False
     make_trainable = Shards
     make_optimizer = ShardedOptimizer
     make_reference = ShardedReference
+
+    def __init__(self, policy: Policy, config: TrainConfig, log: Callable[[str], None], mirror: Policy | None) -> None:
+        super().__init__(policy, config, log)
+        self.mirror = mirror
+
+    def warm_up(self, ways: set[str]) -> None:
+        """Nothing: ranks would warm up at different times, and each pass waits for all of them."""
 
     def replicated(self) -> list[nn.Parameter]:
         """Masters of replicated parameters."""
@@ -146,6 +174,41 @@ class ShardedLearner(LockstepLearner):
         return self.optimizer.replicated
 
     def gathered_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trainable parameter, gathered one by one."""
+        """Every trainable parameter by name, gathered one by one; every rank must iterate over all of them."""
         for name, shard in self.trainable.shards.items():
             yield name, self.trainable.gather(name, shard.detach())
+
+    @torch.no_grad()
+    def gathered_policy(self) -> Policy | None:
+        """Gather the trainable weights into the mirror; every rank must call this."""
+        own = dict(self.mirror.adapted.named_parameters()) if self.mirror is not None else {}
+        for name, full in self.gathered_params():
+            if own:
+                own[name].copy_(full)
+        return self.mirror
+
+    def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
+        """Micro-batches, padded to the largest count of any rank."""
+        batches = super().split(datums)
+        most = torch.tensor(len(batches), device=self.policy.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return [*batches, *([FILLER] for _ in range(int(most) - len(batches)))]
+
+    def _backward_within_memory(self, datums: Sequence[Datum], size: StepSize) -> Totals:
+        """Accumulate gradients. A rank that runs out of memory cannot retry, since the others wait for it."""
+        self.memory.prepare(max((length_of(datum) for datum in datums), default=0))
+        try:
+            return self._backward(self.split(datums), size)
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"{self.policy.device} ran out of memory with micro-batches of {self.memory.micro_batch_tokens} "
+                "tokens.  Try: a smaller [memory] micro_batch_tokens, or gradient_checkpointing = true"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Gather everything; rank 0 writes what a single process would."""
+        policy, state = self.gathered_policy(), self.state()
+        if dist.get_rank() == 0:
+            assert policy is not None
+            policy.save_adapter(path / "adapter")
+            save_file(state, str(path / "learner.safetensors"))

@@ -29,16 +29,6 @@ fsdp_config:
   fsdp_version: 2
 """
 
-_ZERO = """\
-deepspeed_config:
-  gradient_accumulation_steps: 1
-  gradient_clipping: 1.0
-  offload_optimizer_device: {offload}
-  offload_param_device: {offload}
-  zero3_init_flag: false
-  zero_stage: {stage}
-"""
-
 _TORCHRUN = """\
 #!/bin/sh
 # One machine:
@@ -83,16 +73,6 @@ def starter_files(folder: Path, processes: int) -> dict[str, str]:
         "fsdp2.yaml": accelerate(
             "fsdp2.yaml", "Layers, gradients and optimizer states sharded.", "[distributed] fsdp = true", "FSDP", _FSDP2
         ),
-        "zero1.yaml": accelerate(
-            "zero1.yaml", "Optimizer states sharded, by DeepSpeed.",
-            "[distributed] zero_stage = 1, [loss] grad_clip = 1.0",
-            "DEEPSPEED", _ZERO.format(stage=1, offload="none"),
-        ),
-        "zero3.yaml": accelerate(
-            "zero3.yaml", "Everything sharded and offloaded to CPU memory, by DeepSpeed.",
-            "[distributed] zero_stage = 3, offload_optimizer = true, offload_parameters = true, [loss] grad_clip = 1.0",
-            "DEEPSPEED", _ZERO.format(stage=3, offload="cpu"),
-        ),
         "torchrun.sh": _TORCHRUN.format(folder=folder, processes=processes),
         "slurm.sh": _SLURM.format(folder=folder, processes=processes),
-    }  # fmt: skip
+    }

@@ -225,18 +225,7 @@ def sharding(environment: Mapping[str, str]) -> dict[str, Any]:
     def says(name: str, value: str) -> bool:
         return environment.get(f"ACCELERATE_{name}", "").lower() == value
 
-    if says("USE_FSDP", "true"):
-        return {"distributed.fsdp": True}
-    if not says("USE_DEEPSPEED", "true"):
-        return {}
-    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
-    if stage not in ("0", "1", "3"):
-        raise ConfigError(f"accelerate's configuration asks for zero_stage {stage or 'none'}.  Try: 1 or 3")
-    return {
-        "distributed.zero_stage": int(stage),
-        "distributed.offload_optimizer": says("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
-        "distributed.offload_parameters": says("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu"),
-    }
+    return {"distributed.fsdp": True} if says("USE_FSDP", "true") else {}
 
 
 def _teaching(args: GRPOConfig) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from retrain.config import TrainConfig
 from retrain.config.options import option_issue, options_by_path, values_of
 from retrain.errors import ConfigError, ConfigIssue
 
-_SHARDED_BY = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -55,11 +53,9 @@ def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os
 
 def check_single_process(config: TrainConfig) -> None:
     """Raise if weights are to be sharded in a single-process run."""
-    distributed = config.distributed
-    if config.backend.backend == "local" and (distributed.fsdp or distributed.zero_stage):
-        key = "fsdp = true" if distributed.fsdp else f"zero_stage = {distributed.zero_stage}"
+    if config.backend.backend == "local" and config.distributed.fsdp:
         raise ConfigError(
-            f"[distributed] {key} needs several processes.  Try: retrain launch --processes 2 config.toml"
+            "[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 config.toml"
         )
 
 
@@ -84,40 +80,21 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[C
 
 def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
     """Settings of `accelerate launch` that contradict the configuration."""
-    enabled = {name for variable, name in _SHARDED_BY.items() if environment.get(variable, "").lower() in ("true", "1")}
-    distributed = config.distributed
-    ours = {"FSDP"} if distributed.fsdp else {"DeepSpeed"} if distributed.zero_stage else set()
-    for name in sorted(enabled - ours):
-        hint = "Try: fsdp = true" if name == "FSDP" else "Try: zero_stage = 1 or 3"
-        yield ConfigIssue("[distributed]", f"does not ask for {name}, but accelerate's configuration does.", hint)
-    if "FSDP" in enabled & ours and environment.get("FSDP_VERSION", "2") != "2":
-        yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
-    if "DeepSpeed" in enabled & ours:
-        for where, variable, wanted in (
-            ("[distributed] zero_stage", "DEEPSPEED_ZERO_STAGE", str(distributed.zero_stage)),
-            (
-                "[distributed] offload_optimizer",
-                "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-                _device(distributed.offload_optimizer),
-            ),
-            (
-                "[distributed] offload_parameters",
-                "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-                _device(distributed.offload_parameters),
-            ),
-            ("[loss] grad_clip", "GRADIENT_CLIPPING", str(config.loss.grad_clip)),
-        ):
-            found = environment.get(f"ACCELERATE_{variable}", wanted)
-            if found != wanted and not _same_number(found, wanted):
-                yield ConfigIssue(where, f"means {wanted} to DeepSpeed, but accelerate's configuration has {found}.")
-    for variable, harmless, what in (
-        ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps"),
-        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", ("", "none"), "deepspeed_config_file"),
-        ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM"),
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+        if not config.distributed.fsdp:
+            text = "does not ask for FSDP, but accelerate's configuration does."
+            yield ConfigIssue("[distributed]", text, "Try: fsdp = true")
+        elif environment.get("FSDP_VERSION", "2") != "2":
+            yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
+    for variable, harmless, what, hint in (
+        ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params", ""),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps", ""),
+        ("ACCELERATE_USE_DEEPSPEED", ("", "false", "0"), "DeepSpeed", "Try: fsdp = true, or `retrain grpo` for ZeRO"),
+        ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM", ""),
     ):
         if environment.get(variable, "").lower() not in harmless:
-            yield ConfigIssue("[distributed]", f"does not support {what}, which accelerate's configuration sets.")
+            text = f"does not support {what}, which accelerate's configuration sets."
+            yield ConfigIssue("[distributed]", text, hint)
     mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no":
         yield ConfigIssue(
@@ -125,14 +102,3 @@ def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iter
             f"sets the precision of the weights, but accelerate's configuration has mixed_precision {mixed!r}.",
             "Try: mixed_precision: 'no'",
         )
-
-
-def _same_number(one: str, other: str) -> bool:
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return False
-
-
-def _device(offloaded: bool) -> str:
-    return "cpu" if offloaded else "none"

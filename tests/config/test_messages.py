@@ -60,17 +60,13 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
             '[sepa]\nschedule = "cosine"',
             "[sepa] schedule must be one of 'linear', 'auto', got \"cosine\".  Try: schedule = \"linear\"",
         ),
-        (
-            "[distributed]\nzero_stage = true",
-            "[distributed] zero_stage must be a whole number, got true.  Try: zero_stage = 0",
-        ),
-        (
-            "[distributed]\nzero_stage = 1.0",
-            "[distributed] zero_stage must be a whole number, got 1.0.  Try: zero_stage = 0",
-        ),
-        (
-            "[distributed]\nzero_stage = 2",
-            "[distributed] zero_stage must be one of 0, 1, 3, got 2.  Try: zero_stage = 0",
+        *(
+            (
+                f"[distributed]\n{line}",
+                f"[distributed] {line.split()[0]} was removed.  "
+                "Try: fsdp = true, or `retrain grpo` with accelerate/zero3.yaml for ZeRO",
+            )
+            for line in ("zero_stage = 3", "offload_optimizer = true", "offload_parameters = true")
         ),
         ('[model]\nmodel = ""', '[model] model must not be empty, got "".  Try: model = "Qwen/Qwen3-4B-Instruct-2507"'),
         ("[logging]\nlog_dir = 5", '[logging] log_dir must be a string, got 5.  Try: log_dir = "logs/train"'),
@@ -110,6 +106,16 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
 )
 def test_an_issue_has_a_location_a_value_and_a_suggestion(text: str, problem: str) -> None:
     assert problems_in(text) == [problem]
+
+
+def test_removed_options_with_their_former_defaults_are_dropped() -> None:
+    saved = {"distributed": {"zero_stage": 0, "fsdp": True, "offload_optimizer": False, "offload_parameters": False}}
+    assert build_config(saved, {}, "config.toml") == build_config({"distributed": {"fsdp": True}}, {}, "config.toml")
+
+
+def test_an_override_of_a_removed_option_names_the_replacement() -> None:
+    with pytest.raises(ConfigError, match=r"\[distributed\] zero_stage was removed\.  Try: fsdp = true"):
+        build_config({}, {"distributed.zero_stage": 3}, "run.toml")
 
 
 def test_one_error_reports_all_issues() -> None:

@@ -157,13 +157,11 @@ ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         for option in all_options()
         if option.section == "teaching" and option.key != "enabled"
     ),
-    ("distributed.offload_optimizer", True, "[distributed] zero_stage is 0", [{"distributed": {"zero_stage": 1}}]),
-    ("distributed.offload_parameters", True, "[distributed] zero_stage is 0", [{"distributed": {"zero_stage": 3}}]),
     (
         "distributed.gather_for_generation",
         False,
-        "[distributed] zero_stage is 0",
-        [{"distributed": {"zero_stage": 3}, **VLLM}, {"distributed": {"fsdp": True}, **VLLM}],
+        "[distributed] fsdp is false",
+        [{"distributed": {"fsdp": True}, **VLLM}],
     ),
     *(
         (
@@ -252,15 +250,7 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         "[reward] terms[0].custom_module is not used: its type is match",
         [],
     ),
-    (
-        {"distributed": {"zero_stage": 1, "offload_parameters": True}},
-        "[distributed] offload_parameters is not used: [distributed] zero_stage is 1",
-        [],
-    ),
-    *(
-        ({**TINKER, "distributed": {key: value}}, f"[distributed] {key} is not used: [backend] backend is tinker", [])
-        for key, value in (("fsdp", True), ("zero_stage", 3))
-    ),
+    ({**TINKER, "distributed": {"fsdp": True}}, "[distributed] fsdp is not used: [backend] backend is tinker", []),
     *(
         ({"model": {"lora_rank": 0}, "lora": {key: value}}, f"[lora] {key} is not used: [model] lora_rank is 0", [])
         for key, value in (("alpha", 8), ("dropout", 0.1), ("target_modules", "q_proj"))
@@ -476,7 +466,7 @@ def test_the_configuration_of_a_condition_loads_separately() -> None:
 def test_unused_options_are_noted_in_every_kind_of_file(kind: str) -> None:
     extra: dict[str, Any] = {"campaign": {"campaign": {}}, "squeeze": {"squeeze": {"adapter_path": "a"}}}.get(kind, {})
     for tables in (
-        {"distributed": {"offload_optimizer": True}},
+        {"distributed": {"gather_for_generation": False}},
         {"model": {"base_url": "http://a:1"}},
         {"teaching": {"student_model": "a/b"}},
     ):

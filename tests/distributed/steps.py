@@ -34,19 +34,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small batches": {"memory__micro_batch_tokens": 24, "loss__grad_clip": 0.01, "training__weight_decay": 0.1},
     "more ranks than rows": {},
 }
-# DeepSpeed's stage 3 has a fixed reference only, and only where an adapter can be switched off.
-VARIANTS_OF_STAGE_3: dict[str, dict[str, Any]] = {
-    "fixed reference": {"kl__beta": 0.1},
-    "whole model, no reference": {"model__lora_rank": 0, "training__weight_decay": 0.1},
-    "small batches": VARIANTS["small batches"],
-    "more ranks than rows": {},
-}
-ALL_VARIANTS = VARIANTS | VARIANTS_OF_STAGE_3
 
 
 def configured(model: Path, variant: str, **more: Any) -> TrainConfig:
     # With a tiny eps, Adam turns the sign of a gradient that is nothing but rounding into a whole step.
-    return config_for(model, training__lr=1e-4, optimizer__eps=1e-3, **ALL_VARIANTS[variant], **more)
+    return config_for(model, training__lr=1e-4, optimizer__eps=1e-3, **VARIANTS[variant], **more)
 
 
 def datums_for(variant: str, step: int) -> list[Any]:

@@ -242,42 +242,22 @@ def test_ungathered_weights_need_zero_3() -> None:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, (0, False, False, False)),
-        ({"USE_FSDP": "true"}, (0, True, False, False)),
-        ({"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "1"}, (1, False, False, False)),
-        (
-            {
-                "USE_DEEPSPEED": "true",
-                "DEEPSPEED_ZERO_STAGE": "3",
-                "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-                "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-            },
-            (3, False, True, True),
-        ),
+        ({}, False),
+        ({"USE_FSDP": "true"}, True),
     ],
 )
 def test_sharding_is_what_accelerate_was_told(
-    environment: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = GRPOConfig("out")
     for name, value in environment.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    found = to_train_config(args, SETUP).distributed
-    assert (found.zero_stage, found.fsdp, found.offload_optimizer, found.offload_parameters) == expected
-
-
-def test_a_stage_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = GRPOConfig("out")
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-    with pytest.raises(ConfigError, match="zero_stage 2"):
-        to_train_config(args, SETUP)
+    assert to_train_config(args, SETUP).distributed.fsdp is expected
 
 
 def test_ungathered_weights_of_zero_3_reach_their_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     args = GRPOConfig("out", use_vllm_server=True, ds3_gather_for_generation=False)
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert to_train_config(args, SETUP).distributed.gather_for_generation is False
 
 

@@ -58,7 +58,7 @@ class StepSize:
 class Learner:
     """Trains a policy: computes gradients and takes optimizer steps.
 
-    Multi-process learners override the class attributes and `share`, `check_agreement` and `backward`.
+    Multi-process learners override the class attributes, `share` and `check_agreement`.
     """
 
     make_trainable: type[TrainableParams] = TrainableParams
@@ -176,10 +176,6 @@ class Learner:
     def share(self, totals: Totals) -> None:
         """Sum gradients and totals over all processes; here there is one."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of one micro-batch."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
     def _backward_within_memory(self, datums: Sequence[Datum], size: StepSize) -> Totals:
         """Accumulate gradients; if memory runs out, retry with smaller micro-batches."""
         longest = max((length_of(datum) for datum in datums), default=0)
@@ -228,7 +224,7 @@ class Learner:
                     packed.rows, expected,
                 )  # fmt: skip
                 loss = summed_loss(token_batch, self.loss, self.config.kl.beta) / divisor
-                self.backward(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.gather()
             totals.add(loss.detach(), token_batch)
         self._train_mode(False)
@@ -251,7 +247,7 @@ class Learner:
                     self.logprobs(packed)
                     continue
                 with self.determinism.kernels(packed.rows, 0):
-                    self.backward(0.0 * self.logprobs(packed).sum())
+                    (0.0 * self.logprobs(packed).sum()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clear()
 
     def _reference_logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor | None]:
@@ -288,7 +284,7 @@ class Learner:
     def load(self, path: Path) -> None:
         """Restore all of it bit for bit."""
         tensors = load_file(str(path / "learner.safetensors"))
-        own = {f"parameter/{name}": shape for name, shape in self.trainable.shapes.items()}
+        own = {f"parameter/{name}": parameter.shape for name, parameter in self.trainable.parameters.items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
             raise BackendError("the saved weights have other layers than this model; was another model trained?")
         references = {name: tensors.pop(name) for name in list(tensors) if name.startswith("reference/")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Size, Tensor
+from torch import Tensor
 
 from retrain.modeling.policy import Policy
 
@@ -22,8 +22,3 @@ class TrainableParams:
     def shard(self, name: str, full: Tensor) -> Tensor:
         """This process's shard of a full tensor."""
         return full
-
-    @property
-    def shapes(self) -> dict[str, Size]:
-        """The full shape of each parameter."""
-        return {name: parameter.shape for name, parameter in self.parameters.items()}

@@ -65,48 +65,32 @@ def check_micro_batches(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def check_sharding(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Weights are sharded by FSDP2 or DeepSpeed, over the processes of one local run, and gathered where needed."""
-    distributed, stage = config.distributed, config.distributed.zero_stage
-    if config.backend.backend != "local" or (not distributed.fsdp and not stage):
+    """FSDP2 shards weights over the processes of one local run; they are gathered where needed."""
+    if config.backend.backend != "local" or not config.distributed.fsdp:
         return
-    path = "distributed.fsdp" if distributed.fsdp else "distributed.zero_stage"
-    if distributed.fsdp and stage:
-        yield option_issue(
-            path, f"does not go with zero_stage = {stage}: both shard.", "Try: zero_stage = 0", ("distributed",)
-        )
     if config.campaign is not None:
         yield option_issue(
-            path,
+            "distributed.fsdp",
             "needs several processes, but each run of a [campaign] is one.",
             "Try: leave it out",
             ("distributed", "backend"),
         )
-    if not distributed.gather_for_generation and config.inference.engine == "pytorch":
+    if not config.distributed.gather_for_generation and config.inference.engine == "pytorch":
         yield option_issue(
             "distributed.gather_for_generation",
             '= false leaves no rank with full weights, which [inference] engine "pytorch" samples from.',
             'Try: gather_for_generation = true, or engine = "vllm"',
             ("distributed", "inference"),
         )
-    if stage == 3 and config.kl.beta and (config.kl.sync_ref_model or not config.model.lora_rank):
-        yield option_issue(
-            "kl.beta",
-            "with [distributed] zero_stage = 3 uses the base model as its reference, which requires an adapter and "
-            "does not move.",
-            "Try: [distributed] fsdp = true, or sync_ref_model = false and a lora_rank",
-            ("kl", "distributed", "model"),
-        )
 
 
 def check_student_weights(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A student without its own model is sampled from the policy's weights, which must not be sharded."""
-    distributed = config.distributed
     shares = config.teaching.enabled and not config.teaching.student_model and config.model.lora_rank
-    if shares and (distributed.fsdp or distributed.zero_stage == 3):
-        sharded_by = "[distributed] fsdp" if distributed.fsdp else "[distributed] zero_stage = 3"
+    if shares and config.distributed.fsdp:
         yield option_issue(
             "teaching.student_model",
-            f"is empty: the student would be the policy's own weights, which {sharded_by} shards.",
+            "is empty: the student would be the policy's own weights, which [distributed] fsdp shards.",
             f"Try: student_model = {json.dumps(config.model.model)}",
             ("teaching", "model", "distributed"),
         )

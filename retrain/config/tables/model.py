@@ -1,11 +1,9 @@
 """Tables about the model and the hardware it is trained on."""
 
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import WrapValidator
+from typing import ClassVar, Literal
 
 from retrain.config import reasons
-from retrain.config.declare import IGNORED, BoundedInt, Facets, Section, Table, option, whole_number
+from retrain.config.declare import IGNORED, BoundedInt, Facets, Section, Table, option
 
 
 class Backend(Section):
@@ -136,23 +134,9 @@ class Distributed(Section):
 
     facets: ClassVar[Facets] = Facets(on_resume="free", step_time=True)
 
-    zero_stage: Annotated[Literal[0, 1, 3], WrapValidator(whole_number)] = option(
-        0,
-        "DeepSpeed ZeRO stage for runs with several processes; 0 is plain data parallelism.",
-        package="deepspeed",
-        unused=reasons.needs_local_backend,
-    )
-    fsdp: bool = option(
-        False,
-        "Shard the weights over the processes with FSDP2; not together with a zero_stage.",
-        unused=reasons.needs_local_backend,
-    )
-    offload_optimizer: bool = option(
-        False, "Keep optimizer state in CPU memory.", unused=reasons.used_if("distributed.zero_stage", bool)
-    )
-    offload_parameters: bool = option(False, "Keep parameters in CPU memory (stage 3).", unused=reasons.needs_zero_3)
+    fsdp: bool = option(False, "Shard the weights over the processes with FSDP2.", unused=reasons.needs_local_backend)
     gather_for_generation: bool = option(
         True,
-        "Gather sharded weights (stage 3, FSDP2) before sampling; false requires a server engine.",
-        unused=lambda config: "" if config.distributed.fsdp else reasons.needs_zero_3(config),
+        "Gather sharded weights before sampling; false requires a server engine.",
+        unused=reasons.used_if("distributed.fsdp", bool),
     )

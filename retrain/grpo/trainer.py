@@ -1,252 +1,355 @@
-"""GRPOTrainer: TRL's interface over retrain's own loop, engine, loss and checkpoints."""
+"""GRPOTrainer: TRL's trainer that samples with retrain's engine and computes log-probs over packed rows.
+
+Everything else is TRL's. Where one of the two cannot serve, TRL's own is used and one line says so.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
+import datasets
+import torch
+import trl
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import logging
 
-from retrain.assemble import Overrides, assemble
-from retrain.backends.local import build_alone
 from retrain.builtin import resolve_model
-from retrain.config import TrainConfig
-from retrain.distributed.run import train_on_ranks
-from retrain.errors import CheckpointError, ConfigError
-from retrain.grpo.callbacks import Callbacks
-from retrain.grpo.combinations import global_batch
-from retrain.grpo.config import GRPOConfig
-from retrain.grpo.mapping import MODEL_FOLDER, Setup, to_train_config
-from retrain.grpo.models import ModelKeeper, read_model
-from retrain.grpo.problems import PromptsKeeper, ScriptData, ScriptProblems, read_dataset
-from retrain.grpo.rewards import read_terms
-from retrain.modeling.tokens import load_tokenizer
-from retrain.runtime.control import StopRequested
-from retrain.runtime.ranks import RankInfo, check_single_process, find_rank_info
-from retrain.storage.checkpoint import Checkpoints
-from retrain.tracking.console import Console
-from retrain.trainer import TrainResult, resume, train
-from retrain.types import Example
+from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
+from retrain.grpo.engine import TrainerEngine, UnsupportedModelError, read_sampling
+from retrain.grpo.packed import AttentionSwitch, pack_rows
+from retrain.grpo.teaching import TeachingRun
+from retrain.modeling.compiling import compile_layers
+from retrain.modeling.logprobs import only_tempered
+
+TESTED = ("1.16", "1.17")
+"""From the first of these TRL versions up to, but not including, the second."""
+ROWS_CHECKED = 2
+# Largest mean difference of log-probs to TRL's forward pass, by precision.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainOutput:
-    """What a run came to, under the names of transformers."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
-
-
-class GRPOTrainer:
-    """Trains a model by GRPO on a dataset of prompts, scored by functions.
-
-    `reward_funcs` are functions `f(prompts, completions, **columns) -> list[float]` or names of retrain's rewards;
-    `peft_config` a `peft.LoraConfig`, without which the whole model is trained.
-    """
+class GRPOTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer`, with the same arguments, methods and results."""
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any,
-        args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        callbacks: Sequence[Any] | None = None,
-        peft_config: Any = None,
-        **others: Any,
+        self, model: Any, reward_funcs: Any = None, args: trl.GRPOConfig | None = None, *more: Any, **others: Any
     ) -> None:
-        _refuse(others)
-        self.given = read_model(model, peft_config)
-        self.args = args if args is not None else GRPOConfig(f"{self.given.name.rpartition('/')[2]}-GRPO")
-        if not isinstance(self.args, GRPOConfig):
-            raise ConfigError(
-                f"args is a {type(self.args).__module__}.{type(self.args).__name__}.  "
-                "Try: from retrain.grpo import GRPOConfig"
-            )
-        if self.given.loaded is not None and self.args.model_init_kwargs:
-            raise ConfigError("model_init_kwargs has no effect on a model that is loaded already.  Leave it out.")
-        self.terms = read_terms(reward_funcs, self.args.reward_weights)
-        keep = not self.args.remove_unused_columns
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.examples = read_dataset(train_dataset, "train_dataset", self.terms, keep)
-        self.prompts = PromptsKeeper(self.examples)
-        self.held_out: list[Example] = []
-        if eval_dataset is not None:
-            self.held_out = read_dataset(eval_dataset, "eval_dataset", self.terms, keep)
-        self.processing_class = processing_class or load_tokenizer(self.given.name)
-        self.keeper = ModelKeeper(self.given, Path(str(self.args.output_dir)), self.processing_class)
-        self.state = TrainerState()
-        self.callbacks = Callbacks(self.args, self.state, TrainerControl())
-        self.callbacks.epoch_steps = len(self.examples) * self.args.num_generations / global_batch(self.args)
-        for callback in callbacks or ():
-            self.add_callback(callback)
-        # Everything that can be wrong is wrong now, not after an hour of loading.
-        self.config()
-        self._trained: Any = None
-
-    def add_callback(self, callback: Any) -> None:
-        """Have a transformers.TrainerCallback told of the run."""
-        self.callbacks.add(callback)
-
-    def config(self, resume_from: str = "") -> TrainConfig:
-        """The run in retrain's own terms: what `config.toml` will hold."""
-        return to_train_config(
-            self.args,
-            Setup(
-                model=self.keeper.name,
-                prompts=len(self.examples),
-                held_out=len(self.held_out),
-                terms=[term.as_option() for term in self.terms],
-                lora=self.given.lora,
-                dtype=self.given.dtype,
-                resume=resume_from,
-            ),
-        )
-
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train to the last step, from a checkpoint if one is named (True: that of output_dir).
-
-        Under torchrun or `accelerate launch`, rank 0 goes on with the script; the others serve it and end here.
-        """
-        config = self.config(self._find_resume(resume_from_checkpoint))
-        rank_info = find_rank_info()
-        self._trained = None
-        self.state.log_history.clear()
-        if rank_info is None or rank_info.is_main:
-            self.keeper.start(config)
-            self._find_step(config.resume.from_)
-        started = time.perf_counter()
-        try:
-            with contextlib.suppress(StopRequested):
-                self.callbacks.evaluate_last(self._run(config, rank_info).last_evaluation)
-            self.callbacks.raise_failure()
-        finally:
-            self.callbacks.end()
-        self._train_in_place()
-        return self._output(time.perf_counter() - started)
-
-    def _find_step(self, folder: str) -> None:
-        """What callbacks and rewards see of the run before its first step."""
-        step = 0
-        if folder:
-            self.prompts.check(Path(folder).expanduser())
-            step = Checkpoints(Path(folder).expanduser(), 1, lambda line: None).newest().step
-        self.state.global_step = step
-        self.state.epoch = step / self.callbacks.epoch_steps
-
-    def _run(self, config: TrainConfig, rank_info: RankInfo | None) -> TrainResult:
-        if rank_info is None:
-            check_single_process(config)
-            return train(config, overrides=self._overrides())
-        return train_on_ranks(config, rank_info, overrides=self._overrides())
-
-    def _train_in_place(self) -> None:
-        """A whole model that was given loaded is the trained one from here on, as a script for TRL expects."""
-        if self.given.loaded is not None and not self.given.lora["model.lora_rank"]:
-            self.given.loaded.load_state_dict(self._load_trained().state_dict())
-            self._trained = self.given.loaded
-
-    def evaluate(self) -> dict[str, float]:
-        """Sample and score the evaluation prompts with the newest weights."""
-        if not self.held_out:
-            raise ConfigError("there is no eval_dataset to evaluate on.  Try: GRPOTrainer(…, eval_dataset=…)")
-        folder = Path(str(self.args.output_dir))
-        newest = str(folder) if (folder / "checkpoints").is_dir() else ""
-        config = self.config(newest)
-        self.keeper.start(config)
-        # Of several ranks only the first is left by now.
-        overrides = replace(self._overrides(training=False), backend=build_alone)
-        with assemble(config, overrides=overrides) as parts:
-            step = resume(parts).step
-            # The step after next: a sampler that lags one step behind has the last update by then.
-            metrics = parts.evaluator.run(parts.backend.sampler(step + 1)).metrics()
-        return {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
-
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the newest weights (an adapter, or the whole model) and the tokenizer."""
-        target = Path(output_dir or str(self.args.output_dir)).expanduser()
-        shutil.copytree(self._weights(), target, dirs_exist_ok=True)
-        self.processing_class.save_pretrained(target)
+        if isinstance(model, str):
+            model = resolve_model(model)
+        if args is None:
+            name = model if isinstance(model, str) else model.config.name_or_path
+            args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
+        elif not isinstance(args, GRPOConfig):
+            add_missing_fields(args)
+        if isinstance(args, GRPOConfig) and (ours := different_defaults(args)):
+            said = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
+            logger.info(f"Defaults of retrain.grpo that differ from TRL's: {said}.")
+        self._teaching: TeachingRun | None = None
+        with _vllm_precision(args.vllm_dtype):
+            super().__init__(model, reward_funcs, args, *more, **others)
+        if args.artificial_epochs > 1 and self.train_dataset is not None:
+            self.train_dataset = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
+        self._engine: TrainerEngine | None = None
+        self._attention = AttentionSwitch(self._causal_lm.config)
+        self._reasons: dict[str, str] = {}
+        """Why TRL's own sampling or log-probs are used, by part."""
+        self._is_packing_checked = False
+        self._cut_prompts = 0
+        if not _is_tested():
+            for part in ("sampling", "log-probs"):
+                self._use_trl(part, f"retrain was tested with TRL {TESTED[0]} up to {TESTED[1]}, this is {trl.__version__}")
+        elif self._attention.reason:
+            self._use_trl("log-probs", self._attention.reason)
+        if args.offload_untrained_models:
+            _offload([self.ref_model, *self.reward_funcs], self.accelerator.device)
+        if args.adaptive_teaching:
+            self._teaching = TeachingRun(self)
 
     @property
-    def model(self) -> Any:
-        """The trained model, loaded when it is first asked for; before training, the one that was given."""
-        # Weights of an earlier run may lie there, which this one will move away.
-        begun = self.callbacks.config is not None
-        if not begun or not (Path(str(self.args.output_dir)) / MODEL_FOLDER).is_dir():
-            return self.given.loaded if self.given.loaded is not None else self.given.name
-        if self._trained is None:
-            self._trained = self._load_trained()
-        return self._trained
+    def _causal_lm(self) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if trl.trainer.grpo_trainer.is_peft_model(model) else model
 
-    def _load_trained(self) -> Any:
-        weights = self._weights()
-        if not self.given.lora["model.lora_rank"]:
-            return AutoModelForCausalLM.from_pretrained(weights)
-        name, kwargs = self.config().model.model, self.args.model_init_kwargs or {}
-        base = AutoModelForCausalLM.from_pretrained(resolve_model(name), **kwargs)
-        return PeftModel.from_pretrained(base, weights)
+    # Sampling.
 
-    def _weights(self) -> Path:
-        folder = Path(str(self.args.output_dir)).expanduser() / MODEL_FOLDER
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder.parent} holds no weights yet.  Try: trainer.train() first")
-        return folder
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        limit = self.args.max_prompt_length
+        if limit is None or images or fields:
+            return prompt_ids, images, fields
+        longer = sum(len(ids) > limit for ids in prompt_ids)
+        if longer:
+            self._cut_prompts += longer
+            logger.warning(
+                f"{longer} of {len(prompt_ids)} prompts have more than max_prompt_length = {limit} tokens and lost "
+                f"tokens on the left ({self._cut_prompts} so far)."
+            )
+        return [ids[-limit:] for ids in prompt_ids], images, fields
 
-    def _overrides(self, training: bool = True) -> Overrides:
-        data = ScriptData(self.examples, self.held_out, self.terms, self.state, self.args.chat_template_kwargs or {})
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **others: Any
+    ) -> Any:
+        if not (self.use_vllm or self.use_transformers_continuous_batching):
+            if images or multimodal_fields:
+                self._use_trl("sampling", "the prompts have images or other multimodal inputs")
+            if "sampling" not in self._reasons:
+                try:
+                    return self._sample(prompt_ids)
+                except UnsupportedModelError as error:
+                    self._use_trl("sampling", str(error))
+                except torch.OutOfMemoryError:
+                    self._engine = None
+                    self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
+            if self._engine is not None:
+                self._engine = None
+                torch.cuda.empty_cache()
+        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *more, **others)
 
-        def problems(config: TrainConfig, console: Console) -> ScriptProblems:
-            return ScriptProblems(data, config, console)
+    def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Sample with retrain's engine. The seed comes from PyTorch, whose state TRL saves in its checkpoints."""
+        sampling, stops = read_sampling(self.generation_config, int(torch.randint(1 << 31, ())))
+        is_new = self._engine is None or self._engine.model is not self.accelerator.unwrap_model(self.model)
+        if is_new:
+            self._engine = self._build_engine()
+        assert self._engine is not None
+        completions = self._engine.generate(prompt_ids, sampling, stops)
+        ids = [_cut_after(completion.token_ids_T.tolist(), self.eos_token_ids) for completion in completions]
+        if not only_tempered(sampling) or sampling.is_greedy:
+            return ids, None
+        logprobs = [one.logprobs_T[: len(kept)].tolist() for one, kept in zip(completions, ids, strict=True)]
+        if is_new:
+            self._check_sampling(prompt_ids, ids, logprobs)
+        return ids, logprobs
 
-        overrides = Overrides(tasks=problems, tokenizer=self.processing_class)
-        if not training:
-            return overrides
-        return replace(overrides, trackers=(self.keeper, self.prompts, self.callbacks), control=self.callbacks)
+    def _build_engine(self) -> TrainerEngine:
+        if self.is_fsdp_enabled:
+            raise UnsupportedModelError("FSDP shards the weights")
+        if self.args.deepspeed_plugin is not None and self.args.deepspeed_plugin.zero_stage == 3:
+            raise UnsupportedModelError("ZeRO-3 shards the weights")
+        device = self.accelerator.device
+        engine = TrainerEngine(
+            self.accelerator.unwrap_model(self.model), self._tokenizer, device, bool(self.args.bf16) and device.type == "cuda"
+        )
+        if device.type == "cuda" and "log-probs" not in self._reasons:
+            compile_layers(self._causal_lm)
+        return engine
 
-    def _find_resume(self, wanted: bool | str | None) -> str:
-        """The run folder to go on from, or ""."""
-        given = self.args.resume_from_checkpoint if wanted is None else wanted
-        if not given:
+    def _check_sampling(self, prompts: Any, completions: list[list[int]], logprobs: list[list[float]]) -> None:
+        """Compare the engine's log-probs of some rows with TRL's forward pass, once per model."""
+        rows = [row for row in range(len(prompts)) if completions[row]][:ROWS_CHECKED]
+        if not rows:
+            return
+        sequences = [[*prompts[row], *completions[row]] for row in rows]
+        width, keep = max(map(len, sequences)), max(len(completions[row]) for row in rows)
+        start = max(len(prompts[row]) for row in rows)
+        ids = torch.zeros(len(rows), start + keep, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        own = torch.zeros(len(rows), keep)
+        for at, row in enumerate(rows):
+            begin = start - len(prompts[row])
+            ids[at, begin : begin + len(sequences[at])] = torch.tensor(sequences[at])
+            mask[at, begin : begin + len(sequences[at])] = 1
+            own[at, : len(logprobs[row])] = torch.tensor(logprobs[row])
+        del width
+        device = self.accelerator.device
+        with torch.no_grad(), _evaluating(self.model):
+            theirs = super()._get_per_token_logps_and_entropies(self.model, ids.to(device), mask.to(device), keep)[0]
+        if reason := self._find_difference(own.to(device), theirs.float(), mask[:, -keep:].to(device)):
+            raise UnsupportedModelError(reason)
+
+    # Log-probs.
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        theirs = functools.partial(
+            super()._get_per_token_logps_and_entropies,
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **inputs,
+        )  # fmt: skip
+        has_others = compute_aux_loss or any(value is not None for value in inputs.values())
+        if "log-probs" in self._reasons or has_others or not self._is_policy(model):
+            return theirs()
+        if not self._is_packing_checked:
+            self._is_packing_checked = True
+            self._check_packing(model, input_ids[:ROWS_CHECKED], attention_mask[:ROWS_CHECKED], logits_to_keep)
+            if "log-probs" in self._reasons:
+                return theirs()
+        found = self._packed(model, input_ids, attention_mask, logits_to_keep, batch_size or self._part_size(input_ids))
+        if found is None:
+            return theirs()
+        return found[0], found[1] if compute_entropy else None, None
+
+    def _is_policy(self, model: Any) -> bool:
+        """Whether this is the trained model; the reference model runs as TRL runs it."""
+        return self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model)
+
+    def _part_size(self, input_ids: Tensor) -> int:
+        """Rows per forward pass of a training batch."""
+        rows = len(input_ids)
+        if self.args.backprop_accumulation_steps:
+            return -(-rows // self.args.backprop_accumulation_steps)
+        return self.args.backprop_accumulation_micro_batch_size or rows
+
+    def _packed(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, keep: int, rows: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Log-probs and entropies of the completions, `rows` rows per forward pass; None if one cannot be packed."""
+        parts = []
+        for start in range(0, len(input_ids), rows):
+            ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
+            packed = pack_rows(ids, mask, keep)
+            if packed is None:
+                return None
+            parts.append((packed, (len(ids), keep)))
+        logps, entropies = [], []
+        for packed, shape in parts:
+            forward = functools.partial(self._forward, model, packed.inputs(input_ids.device))
+            if len(parts) > 1 and torch.is_grad_enabled():
+                # Recomputed in the backward pass, so that only one part's activations exist at a time.
+                logprobs, entropy = checkpoint(forward, use_reentrant=False)
+            else:
+                logprobs, entropy = forward()
+            logps.append(packed.unpack(logprobs, shape))
+            entropies.append(packed.unpack(entropy, shape))
+        if not torch.is_grad_enabled():
+            self._attention.restore()
+        return torch.cat(logps), torch.cat(entropies)
+
+    def _forward(self, model: Any, inputs: dict[str, object]) -> tuple[Tensor, Tensor]:
+        with self._attention.packed(), self.accelerator.autocast():
+            outputs = model(**inputs, fused_lm_head=True)
+        return outputs.log_probs, outputs.entropy
+
+    def _check_packing(self, model: Any, input_ids: Tensor, attention_mask: Tensor, keep: int) -> None:
+        """Compare packed rows with TRL's forward pass, once."""
+        with torch.no_grad(), _evaluating(self.model):
+            theirs = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, keep)[0]
+            try:
+                found = self._packed(model, input_ids, attention_mask, keep, len(input_ids))
+            except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+                self._use_trl("log-probs", f"{type(self._causal_lm).__name__} does not take packed rows: {error}")
+                return
+            finally:
+                self._attention.restore()
+        if found is None:
+            self._is_packing_checked = False
+        elif reason := self._find_difference(found[0].float(), theirs.float(), attention_mask[:, -keep:]):
+            self._use_trl("log-probs", reason)
+
+    def _find_difference(self, own: Tensor, theirs: Tensor, mask: Tensor) -> str:
+        gap = float(((own - theirs).abs() * mask).sum() / mask.sum().clamp(min=1))
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self._causal_lm.dtype
+        if gap <= TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]):
             return ""
-        folder = Path(str(self.args.output_dir) if given is True else str(given)).expanduser()
-        if folder.parent.name != "checkpoints":
-            return str(folder)
-        run = folder.parent.parent
-        newest = Checkpoints(run, 1, lambda line: None).newest().path
-        if newest.name != folder.name:
-            raise CheckpointError(f"{folder} is not the newest checkpoint of {run}, which is {newest.name}.")
-        return str(run)
+        return f"log-probs of {type(self._causal_lm).__name__} differ from TRL's by {gap:.2g} per token"
 
-    def _output(self, seconds: float) -> TrainOutput:
-        losses = self.callbacks.losses
-        loss = sum(losses) / len(losses) if losses else 0.0
-        metrics = {"train_loss": loss, "train_runtime": seconds, "reward": self.callbacks.reward}
-        return TrainOutput(self.state.global_step, loss, metrics)
+    # The step.
+
+    def training_step(self, *arguments: Any, **others: Any) -> Any:
+        """TRL's, after which the model has its own attention again."""
+        try:
+            return super().training_step(*arguments, **others)
+        finally:
+            self._attention.restore()
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        return loss
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        if self._teaching is not None:
+            inputs = self._teaching.ask_teacher(inputs)
+        output = super()._generate_and_score_completions(inputs)
+        self._report(len(inputs), output)
+        return output
+
+    def _report(self, rows: int, output: dict[str, Any]) -> None:
+        """Debugging output and saved completions of a generated batch."""
+        if self.args.activate_debugging_logs:
+            lengths = output["completion_mask"].sum(1).tolist()
+            advantages = [round(value, 4) for value in output["advantages"].flatten().tolist()][:rows]
+            print(
+                f"step {self.state.global_step}, process {self.accelerator.process_index}: {rows} completions, "
+                f"tokens {lengths}, advantages {advantages}",
+                flush=True,
+            )
+        share = self.args.save_completions_probability
+        draw = random.Random(f"{self.args.seed}/{self.state.global_step}/{self.model.training}").random()
+        if not share or draw >= share or not self.accelerator.is_main_process:
+            return
+        path = Path(self.args.output_dir) / "completions.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        newest = {key: list(self._logs[key])[-rows:] for key in ("prompt", "completion", "advantages")}
+        rewards = {name: list(values)[-rows:] for name, values in self._logs["rewards"].items()}
+        with path.open("a", encoding="utf-8") as file:
+            for at in range(len(newest["completion"])):
+                row = {"step": self.state.global_step, **{key: values[at] for key, values in newest.items()}}
+                row["rewards"] = {name: values[at] for name, values in rewards.items()}
+                file.write(json.dumps(row, default=float) + "\n")
+
+    def _use_trl(self, part: str, reason: str) -> None:
+        if part not in self._reasons:
+            self._reasons[part] = reason
+            logger.warning(f"TRL's own {part} are used: {reason}." if part != "sampling" else f"TRL's own sampling is used: {reason}.")
 
 
-def _refuse(others: dict[str, Any]) -> None:
-    """What TRL's trainer takes beside these: left at None it says nothing, else there is no part for it."""
-    reasons = {
-        "reward_processing_classes": "reward models of the hub are not rewards here; a function can call one",
-        "optimizers": "the optimiser is AdamW, set by the arguments",
-        "tools": "tools are of environments: see docs/environments.md",
-        "environment_factory": "environments are named by [environment] of a TOML",
-        "rollout_func": "completions are sampled by the engine",
-        "quantization_config": "quantised weights cannot be trained here",
-    }
-    for name, value in others.items():
-        if name not in reasons:
-            raise ConfigError(f"GRPOTrainer takes no argument {name!r}.")
-        if value is not None and value != (None, None):
-            raise ConfigError(f"GRPOTrainer cannot use {name}: {reasons[name]}.  Leave it out.")
+def _is_tested() -> bool:
+    return Version(TESTED[0]) <= Version(trl.__version__) < Version(TESTED[1])
+
+
+def _cut_after(ids: list[int], stops: Sequence[int]) -> list[int]:
+    """The tokens up to the first stop token."""
+    at = next((at for at, token in enumerate(ids) if token in stops), len(ids))
+    return ids[: at + 1]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run without dropout; every module's mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _vllm_precision(dtype: str) -> Iterator[None]:
+    """Let TRL create vLLM with this precision, which it has no argument for."""
+    if dtype == "auto":
+        yield
+        return
+    from trl.generation import vllm_generation  # noqa: PLC0415  (vLLM is optional)
+
+    with mock.patch.object(vllm_generation, "LLM", functools.partial(vllm_generation.LLM, dtype=dtype)):
+        yield
+
+
+def _offload(models: Sequence[object], device: torch.device) -> None:
+    """Keep modules on the CPU, and on the device while they run."""
+    for model in models:
+        if isinstance(model, nn.Module):
+            model.to("cpu")
+            model.register_forward_pre_hook(lambda module, _: module.to(device) and None)
+            model.register_forward_hook(lambda module, *_: module.to("cpu") and None)

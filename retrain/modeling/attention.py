@@ -44,10 +44,10 @@ def register() -> None:
     There is deliberately no entry in the mask registry: transformers then builds no mask, which would be quadratic in
     the packed length. The attention object does the masking. It is excluded from compilation.
     """
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_forward))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(attention_forward))  # type: ignore[no-untyped-call]
 
 
-def _forward(
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

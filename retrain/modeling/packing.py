@@ -181,7 +181,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, shar
     )
 
 
-class _Layout:
+class Layout:
     """The row of a micro-batch under construction."""
 
     def __init__(self) -> None:
@@ -205,9 +205,9 @@ class _Layout:
         return span
 
 
-def _lay_out(datums: Sequence[Datum], share: bool) -> _Layout:
+def _lay_out(datums: Sequence[Datum], share: bool) -> Layout:
     """Shared prompts first, then the rest in the order of the datums."""
-    layout, prompts, groups = _Layout(), dict[bytes, TokenSpan](), by_prompt(datums)
+    layout, prompts, groups = Layout(), dict[bytes, TokenSpan](), by_prompt(datums)
     if share and functools.reduce(operator.add, map(BatchLoad.of, groups)).saved:
         for group in groups:
             if len(group) > 1:

@@ -26,6 +26,14 @@ WITH_TEACHING = "A teacher left you this note:\n\n{teaching}\n\nNow answer:\n\n{
 # The same prompt as in a run without teaching, so that both can be compared.
 BASELINE = "{question}"
 
+# Variables that each template must have.
+TEMPLATE_VARIABLES = {
+    "student_diagnostic_template": ("question",),
+    "teacher_adaptive_template": ("question", "approach"),
+    "student_with_teaching_template": ("question", "teaching"),
+    "student_baseline_template": ("question",),
+}
+
 _VARIABLE = re.compile(r"\{(question|approach|teaching)\}")
 
 

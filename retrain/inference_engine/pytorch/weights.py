@@ -7,6 +7,7 @@ all tensors are shared, except copies in another precision or layout.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,10 @@ class SamplingModel:
         self.dtype = dtype or policy.dtype
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(
-                policy.causal_lm.config, dtype=self.dtype, attn_implementation=ATTENTION_NAME
+                # A copy: the attention would otherwise be written into the configuration of the trained model.
+                copy.deepcopy(policy.causal_lm.config),
+                dtype=self.dtype,
+                attn_implementation=ATTENTION_NAME,
             )
         self.causal_lm.eval().requires_grad_(False)
         self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)

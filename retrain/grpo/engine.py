@@ -1,0 +1,112 @@
+"""retrain's PyTorch engine over the model that a TRL trainer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+
+from retrain.config.schema import Inference
+from retrain.errors import RetrainError
+from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.modeling.attention import register
+from retrain.modeling.policy import Policy, find_attention_fallback
+from retrain.types import Completion, Sampling
+
+# Generation settings that the engine implements. Others make TRL's own generation run.
+SUPPORTED = {
+    "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id",
+    "pad_token_id", "bos_token_id", "disable_compile", "transformers_version", "use_cache", "_from_model_config",
+}  # fmt: skip
+# The KV cache and CUDA graphs are released after sampling if less than this share of the GPU is free.
+FREE_SHARE = 0.4
+
+
+class UnsupportedModelError(Exception):
+    """Why the engine cannot sample from this model or with these settings."""
+
+
+class TrainerEngine:
+    """Samples completions from a trainer's model, always with its newest weights."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, device: torch.device, in_bf16: bool) -> None:
+        self.model = model
+        causal_lm = _check_model(model)
+        register()
+        context = causal_lm.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
+        policy = Policy(model, device, int(context), ())
+        if policy.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsupportedModelError(f"its weights are {policy.dtype}")
+        # Weights in float32 that are trained under bf16 autocast are sampled in bf16, too.
+        dtype = "bf16" if in_bf16 and policy.dtype == torch.float32 else "auto"
+        try:
+            self.engine = PyTorchEngine(policy, Inference(dtype=dtype), tokenizer, lambda *_: None)
+        except (RetrainError, ValueError, AttributeError, TypeError, KeyError) as error:
+            raise UnsupportedModelError(f"{type(causal_lm).__name__}: {error}") from error
+        assert self.engine.model is not None
+        if reason := find_attention_fallback(self.engine.model.causal_lm):
+            raise UnsupportedModelError(reason)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
+        """One completion per prompt; equal neighbours are prefilled once."""
+        if not all(0 < len(prompt) < self.engine.policy.context_length for prompt in prompts):
+            raise UnsupportedModelError(
+                f"a prompt is empty or fills the context of {self.engine.policy.context_length} tokens"
+            )
+        if self.engine.policy.stop_ids != tuple(stops):
+            self.engine.policy.stop_ids = tuple(stops)
+            self.engine.shutdown()
+        self.engine.sync(None)
+        groups = self.engine.generate([np.asarray(prompt, dtype=np.int64) for prompt in prompts], sampling)
+        self._release_if_short_of_memory()
+        return [completion for (completion,) in groups]
+
+    def _release_if_short_of_memory(self) -> None:
+        if self.engine.policy.device.type != "cuda":
+            return
+        free, total = torch.cuda.mem_get_info(self.engine.policy.device)
+        reusable = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if free + reusable < FREE_SHARE * total:
+            self.engine.shutdown()
+            torch.cuda.empty_cache()
+
+
+def _check_model(model: nn.Module) -> Any:
+    """The causal LM inside; raises for models whose weights the engine cannot read."""
+    causal_lm: Any = model
+    if isinstance(model, PeftModel):
+        adapter = model.peft_config.get("default")
+        if not isinstance(adapter, LoraConfig) or model.active_adapters != ["default"]:
+            raise UnsupportedModelError("its active adapter is not a LoRA adapter with the name default")
+        if adapter.use_dora or adapter.target_parameters or adapter.lora_bias or adapter.modules_to_save:
+            raise UnsupportedModelError("its adapter uses DoRA, target_parameters, lora_bias or modules_to_save")
+        causal_lm = model.get_base_model()
+    config = causal_lm.config.to_dict()
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("its weights are quantized")
+    if causal_lm.config.get_text_config() is not causal_lm.config:
+        raise UnsupportedModelError(f"{type(causal_lm).__name__} is multimodal")
+    return causal_lm
+
+
+def read_sampling(config: Any, seed: int) -> tuple[Sampling, tuple[int, ...]]:
+    """Sampling options and stop tokens of a transformers GenerationConfig."""
+    given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
+    others = sorted(set(given) - SUPPORTED)
+    if others:
+        raise UnsupportedModelError(f"generation settings {', '.join(others)} are TRL's only")
+    stops = given.get("eos_token_id", [])
+    sampling = Sampling(
+        max_tokens=int(given["max_new_tokens"]),
+        temperature=float(config.temperature) if config.do_sample else 0.0,
+        top_p=1.0 if config.top_p is None else float(config.top_p),
+        top_k=int(config.top_k or 0),
+        min_p=float(config.min_p or 0.0),
+        repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
+        seed=seed,
+    )
+    return sampling, tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)

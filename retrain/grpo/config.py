@@ -16,7 +16,7 @@ def _new(default: Any, text: str) -> Any:
 
 
 @dataclass
-class GRPOConfig(trl.GRPOConfig):
+class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     """Arguments of `GRPOTrainer`: every argument of `trl.GRPOConfig`, and those below.
 
     docs/grpo_parameters.md lists the defaults that differ from TRL's.
@@ -45,11 +45,10 @@ class GRPOConfig(trl.GRPOConfig):
         False, "Keep reference and reward models on the CPU except while they are used."
     )
     backprop_accumulation_steps: int | None = _new(
-        None, "Split the backward pass of a batch into this many parts. Takes less memory and an additional forward pass."
+        None,
+        "Split the backward pass of a batch into this many parts, for less memory and one more forward pass.",
     )
-    backprop_accumulation_micro_batch_size: int | None = _new(
-        None, "The same, by the maximum number of rows per part."
-    )
+    backprop_accumulation_micro_batch_size: int | None = _new(None, "The same, by the maximum number of rows per part.")
     adaptive_teaching: bool = _new(False, "Train the model as the teacher of a frozen student.")
     student_model: str | None = _new(None, "Model of the student. None: the trained model before training.")
     max_probe_tokens: int = _new(50, "Maximum tokens of the student's answer to the diagnostic probe.")
@@ -80,11 +79,10 @@ class GRPOConfig(trl.GRPOConfig):
             self.vllm_server_port = self.vllm_port
         if self.vllm_max_model_len is not None:
             self.vllm_max_model_length = self.vllm_max_model_len
-        if self.model_init_kwargs and "torch_dtype" in self.model_init_kwargs:
+        given: dict[str, Any] = self.model_init_kwargs or {}
+        if "torch_dtype" in given:
             # transformers renamed it; TRL reads the new name only.
-            self.model_init_kwargs = {
-                "dtype" if key == "torch_dtype" else key: value for key, value in self.model_init_kwargs.items()
-            }
+            self.model_init_kwargs = {"dtype" if key == "torch_dtype" else key: given[key] for key in given}
         super().__post_init__()
 
     def _check(self) -> None:

@@ -42,9 +42,9 @@ class TrainerEngine:
         if policy.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModelError(f"its weights are {policy.dtype}")
         # Weights in float32 that are trained under bf16 autocast are sampled in bf16, too.
-        dtype = "bf16" if in_bf16 and policy.dtype == torch.float32 else "auto"
+        inference = Inference(dtype="bf16") if in_bf16 and policy.dtype == torch.float32 else Inference()
         try:
-            self.engine = PyTorchEngine(policy, Inference(dtype=dtype), tokenizer, lambda *_: None)
+            self.engine = PyTorchEngine(policy, inference, tokenizer, lambda *_: None)
         except (RetrainError, ValueError, AttributeError, TypeError, KeyError) as error:
             raise UnsupportedModelError(f"{type(causal_lm).__name__}: {error}") from error
         assert self.engine.model is not None

@@ -153,7 +153,7 @@ def _choose_attention(own: Any) -> Any:
             query, key, value = (each.to(dtype) for each in (query, key, value))
         return attention_forward(module, query, key, value, mask, **options)
 
-    return torch.compiler.disable(forward)
+    return torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
 
 
 def _choose_mask(own: Any) -> Any:

@@ -18,6 +18,7 @@ import datasets
 import torch
 import trl
 from packaging.version import Version
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
@@ -39,7 +40,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 logger = logging.get_logger(__name__)
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer`, with the same arguments, methods and results."""
 
     def __init__(
@@ -58,8 +59,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._teaching: TeachingRun | None = None
         with _vllm_precision(args.vllm_dtype):
             super().__init__(model, reward_funcs, args, *more, **others)
-        if args.artificial_epochs > 1 and self.train_dataset is not None:
-            self.train_dataset = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
+        given: Any = self.train_dataset
+        if args.artificial_epochs > 1 and given is not None:
+            self.train_dataset = datasets.concatenate_datasets([given] * args.artificial_epochs)
         self._engine: TrainerEngine | None = None
         self._attention = AttentionSwitch(self._causal_lm.config)
         self._reasons: dict[str, str] = {}
@@ -68,18 +70,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._cut_prompts = 0
         if not _is_tested():
             for part in ("sampling", "log-probs"):
-                self._use_trl(part, f"retrain was tested with TRL {TESTED[0]} up to {TESTED[1]}, this is {trl.__version__}")
+                self._use_trl(
+                    part, f"retrain was tested with TRL {TESTED[0]} up to {TESTED[1]}, this is {trl.__version__}"
+                )
         elif self._attention.reason:
             self._use_trl("log-probs", self._attention.reason)
         if args.offload_untrained_models:
             _offload([self.ref_model, *self.reward_funcs], self.accelerator.device)
-        if args.adaptive_teaching:
-            self._teaching = TeachingRun(self)
+        self._newest_logps: Tensor | None = None
 
     @property
     def _causal_lm(self) -> Any:
         model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if trl.trainer.grpo_trainer.is_peft_model(model) else model
+        return model.get_base_model() if isinstance(model, PeftModel) else model
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process holds only a part of the weights."""
+        plugin = self.args.deepspeed_plugin
+        return bool(self.is_fsdp_enabled) or (plugin is not None and plugin.zero_stage == 3)
 
     # Sampling.
 
@@ -133,13 +142,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         return ids, logprobs
 
     def _build_engine(self) -> TrainerEngine:
-        if self.is_fsdp_enabled:
-            raise UnsupportedModelError("FSDP shards the weights")
-        if self.args.deepspeed_plugin is not None and self.args.deepspeed_plugin.zero_stage == 3:
-            raise UnsupportedModelError("ZeRO-3 shards the weights")
+        if self.is_sharded:
+            raise UnsupportedModelError("the weights are sharded (FSDP or ZeRO-3)")
         device = self.accelerator.device
         engine = TrainerEngine(
-            self.accelerator.unwrap_model(self.model), self._tokenizer, device, bool(self.args.bf16) and device.type == "cuda"
+            self.accelerator.unwrap_model(self.model),
+            self._tokenizer,
+            device,
+            bool(self.args.bf16) and device.type == "cuda",
         )
         if device.type == "cuda" and "log-probs" not in self._reasons:
             compile_layers(self._causal_lm)
@@ -151,7 +161,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not rows:
             return
         sequences = [[*prompts[row], *completions[row]] for row in rows]
-        width, keep = max(map(len, sequences)), max(len(completions[row]) for row in rows)
+        keep = max(len(completions[row]) for row in rows)
         start = max(len(prompts[row]) for row in rows)
         ids = torch.zeros(len(rows), start + keep, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -161,7 +171,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             ids[at, begin : begin + len(sequences[at])] = torch.tensor(sequences[at])
             mask[at, begin : begin + len(sequences[at])] = 1
             own[at, : len(logprobs[row])] = torch.tensor(logprobs[row])
-        del width
         device = self.accelerator.device
         with torch.no_grad(), _evaluating(self.model):
             theirs = super()._get_per_token_logps_and_entropies(self.model, ids.to(device), mask.to(device), keep)[0]
@@ -196,6 +205,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         found = self._packed(model, input_ids, attention_mask, logits_to_keep, batch_size or self._part_size(input_ids))
         if found is None:
             return theirs()
+        self._newest_logps = found[0].detach()
         return found[0], found[1] if compute_entropy else None, None
 
     def _is_policy(self, model: Any) -> bool:
@@ -206,8 +216,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Rows per forward pass of a training batch."""
         rows = len(input_ids)
         if self.args.backprop_accumulation_steps:
-            return -(-rows // self.args.backprop_accumulation_steps)
-        return self.args.backprop_accumulation_micro_batch_size or rows
+            return -(-rows // int(self.args.backprop_accumulation_steps))
+        most: int = self.args.backprop_accumulation_micro_batch_size or rows
+        return most
 
     def _packed(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, keep: int, rows: int
@@ -272,15 +283,33 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._attention.restore()
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """TRL's, and the ratio of the trained policy to the one that sampled."""
+        self._newest_logps = None
         loss = super()._compute_loss(model, inputs)
+        sampled = inputs.get("sampling_per_token_logps")
+        if sampled is not None and self._newest_logps is not None and not self.use_vllm:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            ratio = (self._newest_logps - sampled).clamp(-20, 20).exp()[mask > 0]
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name, value in (("mean", ratio.mean()), ("max", ratio.max())) if len(ratio) else ():
+                metrics[f"importance_ratio/{name}"].append(self.accelerator.gather(value).mean().item())
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
-        if self._teaching is not None:
+        if self.args.adaptive_teaching:
+            if self._teaching is None:
+                self._teaching = TeachingRun(self)
             inputs = self._teaching.ask_teacher(inputs)
         output = super()._generate_and_score_completions(inputs)
         self._report(len(inputs), output)
         return output
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        score = super()._calculate_rewards
+        if self._teaching is None:
+            rewards: Tensor = score(inputs, prompts, completions, completion_ids_list)
+            return rewards
+        return self._teaching.rewards(completions, list(map(len, completion_ids_list)), score)
 
     def _report(self, rows: int, output: dict[str, Any]) -> None:
         """Debugging output and saved completions of a generated batch."""
@@ -309,7 +338,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _use_trl(self, part: str, reason: str) -> None:
         if part not in self._reasons:
             self._reasons[part] = reason
-            logger.warning(f"TRL's own {part} are used: {reason}." if part != "sampling" else f"TRL's own sampling is used: {reason}.")
+            logger.warning(f"Using TRL for {part}: {reason}.")
 
 
 def _is_tested() -> bool:

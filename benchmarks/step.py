@@ -5,7 +5,8 @@
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
 of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
-model, adapter, prompts and lengths, the peer with its usual settings. Numbers are of the last step of each; with
+model, adapter, prompts and lengths, the peer with its usual settings. `trl-retrain` is the peer's script with retrain's
+import. Numbers are of the last step of each; with
 several rounds the two take turns and the median counts. A peer cut off by --peer-timeout shows what it had done.
 `CPU s` is what a step cost all threads of its process, which tells more than seconds on a machine that others use.
 """
@@ -13,6 +14,7 @@ several rounds the two take turns and the median counts. A peer cut off by --pee
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -116,11 +118,14 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
         report(numbers)
 
 
-def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) -> None:
+def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, package: str) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+
+    # The same script; only the import differs.
+    trl: Any = importlib.import_module(package)
+    GRPOConfig, GRPOTrainer = trl.GRPOConfig, trl.GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, padding_side="left")
     model = random_model(workload.model, "sdpa", device)
@@ -144,7 +149,13 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             step = synchronise(device) - begun
             numbers.update(train_s=step - numbers["sample_s"], step_s=step, peak_gib=peak_gib(device))
-            report(numbers | {"step_cpu_s": time.process_time() - cpu})
+            # Logged by our trainer only: TRL does not compare its sampler with its trainer.
+            ratios = {
+                f"ratio_{name}": values[-1]
+                for name in ("mean", "max")
+                if (values := trainer._metrics["train"].get(f"importance_ratio/{name}"))
+            }
+            report(numbers | ratios | {"step_cpu_s": time.process_time() - cpu})
 
     trainer = GRPOTrainer(
         model=model,
@@ -158,7 +169,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str) 
             max_completion_length=workload.tokens, per_device_train_batch_size=micro,
             gradient_accumulation_steps=completions // micro, temperature=0.7, beta=0.0, bf16=device == "cuda",
             gradient_checkpointing=device == "cuda", learning_rate=4e-5, report_to=[], save_strategy="no",
-            use_cpu=device == "cpu", generation_kwargs={"eos_token_id": stops, "pad_token_id": 2},
+            use_cpu=device == "cpu", generation_kwargs={"eos_token_id": stops, "pad_token_id": 2}, logging_steps=1000,
         ),
     )  # fmt: skip
     generate = trainer._generate
@@ -210,7 +221,7 @@ def medians(rounds: list[Numbers]) -> Numbers:
 def print_table(title: str, rows: dict[str, Numbers]) -> None:
     print(f"\n{title}")
     heads = ("sample", "train", "step", "tokens", "tokens/s", "CPU s", "peak GiB", "ratio")
-    print(" " * 10 + "".join(f"{head:>{width}}" for head, width in zip(heads, (9, 9, 9, 9, 10, 9, 10, 8), strict=True)))
+    print(" " * 12 + "".join(f"{head:>{width}}" for head, width in zip(heads, (9, 9, 9, 9, 10, 9, 10, 8), strict=True)))
     ours = rows["retrain"].get("step_s", UNKNOWN)
     for name, row in rows.items():
         times = "".join(f"{row.get(key, UNKNOWN):9.2f}" for key in ("sample_s", "train_s", "step_s"))
@@ -219,7 +230,7 @@ def print_table(title: str, rows: dict[str, Numbers]) -> None:
         tokens, mark = row.get("tokens", UNKNOWN), "" if "step_s" in row else ">"
         ratio = f"{mark}{least / ours:.1f}"
         cost = f"{row.get('step_cpu_s', UNKNOWN):9.1f}{row.get('peak_gib', UNKNOWN):10.1f}"
-        print(f"{name:10}{times}{tokens:9.0f}{tokens / least:10.0f}{cost}{ratio:>8}")
+        print(f"{name:12}{times}{tokens:9.0f}{tokens / least:10.0f}{cost}{ratio:>8}")
 
 
 def main() -> int:
@@ -239,7 +250,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
-    parser.add_argument("--side", choices=["retrain", "trl"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["retrain", "trl", "trl-retrain"], default=None, help="run one side only")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     device = "cuda" if torch.cuda.is_available() and args.workload != "w4" else "cpu"
@@ -249,11 +260,13 @@ def main() -> int:
     if args.side == "retrain":
         run_ours(workload, args.steps, device, args.deterministic, args.unchecked)
         return 0
-    if args.side == "trl":
-        run_trl(workload, args.steps, device, args.tokenizer)
+    if args.side:
+        package = "retrain.grpo" if args.side == "trl-retrain" else "trl"
+        run_trl(workload, args.steps, device, args.tokenizer, package)
         return 0
     sides = {"retrain": (sys.executable, args.steps, 0.0)}
     if args.peer:
+        sides["trl-retrain"] = (args.peer_python, args.steps, 0.0)
         sides[args.peer] = (args.peer_python, args.peer_steps, args.peer_timeout)
     rounds_by_side: dict[str, list[Numbers]] = {side: [] for side in sides}
     for _ in range(args.rounds):

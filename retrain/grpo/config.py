@@ -15,6 +15,10 @@ def _new(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _rename(given: dict[str, Any] | str | None, old: str, new: str) -> dict[str, Any] | str | None:
+    return given if not isinstance(given, dict) else {new if key == old else key: value for key, value in given.items()}
+
+
 @dataclass
 class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     """Arguments of `GRPOTrainer`: every argument of `trl.GRPOConfig`, and those below.
@@ -39,6 +43,9 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     vllm_host: str | None = _new(None, "Host of the vLLM server: another name for `vllm_server_host`.")
     vllm_port: int | None = _new(None, "Port of the vLLM server: another name for `vllm_server_port`.")
     num_vllm_clients: int = _new(1, "Number of vLLM clients. TRL has one, in the main process.")
+    model_init_kwargs: dict[str, Any] | str | None = _new(  # noqa: RUF009  (a field)
+        None, "Keyword arguments of `from_pretrained`."
+    )
     ref_model_mixup_alpha: float = _new(0.9, "Weight of the policy when the reference model is synchronised.")
     ref_model_sync_steps: int = _new(64, "Steps between synchronisations of the reference model.")
     offload_untrained_models: bool = _new(
@@ -79,10 +86,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             self.vllm_server_port = self.vllm_port
         if self.vllm_max_model_len is not None:
             self.vllm_max_model_length = self.vllm_max_model_len
-        given: dict[str, Any] = self.model_init_kwargs or {}
-        if "torch_dtype" in given:
-            # transformers renamed it; TRL reads the new name only.
-            self.model_init_kwargs = {"dtype" if key == "torch_dtype" else key: given[key] for key in given}
+        # transformers renamed it; TRL reads the new name only.
+        self.model_init_kwargs = _rename(self.model_init_kwargs, "torch_dtype", "dtype")
         super().__post_init__()
 
     def _check(self) -> None:

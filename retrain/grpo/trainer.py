@@ -59,9 +59,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._teaching: TeachingRun | None = None
         with _vllm_precision(args.vllm_dtype):
             super().__init__(model, reward_funcs, args, *more, **others)
-        given: Any = self.train_dataset
-        if args.artificial_epochs > 1 and given is not None:
-            self.train_dataset = datasets.concatenate_datasets([given] * args.artificial_epochs)
+        if args.artificial_epochs > 1:
+            self.train_dataset: Any = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
         self._engine: TrainerEngine | None = None
         self._attention = AttentionSwitch(self._causal_lm.config)
         self._reasons: dict[str, str] = {}

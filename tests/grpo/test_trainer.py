@@ -1,375 +1,250 @@
-"""GRPOTrainer end to end on the embedded model: scripts for TRL, resume, callbacks, what is refused."""
+"""retrain.grpo.GRPOTrainer against trl.GRPOTrainer: the same numbers, and a line where TRL's own code runs."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from retrain.builtin import resolve_model
-from retrain.cli import run
-from retrain.config import load_config
-from retrain.errors import CheckpointError, ConfigError, PluginError
 from retrain.grpo import GRPOConfig, GRPOTrainer
-from retrain.grpo.problems import RowEncoder
-from retrain.trainer import train
-from retrain.types import Example
+from retrain.grpo import trainer as module
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TINY = resolve_model("builtin:tiny")
-ROWS = [{"prompt": f"{n} + 1 =", "answer": n + 1, "level": n % 2} for n in range(8)]
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+MODEL = resolve_model("builtin:tiny")
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+FILTERS = {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3}
+ROWS = [f"{number} + {number * 7} =" for number in range(8)]
+pytestmark = pytest.mark.filterwarnings("default")
 
-
-def shortest(completions: list[str], **columns: Any) -> list[float]:
-    return [-float(len(text)) for text in completions]
+Make = Callable[..., GRPOTrainer]
 
 
-def make(folder: Path, *, model: Any = "builtin:tiny", rewards: Any = shortest, rows: Any = ROWS, **others: Any) -> Any:
-    """A trainer of a run of seconds; arguments of GRPOConfig are among the others."""
-    own = {"eval_dataset", "processing_class", "callbacks", "peft_config"}
-    arguments = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 12,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "use_cpu": True,
-        **{key: value for key, value in others.items() if key not in own},
-    }
-    given = {"peft_config": LORA, **{key: value for key, value in others.items() if key in own}}
-    return GRPOTrainer(model, rewards, GRPOConfig(str(folder), **arguments), rows, **given)
+def by_length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
 
 
-def logged(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(
+        kind: Any = GRPOTrainer, peft: Any = None, reward: Any = by_length, model: Any = MODEL, **given: Any
+    ) -> Any:
+        usual = {
+            "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "max_steps": 1, "logging_steps": 1,
+            "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3,
+            "temperature": 0.9, "beta": 0.0, "disable_tqdm": True,
+        }  # fmt: skip
+        own = GRPOConfig if kind is GRPOTrainer else trl.GRPOConfig
+        prompts = given.pop("prompts", ROWS)
+        args = own(str(tmp_path / "out"), **{**usual, **given})
+        return kind(MODEL, reward, args, train_dataset=Dataset.from_dict({"prompt": prompts}), peft_config=peft)
+
+    return build
 
 
-@pytest.mark.parametrize(
-    ("script", "printed"),
-    [
-        ("length", ["rewards 3 True"]),
-        ("chat", ["steps 3 3 logged True True", "evaluated True True"]),
-        ("adapter", ["steps 4 kl True"]),
-    ],
-)
-def test_a_script_for_trl_runs_with_only_its_import_changed(
-    script: str, printed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (SCRIPTS / f"{script}.py").read_text()
-    assert text.count("from trl import GRPOConfig, GRPOTrainer") == 1 and text.count("trl") == 1
-    names: dict[str, Any] = {"__name__": f"trl_{script}"}
-    exec(compile(text.replace("from trl import", "from retrain.grpo import"), script, "exec"), names)
-    names["main"](TINY, str(tmp_path / "run"))
-    shown = capsys.readouterr().out.splitlines()
-    assert all(line in shown for line in printed)
-    assert (tmp_path / "run" / "checkpoints").is_dir()
-    if script != "chat":
-        mark = "adapter_config.json" if script == "adapter" else "config.json"
-        assert (tmp_path / "run" / "final" / mark).exists()
-        assert (tmp_path / "run" / "final" / "tokenizer.json").exists()
+def batch(trainer: Any) -> tuple[Tensor, Tensor, int]:
+    """Two rows of one prompt, one of another, and one whose completion is masked."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, 200, (4, 9 + 6), generator=generator)
+    ids[1, :9] = ids[0, :9]
+    mask = torch.ones_like(ids)
+    mask[:2, :2], mask[2, :5], mask[1, 12:], mask[3, 9:] = 0, 0, 0, 0
+    return ids, mask, 6
 
 
-def test_a_run_from_python_is_the_run_of_its_toml(tmp_path: Path) -> None:
-    problems = [{"prompt": f"{a} + {b}", "answer": str(a + b)} for a in range(2, 6) for b in range(2, 6)]
-    messages = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in problems]
-    trainer = make(tmp_path / "python", rewards="match", rows=messages, max_completion_length=40, temperature=0.9)
-    trainer.train()
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
-    own = trainer.config().model_dump(by_alias=True)
-    options = {f"{table}.{key}": value for table in own for key, value in (own[table] or {}).items()}
-    options |= {
-        "data.source": "jsonl",
-        "data.path": str(tmp_path / "problems.jsonl"),
-        "logging.log_dir": str(tmp_path / "toml"),
-        "backend.adapter_path": str(tmp_path / "adapter"),
-    }
-    train(load_config(None, options))
-    for mine, theirs in zip(logged(tmp_path / "python"), logged(tmp_path / "toml"), strict=True):
-        for key in ("loss", "mean_reward", "grad_norm", "num_datums", "correct_rate"):
-            assert mine[key] == theirs[key], key
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole", max_steps=4, lr_scheduler_type="constant")
-    whole.train()
-    make(tmp_path / "parts", max_steps=2, lr_scheduler_type="constant").train()
-    rest = make(tmp_path / "parts", max_steps=4, lr_scheduler_type="constant")
-    result = rest.train(resume_from_checkpoint=True)
-    assert result.global_step == 4
-    losses = [[row["loss"] for row in logged(tmp_path / name)] for name in ("whole", "parts")]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    newest = tmp_path / "parts" / "checkpoints" / "step_000004"
-    again = make(tmp_path / "parts", max_steps=5, lr_scheduler_type="constant", resume_from_checkpoint=str(newest))
-    assert again.train().global_step == 5
-    with pytest.raises(CheckpointError, match="is not the newest checkpoint"):
-        again.train(resume_from_checkpoint=str(newest))
-
-
-def test_the_command_line_says_why_it_cannot_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "run").train()
-    assert run(["--resume", str(tmp_path / "run"), "--max-steps", "4"]) == 2
-    assert "begun by a script" in capsys.readouterr().err
-
-
-class Watch(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, stop_at: int = 0) -> None:
-        self.events: list[str] = []
-        self.stop_at = stop_at
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.events.append("init")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.events.append(f"begin of {state.max_steps}")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        self.events.append(f"step {state.global_step}")
-        control.should_training_stop = state.global_step == self.stop_at
-        return control
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        self.events.append(f"log {logs['step']}")
-
-    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        saved = sorted(path.name for path in (Path(args.output_dir) / "checkpoints").iterdir())
-        self.events.append(f"saved {saved[-1]}")
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
-        self.events.append("evaluated" if "eval_pass_at_1" in metrics else "nothing")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.events.append("end")
-
-
-def test_callbacks_are_told_in_order(tmp_path: Path) -> None:
-    watch = Watch()
-    arguments = {"logging_steps": 2, "save_steps": 2, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = make(tmp_path / "run", callbacks=[watch], eval_dataset=ROWS[:2], **arguments)
-    trainer.train()
-    assert watch.events == [
-        "init", "begin of 3", "step 1", "log 1", "evaluated", "step 2", "log 2", "saved step_000002", "step 3", "log 3",
-        "evaluated", "saved step_000003", "log 3", "evaluated", "end",
-    ]  # fmt: skip
-    assert [row["step"] for row in trainer.state.log_history] == [1, 2, 3, 3]
-    assert ["eval_pass_at_1" in row for row in trainer.state.log_history] == [True, False, True, True]
-
-
-def test_a_callback_can_end_the_run(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", max_steps=5)
-    trainer.add_callback(Watch(stop_at=2))
-    assert trainer.train().global_step == 2
-    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["step"] == 2
-    assert make(tmp_path / "run", max_steps=5).train(resume_from_checkpoint=True).global_step == 5
-
-
-class Wishful(TrainerCallback):  # type: ignore[misc]
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        control.should_save = True
-
-
-class Optimistic(TrainerCallback):  # type: ignore[misc]
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None: ...
-
-
-def test_a_callback_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="listens to on_optimizer_step"):
-        make(tmp_path / "run", callbacks=[Optimistic])
-    with pytest.raises(ConfigError, match=r"no transformers\.TrainerCallback"):
-        make(tmp_path / "run", callbacks=[print])
-    with pytest.raises(ConfigError, match=r"set control\.should_save, which has no effect"):
-        make(tmp_path / "run", callbacks=[Wishful]).train()
-
-
-def test_the_trained_model_can_be_had_and_saved(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", peft_config=None)
-    assert trainer.model == "builtin:tiny"
-    with pytest.raises(CheckpointError, match="no weights yet"):
-        trainer.save_model(str(tmp_path / "early"))
-    trainer.train()
-    before = AutoModelForCausalLM.from_pretrained(TINY).state_dict()
-    after = trainer.model.state_dict()
-    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    trainer.save_model(str(tmp_path / "saved"))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
-    assert all(torch.equal(saved[name], after[name]) for name in after)
-    adapted = make(tmp_path / "lora")
-    adapted.train()
-    assert adapted.model.peft_config["default"].r == 4
-
-
-def test_a_loaded_model_is_trained_from_its_own_weights(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.01)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    trainer = make(tmp_path / "run", model=model, processing_class=tokenizer)
-    trainer.train()
-    kept = Path(trainer.config().model.model)
-    weights = AutoModelForCausalLM.from_pretrained(kept).get_input_embeddings().weight
-    assert torch.equal(weights, model.get_input_embeddings().weight)
-    # A second run in the same place moves the first away, with the model that it was given.
-    make(tmp_path / "run", model=model, processing_class=tokenizer).train()
-    assert kept.is_dir() and (tmp_path / "run.1" / kept.name).is_dir()
-
-
-def test_a_fresh_peft_model_is_its_base_and_its_configuration(tmp_path: Path) -> None:
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), config)
-    trainer = make(
-        tmp_path / "run", model=model, peft_config=None, processing_class=AutoTokenizer.from_pretrained(TINY)
+def logps(trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, *batch(trainer), compute_entropy=True
     )
-    found = trainer.config()
-    assert (found.model.lora_rank, found.lora.alpha, found.lora.target_modules) == (2, 4, "q_proj,v_proj")
-    assert found.model.dtype == "fp32"
-    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(TINY), config)
-    for name, parameter in trained.named_parameters():
-        if "lora_B" in name:
-            parameter.data.fill_(0.1)
-    with pytest.raises(ConfigError, match="was trained already"):
-        make(tmp_path / "run", model=trained, peft_config=None)
-    with pytest.raises(ConfigError, match="has its adapter already"):
-        make(tmp_path / "run", model=trained)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    trainer.model.zero_grad()
+    (found * weights).sum().backward()
+    gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    trainer._attention.restore() if isinstance(trainer, GRPOTrainer) else None
+    return found.detach(), entropies.detach(), torch.cat(gradients)
 
 
-def test_a_lora_configuration_without_targets_takes_those_of_peft(tmp_path: Path) -> None:
-    found = make(tmp_path / "run", peft_config=LoraConfig(r=2, lora_alpha=4)).config()
-    assert found.lora.target_modules == "q_proj,v_proj"
-
-
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (LoraConfig(r=2, use_dora=True), "use_dora = True has no twin"),
-        (LoraConfig(r=2, bias="all"), "bias = 'all' has no twin"),
-        (LoraConfig(r=2, task_type="SEQ_CLS"), "is not CAUSAL_LM"),
-        (LoraConfig(r=2, target_modules=".*_proj"), "is a pattern"),
-        (PrefixTuningConfig(num_virtual_tokens=2), "only peft.LoraConfig has a twin"),
-    ],
+    "given",
+    [{}, {"gradient_checkpointing": False}, {"backprop_accumulation_micro_batch_size": 2}],
+    ids=["recomputed", "stored", "in parts"],
 )
-def test_an_adapter_without_a_twin_is_refused(config: Any, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make(tmp_path / "run", peft_config=config)
+def test_packed_logprobs_and_gradients_equal_those_of_trl(make: Make, peft: Any, given: dict[str, Any]) -> None:
+    ours = make(peft=peft, **given)
+    theirs = make(trl.GRPOTrainer, peft, gradient_checkpointing=given.get("gradient_checkpointing", True))
+    theirs.model.load_state_dict(ours.model.state_dict())
+    for own, other in zip(logps(ours), logps(theirs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+    assert ours._reasons == {}
+    assert ours.model.config._attn_implementation == theirs.model.config._attn_implementation
 
 
-def test_unused_columns_are_kept_from_the_rewards(tmp_path: Path) -> None:
-    seen: list[set[str]] = []
-
-    def watch(completions: list[str], **columns: Any) -> list[float]:
-        seen.append(set(columns))
-        return shortest(completions)
-
-    given = {"prompts", "completion_ids", "trainer_state", "log_metric"}
-    make(tmp_path / "kept", rewards=watch, max_steps=1).train()
-    make(tmp_path / "removed", rewards=watch, max_steps=1, remove_unused_columns=True).train()
-    assert seen == [given | {"answer", "level"}, given]
-
-
-def test_the_chat_template_is_given_its_arguments() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if loud %}!{% endif %}"
-    message = Example(({"role": "user", "content": "2 + 2"},), "")
-    quiet, loud = (RowEncoder(tokenizer, "", 0, print, {"loud": value}) for value in (False, True))
-    assert tokenizer.decode(loud.encode(message)) == tokenizer.decode(quiet.encode(message)) + "!"
-
-
-def test_a_prompt_that_is_text_is_given_as_it_stands() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    encoder = RowEncoder(tokenizer, "", 0, print)
-    assert encoder.encode(Example("2 + 2 =", "")).tolist() == tokenizer("2 + 2 =")["input_ids"]
-
-
-def test_a_long_prompt_loses_its_beginning() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    whole = tokenizer("1 + 2 + 3 + 4 =")["input_ids"]
-    assert RowEncoder(tokenizer, "", 3, print).encode(Example("1 + 2 + 3 + 4 =", "")).tolist() == whole[-3:]
-
-
-@pytest.mark.parametrize(
-    ("rows", "text"),
-    [
-        (None, "train_dataset is missing"),
-        ([], "train_dataset has no rows"),
-        ("openai/gsm8k", "neither a Dataset nor a list"),
-        ({"train": ROWS}, r"a dict of splits \(train\)"),
-        ([{"question": "2 + 2"}], "row 0 has no field 'prompt'; it has question"),
-        ([{"prompt": ""}], "row 0 has an empty 'prompt'"),
-        ([{"prompt": [{"role": "user"}]}], "a message without role and content"),
-        ([{"prompt": "2", "completions": "x"}], "has a column 'completions'"),
-        (["2 + 2"], "row 0 is a str"),
-    ],
-)
-def test_a_dataset_that_cannot_be_used_is_refused(rows: Any, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make(tmp_path / "run", rows=rows)
-
-
-def test_a_stream_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a stream"):
-        make(tmp_path / "run", rows=Dataset.from_list(ROWS).to_iterable_dataset())
-
-
-def test_a_reward_by_name_needs_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="row 0 has no answer or solution"):
-        make(tmp_path / "run", rewards="match", rows=[{"prompt": "2 + 2"}])
-
-
-def test_a_reward_that_raises_ends_the_run(tmp_path: Path) -> None:
-    def broken(completions: list[str], **columns: Any) -> list[float]:
-        raise ValueError("no such column")
-
-    with pytest.raises(PluginError, match="'broken' raised ValueError"):
-        make(tmp_path / "run", rewards=broken).train()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"args": object()}, "from retrain.grpo import GRPOConfig"),
-        ({"optimizers": (1, 2)}, "cannot use optimizers"),
-        ({"tools": [print]}, "cannot use tools"),
-        ({"quantisation": 1}, "takes no argument 'quantisation'"),
-        ({"model": 3}, "a model id, a folder"),
-    ],
-)
-def test_what_a_trainer_cannot_use_is_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        GRPOTrainer(**{"model": "builtin:tiny", "reward_funcs": shortest, "train_dataset": ROWS, **arguments})
-
-
-def test_nulls_of_trl_are_let_pass() -> None:
-    trainer = GRPOTrainer("builtin:tiny", shortest, train_dataset=ROWS, optimizers=(None, None), tools=None)
-    assert trainer.args.output_dir == "builtin:tiny-GRPO"
-
-
-def test_an_evaluation_is_the_same_while_training_and_after(tmp_path: Path) -> None:
-    arguments = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
-    trainer = make(tmp_path / "run", eval_dataset=ROWS[:3], **arguments)
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_the_engine_samples_and_ratios_are_one_on_fresh_weights(make: Make, peft: Any) -> None:
+    trainer = make(peft=peft, max_steps=2, gradient_accumulation_steps=2)
     trainer.train()
-    last = logged(tmp_path / "run", "eval.jsonl")[-1]
-    found = trainer.evaluate()
-    assert found["eval_reward"] == last["eval_reward"] == found["eval_rewards/shortest/mean"] < 0
-    assert "eval_reward" in trainer.state.log_history[0] and "eval_reward" not in trainer.state.log_history[1]
-    assert {"reward", "learning_rate", "kl", "completions/clipped_ratio"} <= set(trainer.state.log_history[0])
+    assert trainer._reasons == {} and trainer._engine is not None
+    rows = [row for row in trainer.state.log_history if "importance_ratio/mean" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["importance_ratio/mean"] == pytest.approx(1, abs=1e-3)
+        assert row["importance_ratio/max"] == pytest.approx(1, abs=1e-2)
 
 
-def test_an_evaluation_needs_a_dataset(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no eval_dataset"):
-        make(tmp_path / "run").evaluate()
+def test_a_resumed_run_equals_an_uninterrupted_one(make: Make) -> None:
+    whole = make(max_steps=4, save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = make(max_steps=4, save_strategy="steps", save_steps=2)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
+    keys = ("loss", "reward", "grad_norm", "entropy", "completions/mean_length")
+    ends = [
+        [row for row in one.state.log_history if row.get("step") == 4 and "loss" in row][0] for one in (whole, resumed)
+    ]
+    assert {key: ends[0][key] for key in keys} == {key: ends[1][key] for key in keys}
 
 
-def test_scaled_advantages_have_a_spread_of_one() -> None:
-    from retrain.advantages import compute_advantages
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"top_k": 1}, {"top_k": 1}),
+        (
+            {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3},
+            {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3},
+        ),
+        ({"generation_kwargs": {"do_sample": False}}, {"temperature": 0.0}),
+        ({"generation_kwargs": {"eos_token_id": [7, 9]}}, {}),
+    ],
+    ids=["top_k", "filters", "greedy", "stops"],
+)
+def test_sampling_options_reach_the_engine(make: Make, given: dict[str, Any], sampling: dict[str, Any]) -> None:
+    trainer = make(**given)
+    engine = trainer._build_engine()
+    seen: list[Any] = []
+    original = engine.generate
+    engine.generate = lambda *args: seen.append(args) or original(*args)  # type: ignore[method-assign]
+    trainer._build_engine = lambda: engine
+    trainer.train()
+    (_, options, stops) = seen[0]
+    assert {key: getattr(options, key) for key in sampling} == sampling
+    assert options.max_tokens == 8 and trainer._reasons == {}
+    if "eos_token_id" in given.get("generation_kwargs", {}):
+        assert stops == (7, 9)
 
-    found = compute_advantages([0.0, 1.0, 2.0, 1.0], [[-1.0]] * 4, advantage_mode="grpo_scaled", transform_mode="none")
-    spread = (2 / 3) ** 0.5
-    expected = [-1 / (spread + 1e-4), 0.0, 1 / (spread + 1e-4), 0.0]
-    assert found.episode_advantages == pytest.approx(expected)
+
+@pytest.mark.parametrize(
+    ("given", "part", "reason"),
+    [
+        ({"generation_kwargs": {"num_beams": 2}}, "sampling", "num_beams"),
+        ({"model_init_kwargs": {"attn_implementation": "eager"}}, "log-probs", "eager"),
+        ({"max_prompt_length": None, "prompts": ["1 " * 4000] * 4}, "sampling", "fills the context"),
+    ],
+    ids=["generation setting", "attention", "long prompt"],
+)
+def test_trl_is_used_where_ours_cannot_serve(make: Make, given: dict[str, Any], part: str, reason: str) -> None:
+    trainer = make(**given, max_steps=1)
+    if part == "sampling" and "prompts" in given:
+        with pytest.raises(module.UnsupportedModelError, match=reason):
+            trainer._sample([[5] * 10_000])
+        return
+    trainer.train()
+    assert reason in trainer._reasons[part] and len(trainer._reasons) == 1
+    assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+def test_another_version_of_trl_runs_as_trl_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.99.0")
+    trainer = make()
+    assert set(trainer._reasons) == {"sampling", "log-probs"} and "this is 1.99.0" in trainer._reasons["sampling"]
+    trainer.train()
+    assert trainer._engine is None
+
+
+def test_logprobs_that_differ_from_those_of_trl_are_not_used(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    original = trainer._forward
+    monkeypatch.setattr(trainer, "_forward", lambda *given: tuple(value + 0.5 for value in original(*given)))
+    trainer.train()
+    assert "differ from TRL's by 0.5 per token" in trainer._reasons["log-probs"]
+
+
+def test_long_prompts_are_cut_from_the_left_and_counted(make: Make) -> None:
+    trainer = make(max_prompt_length=3)
+    ids, *_ = trainer._tokenize_prompts(ROWS)
+    full = [trainer.processing_class(row)["input_ids"] for row in ROWS]
+    assert ids == [row[-3:] for row in full] and trainer._cut_prompts == sum(len(row) > 3 for row in full) > 0
+
+
+def test_extras_of_the_specification(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(
+        artificial_epochs=3, save_completions_probability=1.0, activate_debugging_logs=True,
+        offload_untrained_models=True, beta=0.04,
+    )  # fmt: skip
+    assert len(trainer.train_dataset) == 3 * len(ROWS)
+    trainer.train()
+    assert "4 completions, tokens [" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (Path(trainer.args.output_dir) / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and rows[0]["rewards"] == {"by_length": float(len(rows[0]["completion"]))}
+    assert next(trainer.ref_model.parameters()).device.type == "cpu"
+
+
+def test_teaching_is_rewarded_by_what_it_changes(make: Make) -> None:
+    asked: list[str] = []
+
+    def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        asked.extend(prompts)
+        return [float(len(text) % 2) for text in completions]
+
+    trainer = make(peft=LORA, reward=digits, adaptive_teaching=True, efficiency_weight=0.5)
+    prompts: list[str] = []
+    generate = trainer._generate
+    trainer._generate = lambda given: prompts.extend(given) or generate(given)
+    trainer.train()
+    assert set(asked) <= set(ROWS), "rewards see the question, not the teacher's prompt"
+    assert all(row.startswith("A student is going to be asked this") for row in prompts)
+    (row,) = [row for row in trainer.state.log_history if "teaching/student_reward" in row]
+    change = row["teaching/student_reward"] - row["teaching/baseline_reward"]
+    assert (
+        row["reward"] <= change + 0.5 + 1e-6
+        and row["reward"] >= 2 * min(change, -row["teaching/degradation_rate"]) - 1e-6
+    )
+
+
+def test_callbacks_loss_overrides_and_a_loaded_model_work_as_in_trl(make: Make) -> None:
+    seen: list[str] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.append(type(given["model"]).__name__)
+
+    class Own(GRPOTrainer):
+        def compute_loss(self, *given: Any, **others: Any) -> Any:
+            seen.append("loss")
+            return super().compute_loss(*given, **others)
+
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL)
+    before = [p.detach().clone() for p in loaded.parameters()]
+    args = make().args
+    trainer = Own(loaded, by_length, args, train_dataset=Dataset.from_dict({"prompt": ROWS}), callbacks=[Watch()])
+    trainer.train()
+    assert seen == ["loss", type(loaded).__name__]
+    assert any(not torch.equal(old, new) for old, new in zip(before, loaded.parameters(), strict=True))
+
+
+def test_a_plain_trl_config_is_accepted(tmp_path: Path) -> None:
+    args = trl.GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to=[], save_strategy="no", max_steps=1, max_completion_length=6,
+        per_device_train_batch_size=4, num_generations=4, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = GRPOTrainer(MODEL, by_length, args, train_dataset=Dataset.from_dict({"prompt": ROWS}))
+    trainer.train()
+    assert trainer._reasons == {}

@@ -1,12 +1,14 @@
-"""`retrain grpo RUN.yaml key=value …` trains from Hydra YAML files; `retrain grpo init` writes a starter set."""
+"""`retrain grpo RUN.yaml key=value …` trains from Hydra YAML files; `retrain grpo init` writes a starter tree."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import click
 
+from retrain.builtin import resolve_model
 from retrain.cli.train import load_environment
 from retrain.errors import ConfigError
 
@@ -14,36 +16,54 @@ STARTER = Path(__file__).parents[1] / "grpo" / "starter"
 
 
 @click.command("grpo", context_settings={"max_content_width": 110})
+@click.option("--show", metavar="KEY,…", help="Print these composed settings, one per line, and do not train.")
 @click.argument("config")
 @click.argument("settings", nargs=-1)
-def command(config: str, settings: tuple[str, ...]) -> int:
-    """Train from CONFIG, a YAML file in run/ next to model/, data/ and trainer/, composed by Hydra.
+def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
+    """Train with TRL from CONFIG, a YAML file in configs/run next to model/, data/ and trainer/, composed by Hydra.
 
     \b
-      retrain grpo init                                    write a starter tree into ./configs
-      retrain grpo configs/run/tiny.yaml                   run it
+      retrain grpo init [FOLDER]                           write a starter tree (default: here)
+      retrain grpo configs/run/tiny.yaml                   train
       retrain grpo configs/run/tiny.yaml learning_rate=1e-3 model=qwen3_4b
+      scripts/launch.sh 2 configs/run/teacher_sft.yaml     train with two processes
 
-    A setting is a parameter of retrain.grpo.GRPOConfig, of the model or of the data.
+    A setting is an argument of retrain.grpo.GRPOConfig (or trl.SFTConfig), of the model or of the data.
     """
     if config == "init":
         return write_starter(settings)
     load_environment()
     from retrain.grpo.compose import compose_settings  # noqa: PLC0415  (an optional extra)
+
+    composed = compose_settings(Path(config), settings)
+    if show is not None:
+        composed["model_name_or_path"] = resolve_model(str(composed.get("model_name_or_path", "")))
+        values = [composed.get(key) for key in show.split(",")]
+        click.echo("\n".join("" if value is None else str(value) for value in values))
+        return 0
     from retrain.grpo.settings import run_settings  # noqa: PLC0415  (loads PyTorch)
 
-    run_settings(compose_settings(Path(config), settings), click.echo)
+    run_settings(composed, click.echo)
     return 0
 
 
 def write_starter(words: tuple[str, ...]) -> int:
-    """Write the starter tree, unless the folder exists."""
+    """Write the starter tree; an existing file is an error, and then nothing is written."""
     if len(words) > 1:
         raise ConfigError(f"retrain grpo init takes one folder, got {len(words)}.")
-    folder = Path(words[0] if words else "configs")
-    if folder.exists():
-        raise ConfigError(f"{folder} exists already.  Try: retrain grpo init another_folder")
-    shutil.copytree(STARTER, folder)
-    click.echo(f"Wrote {folder}. Next:")
-    click.echo(f"  retrain grpo {folder}/run/tiny.yaml")
+    folder = Path(words[0] if words else ".")
+    files = [path.relative_to(STARTER) for path in sorted(STARTER.rglob("*")) if path.suffix in (".yaml", ".sh", ".py")]
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} exists already and is not a folder.  Try: retrain grpo init another_folder")
+    existing = [str(folder / path) for path in files if os.path.lexists(folder / path)]
+    if existing:
+        others = f" (and {len(existing) - 1} more)" if existing[1:] else ""
+        raise ConfigError(f"{existing[0]}{others} exists already.  Try: retrain grpo init another_folder")
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(STARTER / path, folder / path)
+        if path.suffix == ".sh":
+            (folder / path).chmod(0o755)
+    click.echo(f"Wrote {len(files)} files to {folder.resolve()}. Next:")
+    click.echo(f"  retrain grpo {folder / 'configs' / 'run' / 'tiny.yaml'}")
     return 0

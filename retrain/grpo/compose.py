@@ -1,8 +1,7 @@
-"""`retrain grpo run.yaml key=value …`: YAML groups composed by Hydra into one flat table of settings.
+"""`retrain grpo run.yaml key=value …`: YAML files composed by Hydra into one flat table of settings.
 
-A run file names one file of each group. Settings of a group file may stand in a package of their own, as Hydra has it
-by default, or be global; either way they end up in one table, in which the run file wins over the groups and the
-command line over both.
+A run file names one file of each group. A group file is in a package named like its group (Hydra's default) or global;
+either way the result is one table, in which the run file overrides the groups and the command line overrides both.
 """
 
 from __future__ import annotations
@@ -37,23 +36,24 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} does not end in .yaml, the only ending that Hydra reads.")
     folder = path.resolve().parent
     root = folder.parent if folder.name == RUN else folder
-    name = f"{RUN}/{path.stem}" if root != folder else path.stem
+    words = [_as_hydra(root, given) for given in overrides]
+    name: str | None = path.stem
+    if root != folder:
+        # As a global file, so that it overrides its groups and they can be selected by name.
+        name, words = None, [f"+{RUN}@_global_={path.stem}", *words]
     GlobalHydra.instance().clear()
     try:
-        # Without a header that says otherwise, Hydra puts a file of run/ and the groups it names into a package "run".
-        is_global = root == folder or "@package _global_" in path.read_text(encoding="utf-8")
-        package = "" if is_global else f"{RUN}."
         with initialize_config_dir(version_base="1.3", config_dir=str(root)):
-            composed = compose(config_name=name, overrides=[_as_hydra(root, package, given) for given in overrides])
+            composed = compose(config_name=name, overrides=words)
         tables = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be composed: {_one_line(error)}") from error
+        raise ConfigError(f"{path} cannot be composed: {' '.join(str(error).split())}") from error
     assert isinstance(tables, dict)
     return flatten(tables)
 
 
 def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
-    """One table: groups first, then the run, then what is global; what comes later wins."""
+    """One table: groups first, then the run, then global settings; later ones override earlier ones."""
     settings: dict[str, Any] = {}
     packages = [name for name in (*GROUPS, RUN) if isinstance(tables.get(name), Mapping)]
     for package in packages:
@@ -62,28 +62,21 @@ def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def merge(settings: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Both as one; of a setting that is a table, the later one replaces only the keys that it has."""
+    """Both as one; a table in `later` replaces only the keys that it has."""
     merged = dict(settings)
     for key, value in later.items():
         before = merged.get(key)
         if isinstance(before, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(before, value)
-        else:
-            merged[key] = value
+            value = merge(before, value)
+        merged[key] = value
     return merged
 
 
-def _as_hydra(root: Path, package: str, given: str) -> str:
-    """`key=value` sets a key whether or not the files have it; `group=file` and what Hydra marks stay as they are."""
+def _as_hydra(root: Path, given: str) -> str:
+    """`key=value` sets a key whether or not the files have it; `group=file` and Hydra's own syntax stay unchanged."""
     key, sign, _ = given.partition("=")
     if not sign:
         raise ConfigError(f"{given!r} is no setting.  Try: key=value")
-    if key in GROUPS and package:
-        return f"{key}@{package}{given}"
     if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():
         return given
     return f"++{given}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,263 +1,273 @@
-"""Composed settings into a run: which are of the model, which of the data, and which are arguments of GRPOConfig."""
+"""Composed settings into a training run: GRPO or SFT, with its model, adapter, data and rewards."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
-from datasets import Dataset, load_dataset, load_from_disk
+import torch
+import trl
+from datasets import Dataset
 from peft import LoraConfig
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
 from retrain.builtin import resolve_model
-from retrain.config.schema import Data
-from retrain.data import Endless, load_examples
-from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
+from retrain.config.schema import Reward as RewardSection
+from retrain.data.rows import gsm8k_answer
 from retrain.errors import ConfigError, ConfigIssue, PluginError
 from retrain.grpo.config import GRPOConfig
+from retrain.grpo.rows import find_idle_splits, load_rows
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
 from retrain.plugins import REGISTRIES, import_path, make_importable
+from retrain.rewards import BatchReward, Item, build_reward
 from retrain.runtime.text import plural
 
-OWN_SETS = ("arithmetic", "gsm8k", "math")
-FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-ENDLESS = 4096
-"""Examples drawn from a set that never ends, when max_train_examples does not say."""
-
-NEVER = 10**9
-# Name -> default. What a setting means beyond GRPOConfig.
-MODEL = {"name": "", "model_name_or_path": "", "tokenizer_kwargs": None}
-LORA = {"lora_rank": 0, "lora_alpha": None, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
-DATA = {
-    "dataset_id_or_path": "",
-    "dataset_config": None,
-    "train_split": None,
-    "val_split": None,
-    "max_train_examples": None,
-    "max_val_examples": None,
-    "prompt_column": None,
-    "answer_column": None,
-    "keep_columns": None,
-    "system_prompt": "",
-    "completion_only_training": True,
-    "reward_funcs": None,
+CONFIGS = {"grpo": GRPOConfig, "sft": trl.SFTConfig}
+TYPE_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    PositiveInt: "a whole number of at least 1",
+    NonNegativeInt: "a whole number, 0 for the full model",
+    list[str]: "a list of names",
+    dict[str, Any]: "a table",
+    Literal["all-linear"]: "all-linear",
 }
 
 
-def run_settings(settings: Mapping[str, Any], say: Callable[[str], None]) -> GRPOTrainer:
-    """Train as the settings say."""
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings that are not arguments of the trainer's configuration class."""
+
+    trainer_type: str = "grpo"
+    model_name_or_path: str = ""
+    name: str = ""
+    tokenizer_kwargs: dict[str, Any] | None = None
+    lora_rank: NonNegativeInt = 0
+    lora_alpha: int | float | None = None
+    lora_dropout: float = 0.0
+    lora_target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    dataset_id_or_path: str = ""
+    dataset_config: str | None = None
+    train_split: str | None = None
+    val_split: str | None = None
+    max_train_examples: PositiveInt | None = None
+    max_val_examples: PositiveInt | None = None
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    keep_columns: list[str] | None = None
+    system_prompt: str = ""
+    completion_only_training: bool | None = None
+    artificial_epochs: PositiveInt = 1
+    reward_funcs: str | list[str] | None = None
+    reward_weights: list[float] | None = None
+
+
+def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any:
+    """Train with the trainer that the settings describe, and save the model to output_dir."""
     trainer = build_trainer(settings)
-    label = settings.get("name") or settings["model_name_or_path"]
-    say(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.examples)} prompts")
-    result = trainer.train()
-    rewards = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
-    held_out = f", held-out reward {rewards[0]:.4f} before and {rewards[-1]:.4f} after" if rewards else ""
-    say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {trainer.args.output_dir}.")
+    is_main = trainer.accelerator.is_main_process
+    if is_main:
+        label = settings.get("name") or settings["model_name_or_path"]
+        log(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
+    name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
+    with contextlib.ExitStack() as pools:
+        for function in trainer.reward_funcs if name == "reward" else ():
+            if isinstance(function, NamedReward):
+                pools.callback(function.close)
+        result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model()
+    found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
+    held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
+    if is_main:
+        log(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {trainer.args.output_dir}.")
     return trainer
 
 
-def build_trainer(settings: Mapping[str, Any]) -> GRPOTrainer:
-    """The trainer that the settings describe; a setting that no part knows is refused."""
-    arguments = {field.name for field in dataclasses.fields(GRPOConfig) if field.init}
-    known = (*arguments, *MODEL, *LORA, *DATA)
-    _refuse_unknown(settings, known)
-    model, lora, data = ({**usual, **_of(settings, usual)} for usual in (MODEL, LORA, DATA))
-    _refuse_incomplete(model, lora, data)
-    _refuse_unfit(lora, data)
-    if data["val_split"] and "eval_strategy" not in settings:
-        # Before the first step and after the last, by the run itself, which has the model loaded.
-        settings = {**settings, "eval_strategy": "steps", "eval_steps": NEVER}
-    args = GRPOConfig(**_of(settings, arguments))
-    name = str(model["model_name_or_path"])
-    return GRPOTrainer(
-        model=name,
-        reward_funcs=load_rewards(data["reward_funcs"]),
+def build_trainer(settings: Mapping[str, Any]) -> Any:
+    """A GRPOTrainer or TRL's SFTTrainer. Unknown settings and unusable values raise ConfigError."""
+    kind = settings.get("trainer_type", "grpo")
+    if kind not in CONFIGS:
+        raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
+    arguments = {field.name for field in dataclasses.fields(CONFIGS[kind]) if field.init}
+    _check_names(settings, arguments)
+    values = _check_types(settings, get_type_hints(RunSettings, include_extras=True) | get_type_hints(CONFIGS[kind]))
+    own = {field.name for field in dataclasses.fields(RunSettings)}
+    run = RunSettings(**{key: value for key, value in values.items() if key in own})
+    _check_run(run)
+    given = {key: value for key, value in values.items() if key in arguments}
+    try:
+        return _build(run, CONFIGS[kind], _complete(given, run))
+    except (ValueError, TypeError, ImportError) as error:
+        # TRL, transformers and accelerate explain what they cannot use.
+        raise ConfigError(f"the composed settings cannot be run: {' '.join(str(error).split())}") from error
+
+
+def _build(run: RunSettings, config_class: Any, arguments: dict[str, Any]) -> Any:
+    is_sft = run.trainer_type == "sft"
+    more = {} if is_sft else {"reward_funcs": load_rewards(run.reward_funcs)}
+    # Before the model: with ZeRO-3, models that are loaded later are sharded at once.
+    args = config_class(**arguments)
+    train_rows = load_rows(run, run.train_split or "train", run.max_train_examples, is_sft)
+    held_out = load_rows(run, run.val_split, run.max_val_examples, is_sft) if run.val_split else []
+    return (trl.SFTTrainer if is_sft else GRPOTrainer)(
+        model=resolve_model(run.model_name_or_path),
         args=args,
-        train_dataset=load_rows(data, data["train_split"] or "train", data["max_train_examples"]),
-        eval_dataset=load_rows(data, data["val_split"], data["max_val_examples"]) if data["val_split"] else None,
-        processing_class=load_tokenizer(name, model["tokenizer_kwargs"]),
-        peft_config=read_lora(lora),
+        train_dataset=Dataset.from_list(train_rows),
+        eval_dataset=Dataset.from_list(held_out) if held_out else None,
+        processing_class=load_tokenizer(run.model_name_or_path, run.tokenizer_kwargs),
+        peft_config=read_lora(run),
+        **more,
     )
 
 
-def _of(settings: Mapping[str, Any], names: Any) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in names}
+def _complete(arguments: dict[str, Any], run: RunSettings) -> dict[str, Any]:
+    """Arguments that follow from other settings or from this machine."""
+    if not torch.accelerator.is_available():
+        arguments.setdefault("bf16", False)
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            # accelerate ignores DeepSpeed with use_cpu, and without a backend it counts one process.
+            arguments |= {"use_cpu": False, "ddp_backend": "gloo"}
+        else:
+            arguments["use_cpu"] = True
+    if run.val_split and "eval_strategy" not in arguments:
+        # Before the first step and after the last one; a fraction is of all steps, rounded up.
+        arguments |= {"eval_strategy": "steps", "eval_steps": 1 - 1e-9, "eval_on_start": True}
+    if run.trainer_type == "grpo":
+        rows = arguments.get("per_device_train_batch_size", 8)
+        generations = arguments.get("num_generations_eval") or arguments.get("num_generations", 8)
+        # Groups must not be split; TRL's default of 8 rows would be slow, or too few for a group.
+        return {"per_device_eval_batch_size": max(1, rows // generations) * generations, **arguments}
+    kwargs = arguments.get("model_init_kwargs") or {}
+    if "torch_dtype" in kwargs:
+        # transformers renamed it; TRL reads the new name only.
+        arguments["model_init_kwargs"] = {**kwargs, "dtype": kwargs["torch_dtype"]}
+        del arguments["model_init_kwargs"]["torch_dtype"]
+    if run.completion_only_training is not None:
+        arguments["completion_only_loss"] = run.completion_only_training
+    arguments["num_train_epochs"] = arguments.get("num_train_epochs", 3) * run.artificial_epochs
+    return arguments
 
 
-def _refuse_unknown(settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    problems = []
+def _check_names(settings: Mapping[str, Any], arguments: set[str]) -> None:
+    known = [*arguments, *(field.name for field in dataclasses.fields(RunSettings))]
+    issues = []
     for key in settings:
-        if key not in known:
-            close = get_close_matches(key[:60], known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "docs/grpo.md lists every setting."
-            problems.append(ConfigIssue(f"unknown setting {key!r}.", "", hint))
-    if problems:
-        raise ConfigError("the composed settings cannot be run:", tuple(problems))
+        if key in known:
+            continue
+        close = get_close_matches(key[:60], known, n=1)
+        hint = f"Did you mean {close[0]}?" if close else "docs/grpo.md lists all settings."
+        others = [kind for kind in CONFIGS if key in get_type_hints(CONFIGS[kind])]
+        text = f"unknown setting {key!r}." if not others else f"{key} is a setting of trainer_type: {others[0]}."
+        issues.append(ConfigIssue(text, "", "" if others else hint))
+    if issues:
+        raise ConfigError("the composed settings cannot be run:", tuple(issues))
 
 
-def _refuse_incomplete(model: Mapping[str, Any], lora: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    problems = []
-    for name, value, hint in (
-        ("model_name_or_path", model["model_name_or_path"], "model_name_or_path=builtin:tiny"),
-        ("dataset_id_or_path", data["dataset_id_or_path"], "dataset_id_or_path=arithmetic"),
-        ("reward_funcs", data["reward_funcs"], "reward_funcs=match"),
-    ):
-        if not value:
-            problems.append(ConfigIssue(name, "is missing.", f"Try: {hint}"))
-    if data["completion_only_training"] is not True:
-        text = "= false cannot be: a policy gradient is over what was sampled, so prompts are never trained on."
-        problems.append(ConfigIssue("completion_only_training", text, "Leave it out."))
-    idle = [name for name, usual in LORA.items() if not lora["lora_rank"] and lora[name] != usual]
-    problems += [ConfigIssue(name, f"= {lora[name]!r} has no effect: it needs lora_rank.") for name in idle]
-    if problems:
-        raise ConfigError("the composed settings cannot be run:", tuple(problems))
+def _check_types(settings: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, of the declared types: a number that YAML read as a text is a number."""
+    values, issues = {}, []
+    for key, value in settings.items():
+        try:
+            values[key] = TypeAdapter(hints[key]).validate_python(value)
+        except ValidationError as error:
+            parts = [hints[key], *get_args(hints[key])]
+            names = [TYPE_NAMES[part] for part in parts if part in TYPE_NAMES]
+            wanted = " or ".join(names) or str(error.errors()[0]["msg"])
+            issues.append(ConfigIssue(key, f"must be {wanted}, got {value!r}."))
+    if issues:
+        raise ConfigError("the composed settings cannot be run:", tuple(issues))
+    return values
 
 
-def _refuse_unfit(lora: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Values that a file or a command line can hold, and the model or the data cannot use."""
-    problems = []
-    for name in ("max_train_examples", "max_val_examples"):
-        value = data[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            problems.append(ConfigIssue(name, f"must be a whole number of at least 1, got {value!r}."))
-    for name in ("dataset_config", "train_split", "val_split", "prompt_column", "answer_column", "system_prompt"):
-        if data[name] is not None and not isinstance(data[name], str):
-            problems.append(ConfigIssue(name, f"must be a text, got {data[name]!r}."))
-    if data["keep_columns"] is not None and not _are_names(data["keep_columns"]):
-        problems.append(ConfigIssue("keep_columns", f"must be a list of names, got {data['keep_columns']!r}."))
-    if lora["lora_target_modules"] != "all-linear" and not _are_names(lora["lora_target_modules"]):
-        text = f"must be all-linear or a list of names, got {lora['lora_target_modules']!r}."
-        problems.append(ConfigIssue("lora_target_modules", text))
-    for name, usual in (("lora_alpha", 1), ("lora_dropout", 0.0)):
-        value = usual if lora[name] is None else lora[name]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            problems.append(ConfigIssue(name, f"must be a number, got {value!r}."))
-    problems += _splits_of_a_file(data)
-    if problems:
-        raise ConfigError("the composed settings cannot be run:", tuple(problems))
+def _check_run(run: RunSettings) -> None:
+    issues = []
+    is_grpo = run.trainer_type == "grpo"
+    required = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic"}
+    for name, example in (required | {"reward_funcs": "match"} if is_grpo else required).items():
+        if not getattr(run, name):
+            issues.append(ConfigIssue(name, "is missing.", f"Try: {name}={example}"))
+    if is_grpo and run.completion_only_training is False:
+        text = "= false cannot be used: GRPO trains on sampled tokens, never on prompts."
+        issues.append(ConfigIssue("completion_only_training", text, "Leave it out."))
+    for field in dataclasses.fields(RunSettings):
+        value = getattr(run, field.name)
+        if field.name.startswith("lora_") and not run.lora_rank and value != field.default:
+            issues.append(ConfigIssue(field.name, f"= {value!r} has no effect: it needs lora_rank."))
+    issues += find_idle_splits(run)
+    if issues:
+        raise ConfigError("the composed settings cannot be run:", tuple(issues))
 
 
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-
-
-def _splits_of_a_file(data: Mapping[str, Any]) -> list[ConfigIssue]:
-    """A file, or a dataset saved without splits, is all there is: a split of it would be the whole again."""
-    path = Path(str(data["dataset_id_or_path"])).expanduser()
-    idle = ["train_split", "val_split", "dataset_config"]
-    if path.is_file() and path.suffix in FILES:
-        what = "a file, which has no splits or configurations"
-    elif (path / "dataset_dict.json").exists():
-        what, idle = "a saved dataset, which has no configurations", ["dataset_config"]
-    elif (path / "dataset_info.json").exists():
-        what = "a saved dataset without splits or configurations"
-    else:
-        return []
-    # "train" is what the whole of a file is called.
-    given = [name for name in idle if data[name] is not None and (name, data[name]) != ("train_split", "train")]
-    return [
-        ConfigIssue(name, f"= {data[name]!r} has no effect: {path} is {what}.", f"Try: {name}=null") for name in given
-    ]
-
-
-def read_lora(lora: Mapping[str, Any]) -> LoraConfig | None:
-    """The adapter, or None to train the whole model."""
-    rank = lora["lora_rank"]
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-        raise ConfigError(f"lora_rank must be a whole number, 0 for the whole model, got {rank!r}.")
-    if not rank:
+def read_lora(run: RunSettings) -> LoraConfig | None:
+    """The adapter, or None to train the full model."""
+    if not run.lora_rank:
         return None
     return LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank if lora["lora_alpha"] is None else lora["lora_alpha"],
-        lora_dropout=lora["lora_dropout"],
-        target_modules=lora["lora_target_modules"],
+        r=run.lora_rank,
+        lora_alpha=2 * run.lora_rank if run.lora_alpha is None else run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=run.lora_target_modules,
         task_type="CAUSAL_LM",
     )
 
 
-def load_rewards(given: Any) -> list[Any]:
-    """Rewards by name stay names; `module:function` is imported from the working directory or what is installed."""
-    rewards = []
-    for name in given if isinstance(given, list) else [given]:
-        if not isinstance(name, str):
-            raise ConfigError(f"reward_funcs holds {name!r}.  Try: a name such as math, or my_rewards:function")
-        if ":" in name and name not in REGISTRIES["reward"].names():
-            make_importable((".",))
-            try:
-                rewards.append(import_path(name, "reward"))
-            except PluginError as error:
-                raise ConfigError(f"reward_funcs: {error}") from error
-        else:
-            rewards.append(name)
-    return rewards
-
-
-def load_tokenizer(model: str, kwargs: Any) -> Any:
+def load_tokenizer(model: str, kwargs: dict[str, Any] | None) -> Any:
     """The model's tokenizer, made with the given arguments."""
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ConfigError(f"tokenizer_kwargs must be a table, got {kwargs!r}.")
     try:
         return AutoTokenizer.from_pretrained(resolve_model(model), **(kwargs or {}))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(explain_missing_model(model, error)) from error
 
 
-def load_rows(data: Mapping[str, Any], split: str, most: int | None) -> list[dict[str, Any]]:
-    """The rows of a split: a conversation, an answer, and the columns that rewards are to see."""
-    name = str(data["dataset_id_or_path"])
-    if name in OWN_SETS:
-        examples = load_examples(Data(source=name, split=split))
-        count = most or (ENDLESS if isinstance(examples, Endless) else len(examples))
-        rows: Any = [{"prompt": example.prompt, "answer": example.reference} for example in examples[:count]]
-    else:
-        rows = _load_dataset(name, data["dataset_config"], split)
-        rows = rows.select(range(min(most, len(rows)))) if most else rows
-    return [_row(row, data, number) for number, row in enumerate(rows)]
+class NamedReward:
+    """One of retrain's rewards as a reward function of TRL: compares completions with the column `answer`."""
+
+    def __init__(self, name: str) -> None:
+        problem = REGISTRIES["reward"].explain_unknown(name)
+        if problem:
+            raise ConfigError(f"reward_funcs: {problem}")
+        self.__name__ = name
+
+    @functools.cached_property
+    def pool(self) -> BatchReward:
+        """The worker processes, started for the first batch."""
+        return build_reward(RewardSection(type=self.__name__))
+
+    def __call__(self, completions: list[Any], answer: list[Any] | None = None, **columns: Any) -> list[float | None]:
+        """The rewards of a batch; None where a completion could not be scored."""
+        if answer is None:
+            raise ConfigError(f"reward_funcs: {self.__name__} needs reference answers.  Try: answer_column=…")
+        texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
+        items = [Item(text, gsm8k_answer(str(one)) or str(one)) for text, one in zip(texts, answer, strict=True)]
+        return [score.value if score.counts else None for score in self.pool.score(items)]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if "pool" in vars(self):
+            self.pool.close()
+            del self.pool
 
 
-def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
-    path = Path(name).expanduser()
-    try:
-        if path.suffix in FILES and path.is_file():
-            # A file is one split, whatever it is called.
-            return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
-        if path.is_dir() and (path / "dataset_dict.json").exists():
-            return load_from_disk(str(path))[split]
-        if path.is_dir() and (path / "dataset_info.json").exists():
-            return load_from_disk(str(path))
-        return load_dataset(name, config, split=split)
-    except Exception as error:
-        # The library raises many kinds; each says in its own words that there is no such dataset or split.
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
-
-
-def _row(row: Mapping[str, Any], data: Mapping[str, Any], number: int) -> dict[str, Any]:
-    prompt = _pick(row, data["prompt_column"], PROMPT_FIELDS, number)
-    answer = _pick(row, data["answer_column"], ANSWER_FIELDS, number, needed=bool(data["answer_column"]))
-    asked = row[prompt]
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    if data["system_prompt"] and isinstance(messages, list | tuple):
-        messages = [{"role": "system", "content": str(data["system_prompt"])}, *messages]
-    rest = {key: value for key, value in row.items() if key not in (prompt, answer)}
-    if data["keep_columns"] is not None:
-        lacking = [name for name in data["keep_columns"] if name not in row]
-        if lacking:
-            raise ConfigError(f"keep_columns names {lacking[0]!r}; row {number} has {', '.join(row)}.")
-        rest = {key: rest[key] for key in data["keep_columns"] if key in rest}
-    # The columns that were named win over others of the file that are called so.
-    return {**rest, "prompt": messages, **({"answer": row[answer]} if answer else {})}
-
-
-def _pick(row: Mapping[str, Any], named: str | None, usual: tuple[str, ...], number: int, needed: bool = True) -> str:
-    found = next((name for name in ((named,) if named else usual) if row.get(name) is not None), "")
-    if needed and not found:
-        raise ConfigError(
-            f"row {number} has none of {', '.join((named,) if named else usual)}; it has {', '.join(row)}."
-        )
-    return found
+def load_rewards(given: str | list[str] | None) -> list[Any]:
+    """Reward functions: retrain's by name, `module:function` from the working directory or an installed package."""
+    rewards: list[Any] = []
+    for name in [given] if isinstance(given, str) else given or []:
+        if ":" not in name:
+            rewards.append(NamedReward(name))
+            continue
+        make_importable((".",))
+        try:
+            rewards.append(import_path(name, "reward"))
+        except PluginError as error:
+            raise ConfigError(f"reward_funcs: {error}") from error
+    return rewards

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +11,8 @@ import yaml
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo.compose import compose_settings, flatten
-from retrain.grpo.settings import build_trainer, load_rewards, load_rows
-
-QUICK = ["max_steps=1", "per_device_train_batch_size=16", "num_generations=8"]
+from retrain.grpo.rows import load_rows
+from retrain.grpo.settings import NamedReward, RunSettings, build_trainer, load_rewards
 
 
 @pytest.fixture
@@ -24,18 +21,6 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     assert run(["grpo", "init"]) == 0
     return tmp_path / "configs"
-
-
-def test_the_starter_tree_runs_at_once(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert run(["grpo", "configs/run/tiny.yaml", *QUICK, "max_val_examples=4", "max_train_examples=16"]) == 0
-    shown = capsys.readouterr().out
-    assert "tiny on arithmetic: 16 prompts" in shown
-    last = shown.splitlines()[-1]
-    assert re.fullmatch(r"Done: 1 step, held-out reward \S+ before and \S+ after, logs in logs/grpo\.", last)
-    assert shown.count("Loading train model") == 1, "evaluating loads no model of its own"
-    (row,) = [json.loads(line) for line in Path("logs/grpo/metrics.jsonl").read_text().splitlines()]
-    assert row["num_datums"] > 0 and "rewards/match/mean" in row and "kl_ref" in row
 
 
 def test_every_starter_file_holds_settings_that_there_are(configs: Path) -> None:
@@ -81,11 +66,11 @@ def test_packages_become_one_table() -> None:
     ("words", "text"),
     [
         (["learning_rat=1"], "unknown setting 'learning_rat'.  Did you mean learning_rate?"),
-        (["num_generations=6"], "num_generations = 6 does not divide"),
+        (["num_generations=6"], "generation_batch_size (64) must be divisible by num_generations (6)"),
         (["model=nope"], "Could not find 'model/nope'"),
         (["learning_rate"], "'learning_rate' is no setting.  Try: key=value"),
         (["learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
-        (["completion_only_training=false"], "completion_only_training = false cannot be"),
+        (["completion_only_training=false"], "completion_only_training = false cannot be used"),
         (["lora_rank=0"], "lora_alpha = 32 has no effect: it needs lora_rank"),
         (["lora_rank=-1"], "lora_rank must be a whole number"),
         (["reward_funcs=maths"], "Did you mean 'math'?"),
@@ -96,7 +81,9 @@ def test_packages_become_one_table() -> None:
         (["output_dir=???"], "cannot be composed"),
         (["keep_columns=[level]"], "keep_columns names 'level'"),
         (["answer_column=level"], "row 0 has none of level"),
-        (["fp16=true"], "fp16 = True cannot be used"),
+        (["trainer_type=dpo"], "trainer_type must be grpo or sft, got 'dpo'"),
+        (["trainer=teacher_sft", "num_generations=4"], "num_generations is a setting of trainer_type: grpo"),
+        (["optim=fast"], "fast is not a valid OptimizerNames"),
         (["max_train_examples=-1"], "max_train_examples must be a whole number of at least 1, got -1"),
         (["max_val_examples=abc"], "max_val_examples must be a whole number"),
         (["lora_dropout=x"], "lora_dropout must be a number, got 'x'"),
@@ -118,7 +105,7 @@ def test_a_missing_file_and_a_folder_that_exists_are_refused(configs: Path, caps
     assert run(["grpo", "init"]) == 2
     assert run(["grpo", "init", "a", "b"]) == 2
     shown = capsys.readouterr().err
-    assert "there is no file 'configs/run/none.yaml'" in shown and "configs exists already" in shown
+    assert "there is no file 'configs/run/none.yaml'" in shown and "zero1.yaml (and 17 more) exists already" in shown
     assert run(["grpo", "init", "elsewhere"]) == 0
 
 
@@ -128,39 +115,32 @@ def test_files_and_columns_become_rows(tmp_path: Path) -> None:
         {"ask": "3 + 3", "is": 6, "level": "hard", "other": 2},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data: dict[str, Any] = {
-        "dataset_id_or_path": str(tmp_path / "rows.jsonl"),
-        "dataset_config": None,
-        "prompt_column": "ask",
-        "answer_column": "is",
-        "keep_columns": ["level"],
-        "system_prompt": "Be brief.",
-    }
+    file = str(tmp_path / "rows.jsonl")
+    run = RunSettings(
+        dataset_id_or_path=file,
+        prompt_column="ask",
+        answer_column="is",
+        keep_columns=["level"],
+        system_prompt="Be brief.",
+    )
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
-    assert load_rows(data, "train", 1) == [{"prompt": asked, "answer": 4, "level": "easy"}]
+    assert load_rows(run, "train", 1) == [{"prompt": asked, "answer": 4, "level": "easy"}]
     with pytest.raises(ConfigError, match=r"nowhere.* could not be loaded"):
-        load_rows({**data, "dataset_id_or_path": str(tmp_path / "nowhere")}, "train", None)
+        load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "nowhere")), "train", None)
 
 
 def test_functions_are_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grpo_test_rewards.py").write_text("def one(completions, **columns):\n    return [1.0]\n")
-    name, function = load_rewards(["math", "grpo_test_rewards:one"])
-    assert name == "math" and function(["x"]) == [1.0]
+    named, function = load_rewards(["math", "grpo_test_rewards:one"])
+    assert isinstance(named, NamedReward) and named.__name__ == "math" and function(["x"]) == [1.0]
 
 
 def test_the_named_columns_win_over_others_of_the_usual_names(tmp_path: Path) -> None:
     row = {"ask": "2 + 2", "is": 4, "prompt": "another", "answer": 5}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    data: dict[str, Any] = {
-        "dataset_id_or_path": str(tmp_path / "rows.jsonl"),
-        "dataset_config": None,
-        "prompt_column": "ask",
-        "answer_column": "is",
-        "keep_columns": None,
-        "system_prompt": "",
-    }
-    assert load_rows(data, "train", None) == [{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}]
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), prompt_column="ask", answer_column="is")
+    assert load_rows(run, "train", None) == [{"prompt": [{"role": "user", "content": "2 + 2"}], "answer": 4}]
 
 
 @pytest.mark.parametrize("word", ["val_split=test", "train_split=test", "dataset_config=main"])

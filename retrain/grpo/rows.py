@@ -1,0 +1,125 @@
+"""Datasets as rows for TRL: prompts as messages with the columns of the rewards, or prompts with their completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, load_dataset, load_from_disk
+
+from retrain.config.schema import Data
+from retrain.data import Endless, load_examples
+from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
+from retrain.errors import ConfigError, ConfigIssue
+
+if TYPE_CHECKING:
+    from retrain.grpo.settings import RunSettings
+
+OWN_SETS = ("arithmetic", "gsm8k", "math")
+FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+PROMPTS = (*PROMPT_FIELDS, "text")
+ANSWERS = (*ANSWER_FIELDS, "ground_truth")
+COMPLETIONS = ("completion", *ANSWERS)
+ENDLESS = 4096
+"""Examples of a set that never ends, without max_train_examples."""
+
+Row = dict[str, Any]
+
+
+def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = False) -> list[Row]:
+    """The rows of a split, for GRPO or for SFT."""
+    name = run.dataset_id_or_path
+    rows: Any
+    if name in OWN_SETS:
+        examples = load_examples(Data(source=name, split=split))
+        count = limit or (ENDLESS if isinstance(examples, Endless) else len(examples))
+        rows = [{"prompt": example.prompt, "answer": example.reference} for example in examples[:count]]
+        if is_sft:
+            # The form in which rewards and evaluations look for an answer.
+            rows = [{**row, "completion": f"\\boxed{{{row['answer']}}}"} for row in rows]
+    else:
+        rows = _load_dataset(name, run.dataset_config, split)
+        rows = rows.select(range(min(limit, len(rows)))) if limit else rows
+    convert = _sft_row if is_sft else _grpo_row
+    return [convert(row, run, number) for number, row in enumerate(rows)]
+
+
+def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
+    path = Path(name).expanduser()
+    try:
+        if path.suffix in FILES and path.is_file():
+            return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
+        if path.is_dir() and (path / "dataset_dict.json").exists():
+            return load_from_disk(str(path))[split]
+        if path.is_dir() and (path / "dataset_info.json").exists():
+            return load_from_disk(str(path))
+        return load_dataset(name, config, split=split)
+    except Exception as error:
+        # The library raises many kinds, each with the reason in its text.
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
+
+
+def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
+    prompt = _pick(row, run.prompt_column, PROMPTS, number)
+    answer = _pick(row, run.answer_column, ANSWERS, number, is_required=bool(run.answer_column))
+    columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
+    if run.keep_columns is not None:
+        missing = [name for name in run.keep_columns if name not in row]
+        if missing:
+            raise ConfigError(f"keep_columns names {missing[0]!r}; row {number} has {', '.join(row)}.")
+        columns = {key: row[key] for key in run.keep_columns}
+    # The selected columns replace others with these names.
+    return {**columns, "prompt": _messages(row[prompt], run), **({"answer": row[answer]} if answer else {})}
+
+
+def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
+    conversation = row.get("messages")
+    if conversation and not run.prompt_column:
+        return {"prompt": _messages(conversation[:-1], run), "completion": [conversation[-1]]}
+    prompt = _pick(row, run.prompt_column, PROMPTS, number)
+    # A text alone is trained on from its first token, unless only completions are to be.
+    needs_completion = prompt != "text" or bool(run.completion_only_training)
+    completion = _pick(row, run.answer_column, COMPLETIONS, number, needs_completion)
+    if not completion:
+        return {"text": row[prompt]}
+    answer = row[completion]
+    is_conversation = isinstance(answer, Sequence) and not isinstance(answer, str)
+    completed = list(answer) if is_conversation else [{"role": "assistant", "content": str(answer)}]
+    return {"prompt": _messages(row[prompt], run), "completion": completed}
+
+
+def _messages(prompt: Any, run: RunSettings) -> list[Any]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [{"role": "system", "content": run.system_prompt}, *messages] if run.system_prompt else messages
+
+
+def _pick(
+    row: Mapping[str, Any], named: str | None, usual: tuple[str, ...], number: int, is_required: bool = True
+) -> str:
+    names = (named,) if named else usual
+    found = next((name for name in names if row.get(name) is not None), "")
+    if is_required and not found:
+        raise ConfigError(f"row {number} has none of {', '.join(names)}; it has {', '.join(row)}.")
+    return found
+
+
+def find_idle_splits(run: RunSettings) -> list[ConfigIssue]:
+    """Splits of a file, or of a dataset saved without them: each would be the full dataset again."""
+    path = Path(run.dataset_id_or_path).expanduser()
+    idle = {"train_split": run.train_split, "val_split": run.val_split, "dataset_config": run.dataset_config}
+    if path.is_file() and path.suffix in FILES:
+        what = "a file, which has no splits or configurations"
+    elif (path / "dataset_dict.json").exists():
+        what, idle = "a saved dataset, which has no configurations", {"dataset_config": run.dataset_config}
+    elif (path / "dataset_info.json").exists():
+        what = "a saved dataset without splits or configurations"
+    else:
+        return []
+    # A file is loaded as the split "train".
+    given = {name: value for name, value in idle.items() if value and (name, value) != ("train_split", "train")}
+    return [
+        ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null")
+        for name, value in given.items()
+    ]

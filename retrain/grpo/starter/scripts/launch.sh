@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Train with N processes on this machine, by `accelerate launch`:
+#   scripts/launch.sh N configs/run/x.yaml key=value …
+# ACCELERATE_CONFIG selects another configuration: accelerate/zero3.yaml, or none for plain data parallelism.
+set -euo pipefail
+if [[ $# -lt 2 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
+  echo "Usage: scripts/launch.sh N configs/run/x.yaml key=value …" >&2
+  exit 2
+fi
+processes=$1
+shift
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+config=${ACCELERATE_CONFIG:-$root/accelerate/zero1.yaml}
+options=(--num_processes "$processes" --num_machines 1 --mixed_precision no --dynamo_backend no)
+if [[ -z ${MASTER_PORT:-} ]]; then
+  # A free port, so that several runs fit on one machine.
+  MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+fi
+options+=(--main_process_port "$MASTER_PORT")
+has_gpu=$(python -c 'import torch; print(int(torch.accelerator.is_available()))')
+if [[ $has_gpu == 0 ]]; then
+  export DS_ACCELERATOR=cpu
+fi
+if [[ $config == none ]]; then
+  if [[ $has_gpu == 0 ]]; then options+=(--cpu); elif [[ $processes -gt 1 ]]; then options+=(--multi_gpu); fi
+else
+  options+=(--config_file "$config")
+fi
+# The run decides about mixed precision: bf16=true or fp16=true.
+exec python -m accelerate.commands.launch "${options[@]}" -m retrain grpo "$@"

@@ -1,0 +1,227 @@
+"""The tree that `retrain grpo init` writes, and runs of it with the built-in model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+from retrain.cli import run
+from retrain.grpo import GRPOConfig, GRPOTrainer
+from retrain.grpo.compose import compose_settings
+from retrain.grpo.rows import load_rows
+from retrain.grpo.settings import NamedReward, RunSettings, build_trainer
+
+ROOT = Path(__file__).parents[2]
+SEED_KEYS = {
+    "zero1": {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "zero3_init_flag": False,
+        "zero_stage": 1,
+    },
+    "zero3": {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "cpu",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "zero_stage": 3,
+    },
+}
+# As the reference documentation has it, but for the indentation.
+SNIPPET = """\
+from hydra import compose, initialize
+from trainers.grpo_config import GRPOConfig
+
+# Initialize Hydra
+with initialize(config_path="../configs"):
+    cfg = compose(config_name="train",
+                  overrides=["trainer=teacher_grpo"])
+
+# Create GRPOConfig
+config = GRPOConfig(
+    output_dir=cfg.output_dir,
+    num_train_epochs=cfg.num_train_epochs,
+    per_device_train_batch_size=cfg.per_device_train_batch_size,
+    num_generations=cfg.num_generations,
+    temperature=cfg.temperature,
+    beta=cfg.beta,
+    learning_rate=cfg.learning_rate,
+    max_probe_tokens=cfg.max_probe_tokens,
+    degradation_penalty_multiplier=cfg.degradation_penalty_multiplier,
+    efficiency_weight=cfg.efficiency_weight
+)
+print(type(config).__module__, config.max_probe_tokens, config.learning_rate, config.output_dir)
+"""
+MY_MODEL = """\
+name: my_model
+model_name_or_path: builtin:tiny
+
+model_init_kwargs:
+  torch_dtype: bfloat16
+  use_cache: false
+  attn_implementation: sdpa
+
+tokenizer_kwargs:
+  padding_side: left
+  use_fast: true
+"""
+MY_DATASET = """\
+dataset_id_or_path: my-org/my-dataset
+train_split: train
+val_split: validation
+
+completion_only_training: true
+artificial_epochs: 2
+
+keep_columns:
+  - text
+  - ground_truth
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert run(["grpo", "init"]) == 0
+    return tmp_path
+
+
+def test_the_tree_has_the_documented_files(tree: Path) -> None:
+    for name, keys in SEED_KEYS.items():
+        content = yaml.safe_load((tree / "accelerate" / f"{name}.yaml").read_text())
+        expected = {"compute_environment": "LOCAL_MACHINE", "deepspeed_config": keys, "distributed_type": "DEEPSPEED"}
+        assert content == expected
+    for script in ("launch.sh", "launch_with_server.sh"):
+        assert os.access(tree / "scripts" / script, os.X_OK)
+        assert subprocess.run(["bash", "-n", tree / "scripts" / script], check=False).returncode == 0
+    for name in ("run/teacher_sft", "run/teacher_rcl", "run/tiny", "model/llama3_70b", "trainer/teacher_grpo"):
+        assert (tree / "configs" / f"{name}.yaml").is_file()
+
+
+def test_existing_files_are_never_overwritten(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "new" / "configs" / "run").mkdir(parents=True)
+    (tree / "new" / "configs" / "run" / "tiny.yaml").write_text("mine: 1\n")
+    assert run(["grpo", "init", "new"]) == 2
+    assert "new/configs/run/tiny.yaml exists already.  Try: retrain grpo init another_folder" in capsys.readouterr().err
+    assert [path.name for path in (tree / "new").rglob("*") if path.is_file()] == ["tiny.yaml"]
+    (tree / "file").write_text("")
+    assert run(["grpo", "init", "file"]) == 2
+    assert run(["grpo", "init", "other/folder"]) == 0 and (tree / "other/folder/scripts/launch.sh").is_file()
+
+
+def test_the_documented_hydra_snippet_runs(tree: Path) -> None:
+    (tree / "scripts" / "snippet.py").write_text(SNIPPET)
+    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "scripts/snippet.py"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "retrain.grpo.config 50 1e-06 logs/train"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "key", "value"),
+    [
+        ("teacher_sft", ["learning_rate=5e-6"], "learning_rate", 5e-6),
+        ("teacher_rcl", ["dataset_id_or_path=my/dataset", "num_generations=16"], "dataset_id_or_path", "my/dataset"),
+        ("teacher_rcl", [], "adaptive_teaching", True),
+        (
+            "teacher_sft",
+            ["model=llama3_70b", "per_device_train_batch_size=1"],
+            "model_name_or_path",
+            "meta-llama/Llama-3.3-70B-Instruct",
+        ),
+    ],
+)
+def test_the_documented_overrides_compose(tree: Path, name: str, words: list[str], key: str, value: object) -> None:
+    assert compose_settings(tree / "configs" / "run" / f"{name}.yaml", words)[key] == value
+
+
+def test_a_setting_can_be_shown(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    keys = "model_name_or_path,vllm_dtype,num_generations"
+    assert run(["grpo", "--show", keys, "configs/run/teacher_rcl.yaml", "num_generations=16"]) == 0
+    model, dtype, generations = capsys.readouterr().out.splitlines()
+    assert Path(model).is_dir() and (dtype, generations) == ("", "16")
+
+
+def test_the_documented_model_and_data_files_train(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "configs" / "model" / "my_model.yaml").write_text(MY_MODEL)
+    (tree / "configs" / "data" / "my_dataset.yaml").write_text(MY_DATASET)
+    rows = datasets.Dataset.from_list(
+        [{"text": f"{number}+1=?", "ground_truth": str(number + 1)} for number in range(8)]
+    )
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(2))}).save_to_disk("my-org/my-dataset")
+    words = ["model=my_model", "data=my_dataset", "per_device_train_batch_size=8", "max_completion_length=8"]
+    composed = compose_settings(tree / "configs/run/tiny.yaml", [*words, "reward_funcs=match", "lora_rank=4"])
+    trainer = build_trainer(composed)
+    assert isinstance(trainer, GRPOTrainer) and len(trainer.train_dataset) == 16
+    assert trainer.train_dataset[0]["ground_truth"] == trainer.train_dataset[0]["answer"] == "1"
+    assert str(trainer.model.dtype) == "torch.bfloat16" and not trainer.model.config.use_cache
+    words = ["model=my_model", "data=my_dataset", "max_steps=1"]
+    assert run(["grpo", "configs/run/teacher_sft.yaml", *words]) == 0
+    assert "my_model on my-org/my-dataset: 8 prompts" in capsys.readouterr().out
+
+
+def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    words = ["max_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
+    assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny on arithmetic: 16 prompts" in shown
+    last = shown.splitlines()[-1]
+    assert re.fullmatch(r"Done: 2 steps, held-out reward \S+ before and \S+ after, logs in logs/tiny\.", last)
+    assert Path("logs/tiny/adapter_model.safetensors").is_file()
+
+
+def test_teacher_sft_trains_on_completions_only(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    words = ["completion_only_training=true", "artificial_epochs=2", "max_train_examples=128", "learning_rate=1e-3"]
+    assert run(["grpo", "configs/run/teacher_sft.yaml", *words, "max_val_examples=16"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(
+        r"Done: 16 steps, held-out loss (\S+) before and (\S+) after, logs in logs/teacher_sft\.", last
+    )
+    assert found and float(found[2]) < float(found[1])
+    assert Path("logs/teacher_sft/model.safetensors").is_file()
+
+
+def test_rows_of_every_form_are_trained_on(tmp_path: Path) -> None:
+    def convert(row: dict[str, object], **settings: object) -> dict[str, object]:
+        datasets.Dataset.from_list([row]).to_json(tmp_path / "rows.jsonl")
+        data = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), **settings)  # type: ignore[arg-type]
+        return load_rows(data, "train", None, is_sft=True)[0]
+
+    asked, answered = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+    both = {"prompt": [asked], "completion": [answered]}
+    assert convert({"question": "2 + 2", "answer": 4}) == both
+    assert convert({"prompt": [asked], "completion": [answered]}) == both
+    assert convert({"messages": [asked, answered]}) == both
+    assert convert({"text": "2 + 2 = 4"}) == {"text": "2 + 2 = 4"}
+    assert convert({"text": "2 + 2", "ground_truth": "4"}, completion_only_training=True) == both
+
+
+def test_a_named_reward_scores_texts_and_messages() -> None:
+    reward = NamedReward("match")
+    try:
+        completions = [r"\boxed{4}", [{"role": "assistant", "content": r"So \boxed{42}"}], "nothing"]
+        assert reward(completions=completions, answer=[4, "By hand.\n#### 42", "1"]) == [1.0, 1.0, 0.0]
+    finally:
+        reward.close()
+
+
+def test_the_starter_names_only_arguments_that_exist(tree: Path) -> None:
+    settings = yaml.safe_load((tree / "configs" / "trainer" / "teacher_grpo.yaml").read_text())
+    del settings["trainer_type"]
+    assert GRPOConfig(output_dir="logs", use_cpu=True, bf16=False, **settings).adaptive_teaching

@@ -68,10 +68,6 @@ class Overrides:
     """Components that a caller brings in place of those that a configuration names."""
 
     backend: MakeBackend | None = None
-    tasks: Callable[[TrainConfig, Console], TaskSource] | None = None
-    tokenizer: Tokenizer | None = None
-    trackers: tuple[Tracker, ...] = ()
-    """Added to the configured ones."""
     control: RunControl = field(default_factory=NoControl)
 
 
@@ -147,10 +143,10 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     paths = config.plugins.search_paths
     credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
     # Rewards and environments start first: they warm up while the model loads, and fail early.
-    tasks = (overrides.tasks or _find_tasks(config))(config, console)
+    tasks = _find_tasks(config)(config, console)
     stack.callback(tasks.close)
     console.print(f"Loading tokenizer for {config.model.model} ...")
-    tokenizer = overrides.tokenizer or load_tokenizer(config.model.model)
+    tokenizer = load_tokenizer(config.model.model)
     console.print("Loading vocabulary table...")
     texts = vocabulary_texts(tokenizer)
     console.print(f"Vocabulary table: {len(texts)} entries")
@@ -184,7 +180,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
-        tracker=_build_log(config, folder, console, [jsonl, *overrides.trackers]),
+        tracker=_build_log(config, folder, console, [jsonl]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,

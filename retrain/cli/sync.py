@@ -84,23 +84,12 @@ def _describe_value(option: Option) -> str:
 _SCHEMA_FLAGS = {option.flag for option in all_options()}
 
 
-def _parameters_table() -> str:
-    from retrain.grpo.config import GRPOConfig  # noqa: PLC0415  (loads transformers)
-    from retrain.grpo.parameters import docs_table  # noqa: PLC0415
-
-    return docs_table(GRPOConfig)
-
-
 def generated_files(root: Path) -> dict[Path, str]:
     """Every generated file of the repository at `root` with its expected text."""
     files = {root / "retrain.toml": default_toml(), root / SCHEMA_FILE: schema_text()}
-    for name, generators in (
-        ("configuration.md", {"options": docs_tables}),
-        ("grpo.md", {"parameters": _parameters_table}),
-    ):
-        page = root / "docs" / name
-        if page.exists():
-            files[page] = _fill(page.read_text(encoding="utf-8"), generators)
+    page = root / "docs" / "configuration.md"
+    if page.exists():
+        files[page] = _fill(page.read_text(encoding="utf-8"), {"options": docs_tables})
     manual = root / SOURCE.relative_to(Path(__file__).parents[2])
     if manual.exists():
         files[manual] = fill_manual(manual.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ from retrain.runtime.devices import AUTO, check_gpus, device_names
 from retrain.runtime.ranks import find_rank_info
 from retrain.types import Datum, StepMetrics
 
-__all__ = ["LocalBackend", "build", "build_alone", "check_server", "make_engine", "resolve_devices"]
+__all__ = ["LocalBackend", "build", "check_server", "make_engine", "resolve_devices"]
 
 
 def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress) -> Backend:
@@ -39,11 +39,6 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
             f"this process is rank {rank_info.rank} of {rank_info.world}, and each would train its own model.  "
             "Try: retrain.distributed.run.train_on_ranks(config, rank_info), or the command line"
         )
-    return build_alone(config, tokenizer, log, progress)
-
-
-def build_alone(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress) -> Backend:
-    """The same, ignoring the rank of this process."""
     devices = resolve_devices(config.backend.devices, log)
     seed = config.training.seed
     log(f"Loading train model: {config.model.model} on {devices[-1]}...")

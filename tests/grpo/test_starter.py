@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,47 @@ def test_rows_of_every_form_are_trained_on(tmp_path: Path) -> None:
     assert convert({"messages": [asked, answered]}) == both
     assert convert({"text": "2 + 2 = 4"}) == {"text": "2 + 2 = 4"}
     assert convert({"text": "2 + 2", "ground_truth": "4"}, completion_only_training=True) == both
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: bool) -> None:
+    """With a stand-in for `python`: a web server for vLLM, and a trainer that only prints its arguments."""
+    server = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory web $VLLM_PORT" if starts else "false"
+    (tree / "web" / "health").mkdir(parents=True)
+    (tree / "bin").mkdir()
+    (tree / "bin" / "python").write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        f'  *scripts.vllm_serve*) echo "server $CUDA_VISIBLE_DEVICES $*" >&2; exec {server};;\n'
+        '  *accelerate*) echo "trainer $CUDA_VISIBLE_DEVICES $*";;\n'
+        f'  *) exec {sys.executable} "$@";;\n'
+        "esac\n"
+    )
+    (tree / "bin" / "python").chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {
+        "PATH": f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "VLLM_PORT": port,
+    }
+    words = ["2", "2", "configs/run/teacher_rcl.yaml", "vllm_max_model_len=128", "temperature=0.8"]
+    done = subprocess.run(
+        ["scripts/launch_with_server.sh", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    started = (tree / "logs" / "vllm.log").read_text().splitlines()[0]
+    assert started.startswith("server 4,5 ") and "--tensor_parallel_size 2" in started
+    assert "builtin/tiny --max_model_len 128" in started
+    if not starts:
+        assert done.returncode == 1 and "The vLLM server did not start" in done.stderr and not done.stdout
+        return
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trainer 6,7 ") and "--num_processes 2" in done.stdout
+    assert done.stdout.rstrip().endswith(f"temperature=0.8 use_vllm_server=true vllm_host=127.0.0.1 vllm_port={port}")
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", int(port))) != 0, "the server is stopped"
 
 
 def test_a_named_reward_scores_texts_and_messages() -> None:

@@ -18,9 +18,15 @@ if ((${#gpus[@]} < total)); then
   exit 2
 fi
 join() { local IFS=,; echo "$*"; }
+is_up() { python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health')" 2>/dev/null; }
+if is_up; then
+  echo "Port $port has a server already.  Try: VLLM_PORT=8001 scripts/launch_with_server.sh …" >&2
+  exit 2
+fi
 settings=(model_name_or_path vllm_gpu_memory_utilization vllm_max_model_len vllm_dtype)
 options=(--model --gpu_memory_utilization --max_model_len --dtype)
-mapfile -t values < <(python -m retrain grpo --show "$(join "${settings[@]}")" "$@")
+# The last lines: some packages print to stdout when they are imported.
+mapfile -t values < <(python -m retrain grpo --show "$(join "${settings[@]}")" "$@" | tail -n ${#settings[@]})
 if ((${#values[@]} != ${#settings[@]})); then exit 2; fi
 command=(python -m trl.scripts.vllm_serve --tensor_parallel_size "$server_gpus" --port "$port")
 for index in "${!values[@]}"; do
@@ -31,7 +37,7 @@ CUDA_VISIBLE_DEVICES=$(join "${gpus[@]:0:server_gpus}") "${command[@]}" >"$log" 
 server=$!
 trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true' EXIT
 for ((second = 0; ; second++)); do
-  if curl -sf "http://127.0.0.1:$port/health" >/dev/null; then break; fi
+  if is_up; then break; fi
   if ! kill -0 "$server" 2>/dev/null || ((second >= wait)); then
     echo "The vLLM server did not start; the end of $log:" >&2
     tail -n 20 "$log" >&2

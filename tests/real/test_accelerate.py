@@ -1,0 +1,113 @@
+"""The starter tree under `accelerate launch` on the CPU: DeepSpeed ZeRO-1, ZeRO-3 with offload, and plain processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from retrain.builtin import resolve_model
+from retrain.cli import run
+
+from .conftest import Prepare
+from .test_deepspeed import INSTALLS
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+ROWS = 8
+SHORT = ["max_steps=2", "save_steps=2", "max_train_examples=32", "max_val_examples=2"]
+GRPO = ["max_completion_length=16"]
+RUNS = {"teacher_sft": ["learning_rate=1e-3"], "tiny": GRPO, "teacher_rcl": [*GRPO, "max_probe_tokens=8"]}
+
+
+@pytest.fixture(scope="module")
+def environment(side_venv: Prepare, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose `python` has DeepSpeed; compiled kernels are kept for all tests."""
+    python = Path(sys.executable) if importlib.util.find_spec("deepspeed") else side_venv("deepspeed", INSTALLS)
+    return os.environ | {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, sysconfig.get_path("purelib")))),
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions"))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    assert run(["grpo", "init"]) == 0
+    return tmp_path
+
+
+def launch(environment: dict[str, str], config: str, command: list[str]) -> str:
+    """What a command prints; the command must end well."""
+    done = subprocess.run(
+        command, env=environment | {"ACCELERATE_CONFIG": config}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def held_out(printed: str) -> float:
+    """The held-out loss or reward after the last step, which only the main process prints."""
+    (last,) = re.findall(r"^Done: 2 steps, held-out \w+ \S+ before and (\S+) after", printed, re.MULTILINE)
+    return float(last)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("zero", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_trains_under_zero(name: str, zero: str, processes: int, tree: Path, environment: dict[str, str]) -> None:
+    words = [*SHORT, *RUNS[name], f"per_device_train_batch_size={ROWS // processes}"]
+    command = ["scripts/launch.sh", str(processes), f"configs/run/{name}.yaml", *words]
+    found = held_out(launch(environment, f"accelerate/{zero}.yaml", command))
+    output = tree / "logs" / name
+    # One part of the optimizer's state per process.
+    assert len(list((output / "checkpoint-2").glob("global_step2/*optim_states.pt"))) == processes
+    if name == "tiny":
+        trained = load_file(output / "adapter_model.safetensors")
+        assert any(bool(value.any()) for key, value in trained.items() if "lora_B" in key)
+        return
+    trained = load_file(output / "model.safetensors")
+    initial = load_file(Path(resolve_model("builtin:tiny")) / "model.safetensors")
+    assert {key: value.shape for key, value in trained.items()} == {key: value.shape for key, value in initial.items()}
+    assert any(not torch.equal(trained[key].float(), initial[key].float()) for key in initial)
+    if name == "teacher_sft":
+        words[-1] = f"per_device_train_batch_size={ROWS}"
+        alone = launch(environment, "", ["python", "-m", "retrain", "grpo", f"configs/run/{name}.yaml", *words])
+        assert found == pytest.approx(held_out(alone), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_without_deepspeed(name: str, tree: Path, environment: dict[str, str]) -> None:
+    command = ["scripts/launch.sh", "2", f"configs/run/{name}.yaml", *SHORT, *RUNS[name]]
+    held_out(launch(environment, "none", [*command, f"per_device_train_batch_size={ROWS // 2}"]))
+
+
+def test_accumulated_steps_reach_deepspeed(tree: Path, environment: dict[str, str]) -> None:
+    words = [*SHORT, *RUNS["teacher_sft"], "gradient_accumulation_steps=2", "max_grad_norm=0.5"]
+    command = ["scripts/launch.sh", "2", "configs/run/teacher_sft.yaml", *words, "per_device_train_batch_size=2"]
+    found = held_out(launch(environment, "accelerate/zero1.yaml", command))
+    command = ["python", "-m", "retrain", "grpo", "configs/run/teacher_sft.yaml", *words]
+    assert found == pytest.approx(
+        held_out(launch(environment, "", [*command, "per_device_train_batch_size=4"])), abs=2e-3
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["2"], ["x", "configs/run/tiny.yaml"], ["0", "configs/run/tiny.yaml"]])
+def test_a_wrong_command_line_prints_the_usage(words: list[str], tree: Path, environment: dict[str, str]) -> None:
+    for script in ("launch.sh", "launch_with_server.sh"):
+        done = subprocess.run(
+            [f"scripts/{script}", *words], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and f"Usage: scripts/{script} " in done.stderr

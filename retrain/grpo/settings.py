@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from retrain.rewards import BatchReward, Item, build_reward
 from retrain.runtime.text import plural
 
 CONFIGS = {"grpo": GRPOConfig, "sft": trl.SFTConfig}
+SHARED_WITH_DEEPSPEED = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
+}
 TYPE_NAMES = {
     str: "a text",
     int: "a whole number",
@@ -132,13 +137,17 @@ def _build(run: RunSettings, config_class: Any, arguments: dict[str, Any]) -> An
 
 def _complete(arguments: dict[str, Any], run: RunSettings) -> dict[str, Any]:
     """Arguments that follow from other settings or from this machine."""
+    under_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if not torch.accelerator.is_available():
         arguments.setdefault("bf16", False)
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            # accelerate ignores DeepSpeed with use_cpu, and without a backend it counts one process.
-            arguments |= {"use_cpu": False, "ddp_backend": "gloo"}
-        else:
-            arguments["use_cpu"] = True
+        # accelerate ignores DeepSpeed with use_cpu, and without a backend it counts one process.
+        arguments |= {"use_cpu": False, "ddp_backend": "gloo"} if under_deepspeed else {"use_cpu": True}
+    for name, variable in SHARED_WITH_DEEPSPEED.items() if under_deepspeed else ():
+        # transformers requires equal values in both; the run overrides accelerate's file.
+        if name in arguments:
+            os.environ[variable] = str(arguments[name])
+        elif os.environ.get(variable, "auto") != "auto":
+            arguments[name] = json.loads(os.environ[variable])
     if run.val_split and "eval_strategy" not in arguments:
         # Before the first step and after the last one; a fraction is of all steps, rounded up.
         arguments |= {"eval_strategy": "steps", "eval_steps": 1 - 1e-9, "eval_on_start": True}

@@ -21,10 +21,11 @@ has_gpu=$(python -c 'import torch; print(int(torch.accelerator.is_available()))'
 if [[ $has_gpu == 0 ]]; then
   export DS_ACCELERATOR=cpu
 fi
-if [[ $config == none ]]; then
-  if [[ $has_gpu == 0 ]]; then options+=(--cpu); elif [[ $processes -gt 1 ]]; then options+=(--multi_gpu); fi
-else
+if [[ $config != none ]]; then
   options+=(--config_file "$config")
+elif ((processes > 1)); then
+  # On the CPU as well: with --cpu, accelerate starts a single process.
+  options+=(--multi_gpu)
 fi
 # The run decides about mixed precision: bf16=true or fp16=true.
 exec python -m accelerate.commands.launch "${options[@]}" -m retrain grpo "$@"

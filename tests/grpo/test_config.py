@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import trl
 from transformers import HfArgumentParser, TrainingArguments
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, MissingExtraError
 from retrain.grpo import GRPOConfig
 from retrain.grpo.config import add_missing_fields
 
@@ -89,3 +91,11 @@ def test_a_plain_trl_config_gets_no_limit_and_no_extras(tmp_path: Path) -> None:
     add_missing_fields(plain)
     assert (plain.max_prompt_length, plain.adaptive_teaching, plain.artificial_epochs) == (None, False, 1)
     assert (plain.beta, plain.temperature) == (0.0, 1.0)
+
+
+def test_a_missing_trl_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("retrain.grpo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(MissingExtraError, match=r'trl, which is not installed.  Try: pip install -e "\.\[grpo\]"'):
+        importlib.import_module("retrain.grpo")

@@ -30,6 +30,10 @@ class UnsupportedModelError(Exception):
     """Why the engine cannot sample from this model or with these settings."""
 
 
+class PromptLengthError(Exception):
+    """A batch has a prompt that the engine cannot take."""
+
+
 class TrainerEngine:
     """Samples completions from a trainer's model, always with its newest weights."""
 
@@ -54,7 +58,7 @@ class TrainerEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
         """One completion per prompt; equal neighbours are prefilled once."""
         if not all(0 < len(prompt) < self.engine.policy.context_length for prompt in prompts):
-            raise UnsupportedModelError(
+            raise PromptLengthError(
                 f"a prompt is empty or fills the context of {self.engine.policy.context_length} tokens"
             )
         if self.engine.policy.stop_ids != tuple(stops):

@@ -6,6 +6,7 @@ Everything else is TRL's. Where one of the two cannot serve, TRL's own is used a
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from transformers.utils import logging
 
 from retrain.builtin import resolve_model
 from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
-from retrain.grpo.engine import TrainerEngine, UnsupportedModelError, read_sampling
+from retrain.grpo.engine import PromptLengthError, TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch, pack_rows
 from retrain.grpo.teaching import TeachingRun
 from retrain.modeling.compiling import compile_layers
@@ -54,8 +55,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         elif not isinstance(args, GRPOConfig):
             add_missing_fields(args)
         if isinstance(args, GRPOConfig) and (ours := different_defaults(args)):
-            said = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
-            logger.info(f"Defaults of retrain.grpo that differ from TRL's: {said}.")
+            listed = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
+            logger.info(f"Defaults of retrain.grpo that differ from TRL's: {listed}.")
         self._teaching: TeachingRun | None = None
         with _vllm_precision(args.vllm_dtype):
             super().__init__(model, reward_funcs, args, *more, **others)
@@ -69,9 +70,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._cut_prompts = 0
         if not _is_tested():
             for part in ("sampling", "log-probs"):
-                self._use_trl(
-                    part, f"retrain was tested with TRL {TESTED[0]} up to {TESTED[1]}, this is {trl.__version__}"
-                )
+                self._use_trl(part, f"retrain was tested with TRL {TESTED[0]}, this is {trl.__version__}")
         elif self._attention.reason:
             self._use_trl("log-probs", self._attention.reason)
         if args.offload_untrained_models:
@@ -105,24 +104,26 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             )
         return [ids[-limit:] for ids in prompt_ids], images, fields
 
-    def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *more: Any, **others: Any
-    ) -> Any:
-        if not (self.use_vllm or self.use_transformers_continuous_batching):
-            if images or multimodal_fields:
-                self._use_trl("sampling", "the prompts have images or other multimodal inputs")
-            if "sampling" not in self._reasons:
-                try:
-                    return self._sample(prompt_ids)
-                except UnsupportedModelError as error:
-                    self._use_trl("sampling", str(error))
-                except torch.OutOfMemoryError:
-                    self._engine = None
-                    self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
-            if self._engine is not None:
-                self._engine = None
-                torch.cuda.empty_cache()
-        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *more, **others)
+    def _generate_single_turn(self, prompt_ids: Any, *more: Any, **others: Any) -> Any:
+        theirs = functools.partial(super()._generate_single_turn, prompt_ids, *more, **others)
+        if self.use_vllm or self.use_transformers_continuous_batching or "sampling" in self._reasons:
+            return theirs()
+        try:
+            if any(bool(given) for given in (*more[:2], others.get("images"), others.get("multimodal_fields"))):
+                raise UnsupportedModelError("the prompts have images or other multimodal inputs")
+            return self._sample(prompt_ids)
+        except PromptLengthError as error:
+            logger.warning_once(f"Using TRL for sampling of this batch: {error}.")
+            return theirs()
+        except UnsupportedModelError as error:
+            self._use_trl("sampling", str(error))
+        except torch.OutOfMemoryError:
+            self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
+        # Outside the handlers: a traceback keeps the tensors of the failed call alive.
+        self._engine = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return theirs()
 
     def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Sample with retrain's engine. The seed comes from PyTorch, whose state TRL saves in its checkpoints."""
@@ -144,12 +145,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if self.is_sharded:
             raise UnsupportedModelError("the weights are sharded (FSDP or ZeRO-3)")
         device = self.accelerator.device
-        engine = TrainerEngine(
-            self.accelerator.unwrap_model(self.model),
-            self._tokenizer,
-            device,
-            bool(self.args.bf16) and device.type == "cuda",
-        )
+        in_bf16 = bool(self.args.bf16) and device.type == "cuda"
+        engine = TrainerEngine(self.accelerator.unwrap_model(self.model), self._tokenizer, device, in_bf16)
         if device.type == "cuda" and "log-probs" not in self._reasons:
             compile_layers(self._causal_lm)
         return engine
@@ -178,34 +175,23 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     # Log-probs.
 
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **inputs: Any,
-    ) -> Any:
-        theirs = functools.partial(
-            super()._get_per_token_logps_and_entropies,
-            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **inputs,
-        )  # fmt: skip
-        has_others = compute_aux_loss or any(value is not None for value in inputs.values())
-        if "log-probs" in self._reasons or has_others or not self._is_policy(model):
+    def _get_per_token_logps_and_entropies(self, model: Any, *more: Any, **others: Any) -> Any:
+        theirs = functools.partial(super()._get_per_token_logps_and_entropies, model, *more, **others)
+        if "log-probs" in self._reasons or not self._is_policy(model):
+            return theirs()
+        given = inspect.signature(super()._get_per_token_logps_and_entropies).bind(model, *more, **others).arguments
+        ids, mask, keep = (given.pop(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
+        rows, entropy = given.pop("batch_size", None) or self._part_size(ids), given.pop("compute_entropy", False)
+        if any(value is not None and value is not False for name, value in given.items() if name != "model"):
             return theirs()
         if not self._is_packing_checked:
             self._is_packing_checked = True
-            self._check_packing(model, input_ids[:ROWS_CHECKED], attention_mask[:ROWS_CHECKED], logits_to_keep)
-            if "log-probs" in self._reasons:
-                return theirs()
-        found = self._packed(model, input_ids, attention_mask, logits_to_keep, batch_size or self._part_size(input_ids))
+            self._check_packing(model, ids[:ROWS_CHECKED], mask[:ROWS_CHECKED], keep)
+        found = self._packed(model, ids, mask, keep, rows) if "log-probs" not in self._reasons else None
         if found is None:
             return theirs()
         self._newest_logps = found[0].detach()
-        return found[0], found[1] if compute_entropy else None, None
+        return found[0], found[1] if entropy else None, None
 
     def _is_policy(self, model: Any) -> bool:
         """Whether this is the trained model; the reference model runs as TRL runs it."""

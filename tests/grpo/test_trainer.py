@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
-from retrain.grpo import trainer as module
 
 MODEL = resolve_model("builtin:tiny")
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -144,19 +143,35 @@ def test_sampling_options_reach_the_engine(make: Make, given: dict[str, Any], sa
     [
         ({"generation_kwargs": {"num_beams": 2}}, "sampling", "num_beams"),
         ({"model_init_kwargs": {"attn_implementation": "eager"}}, "log-probs", "eager"),
-        ({"max_prompt_length": None, "prompts": ["1 " * 4000] * 4}, "sampling", "fills the context"),
     ],
-    ids=["generation setting", "attention", "long prompt"],
+    ids=["generation setting", "attention"],
 )
 def test_trl_is_used_where_ours_cannot_serve(make: Make, given: dict[str, Any], part: str, reason: str) -> None:
     trainer = make(**given, max_steps=1)
-    if part == "sampling" and "prompts" in given:
-        with pytest.raises(module.UnsupportedModelError, match=reason):
-            trainer._sample([[5] * 10_000])
-        return
     trainer.train()
     assert reason in trainer._reasons[part] and len(trainer._reasons) == 1
     assert math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+def test_one_batch_that_does_not_fit_is_sampled_by_trl(make: Make) -> None:
+    trainer = make(max_steps=2)
+    engine = trainer._engine = trainer._build_engine()
+    context = engine.engine.policy.context_length
+    engine.engine.policy.context_length = 3
+    ids, logprobs = trainer._generate_single_turn([[5] * 6] * 4, None, {}, 4)
+    assert len(ids) == 4 and logprobs is None and trainer._reasons == {}
+    engine.engine.policy.context_length = context
+    assert trainer._generate_single_turn([[5] * 6] * 4, None, {}, 4)[1] is not None
+
+
+def test_no_memory_for_the_copy_that_samples_means_trl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = make()
+    monkeypatch.setattr(trainer, "_build_engine", too_large)
+    trainer.train()
+    assert "does not fit into memory" in trainer._reasons["sampling"]
 
 
 def test_another_version_of_trl_runs_as_trl_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

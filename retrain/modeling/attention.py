@@ -60,6 +60,7 @@ def attention_forward(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
+    """Attention of one layer, by the `attend` of this forward pass."""
     scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
     return output.transpose(1, 2), None

@@ -27,7 +27,12 @@ DEEPSPEED = ["deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "ninja==1.13.
 INSTALLS = [["install", "--no-deps", *DEEPSPEED], ["install", "setuptools"]]
 ROWS = 8
 SHORT = ["max_steps=2", "save_steps=2", "max_train_examples=32", "max_val_examples=2"]
-GRPO = ["max_completion_length=16"]
+# Lengths differ within a group where few answers are right, so that there is a gradient from the first step on.
+LENGTH = """\
+def length(completions, **columns):
+    return [len(completion[0]["content"]) / 10 for completion in completions]
+"""
+GRPO = ["max_completion_length=16", "reward_funcs=lengths:length", "warmup_steps=0", "learning_rate=1e-3"]
 RUNS = {"teacher_sft": ["learning_rate=1e-3"], "tiny": GRPO, "teacher_rcl": [*GRPO, "max_probe_tokens=8"]}
 
 
@@ -48,6 +53,7 @@ def environment(side_venv: Prepare, tmp_path_factory: pytest.TempPathFactory) ->
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     assert run(["grpo", "init"]) == 0
+    (tmp_path / "lengths.py").write_text(LENGTH)
     return tmp_path
 
 

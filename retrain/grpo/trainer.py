@@ -64,6 +64,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             self.train_dataset: Any = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
         self._engine: TrainerEngine | None = None
         self._attention = AttentionSwitch(self._causal_lm.config)
+        # The reference takes the same path: its rounding must not look like a divergence.
+        self._reference = None if self.ref_model is None else AttentionSwitch(self.ref_model.config)
         self._reasons: dict[str, str] = {}
         """Why TRL's own sampling or log-probs are used, by part."""
         self._is_packing_checked = False
@@ -177,24 +179,26 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *more: Any, **others: Any) -> Any:
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model, *more, **others)
-        if "log-probs" in self._reasons or not self._is_policy(model):
+        attention = self._attention if self._is_policy(model) else self._reference
+        if "log-probs" in self._reasons or attention is None or attention.reason:
             return theirs()
         given = inspect.signature(super()._get_per_token_logps_and_entropies).bind(model, *more, **others).arguments
         ids, mask, keep = (given.pop(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
         rows, entropy = given.pop("batch_size", None) or self._part_size(ids), given.pop("compute_entropy", False)
         if any(value is not None and value is not False for name, value in given.items() if name != "model"):
             return theirs()
-        if not self._is_packing_checked:
+        if not self._is_packing_checked and self._is_policy(model):
             self._is_packing_checked = True
             self._check_packing(model, ids[:ROWS_CHECKED], mask[:ROWS_CHECKED], keep)
-        found = self._packed(model, ids, mask, keep, rows) if "log-probs" not in self._reasons else None
+        found = self._packed(model, attention, (ids, mask, keep), rows) if "log-probs" not in self._reasons else None
         if found is None:
             return theirs()
-        self._newest_logps = found[0].detach()
+        if attention is self._attention:
+            self._newest_logps = found[0].detach()
         return found[0], found[1] if entropy else None, None
 
     def _is_policy(self, model: Any) -> bool:
-        """Whether this is the trained model; the reference model runs as TRL runs it."""
+        """Whether this is the trained model, not a separate reference model."""
         return self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model)
 
     def _part_size(self, input_ids: Tensor) -> int:
@@ -206,9 +210,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         return most
 
     def _packed(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, keep: int, rows: int
-    ) -> tuple[Tensor, Tensor] | None:
+        self, model: Any, attention: AttentionSwitch, batch: tuple[Tensor, Tensor, int], rows: int
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Log-probs and entropies of the completions, `rows` rows per forward pass; None if one cannot be packed."""
+        input_ids, attention_mask, keep = batch
         parts = []
         for start in range(0, len(input_ids), rows):
             ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
@@ -218,20 +223,23 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             parts.append((packed, (len(ids), keep)))
         logps, entropies = [], []
         for packed, shape in parts:
-            forward = functools.partial(self._forward, model, packed.inputs(input_ids.device))
+            forward = functools.partial(self._forward, model, attention, packed.inputs(input_ids.device))
             if len(parts) > 1 and torch.is_grad_enabled():
                 # Recomputed in the backward pass, so that only one part's activations exist at a time.
                 logprobs, entropy = checkpoint(forward, use_reentrant=False)
             else:
                 logprobs, entropy = forward()
             logps.append(packed.unpack(logprobs, shape))
-            entropies.append(packed.unpack(entropy, shape))
+            if entropy is not None:
+                entropies.append(packed.unpack(entropy, shape))
         if not torch.is_grad_enabled():
-            self._attention.restore()
-        return torch.cat(logps), torch.cat(entropies)
+            attention.restore()
+        return torch.cat(logps), torch.cat(entropies) if entropies else None
 
-    def _forward(self, model: Any, inputs: dict[str, object]) -> tuple[Tensor, Tensor]:
-        with self._attention.packed(), self.accelerator.autocast():
+    def _forward(
+        self, model: Any, attention: AttentionSwitch, inputs: dict[str, object]
+    ) -> tuple[Tensor, Tensor | None]:
+        with attention.packed(), self.accelerator.autocast():
             outputs = model(**inputs, fused_lm_head=True)
         return outputs.log_probs, outputs.entropy
 
@@ -240,7 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         with torch.no_grad(), _evaluating(self.model):
             theirs = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, keep)[0]
             try:
-                found = self._packed(model, input_ids, attention_mask, keep, len(input_ids))
+                found = self._packed(model, self._attention, (input_ids, attention_mask, keep), len(input_ids))
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 self._use_trl("log-probs", f"{type(self._causal_lm).__name__} does not take packed rows: {error}")
                 return

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import slow
 from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for, policy_for, random_prompts
-from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig
+from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig, Qwen2Config, Qwen2ForCausalLM
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
@@ -15,6 +15,7 @@ from retrain.inference_engine.pytorch import PyTorchEngine, choice
 from retrain.inference_engine.pytorch.cache import FP8
 from retrain.inference_engine.pytorch.products import Fp8Product, Part, to_fp8
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.attention import ATTENTION_NAME, PackedAttention, register
 from retrain.modeling.policy import Policy
 from retrain.types import Sampling
 
@@ -118,8 +119,6 @@ def test_layers_that_are_not_all_adapted_are_left_alone(llama: Rig) -> None:
 
 
 def test_biases_go_along_with_their_layers(tmp_path: Path) -> None:
-    from transformers import Qwen2Config
-
     from .conftest import build_rig_from
 
     torch.manual_seed(0)
@@ -208,3 +207,24 @@ def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(f
     assert learner.step(datums)["skipped"] == 0
     with pytest.raises(ConfigError, match="has no effect on this model, which samples with its own attention"):
         engine_with(policy, kv_cache_dtype="int8")
+
+
+def test_biases_that_were_trained_are_sampled_with() -> None:
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation=ATTENTION_NAME,
+    )  # fmt: skip
+    register()
+    policy = Policy(Qwen2ForCausalLM(config).eval(), torch.device("cpu"), 64, ())
+    model = SamplingModel(policy)
+    with torch.no_grad():
+        for name, parameter in policy.adapted.named_parameters():
+            if name.endswith("bias"):
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    model.refresh()
+    ids = torch.arange(6)[None]
+    attend = PackedAttention([6], policy.device)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.hidden(ids, ids, attend), policy.hidden(ids, ids, attend), rtol=1e-4, atol=1e-5
+        )

@@ -52,7 +52,7 @@ class SamplingModel:
         kinds = (LoraLayer,) if policy.rank else (nn.Linear,) if self.packs else ()
         self.adapted = {n: m for n, m in module_of(policy.causal_lm).named_modules() if isinstance(m, kinds)}
         """Policy layers of whose matrices the sampling model keeps copies."""
-        self.merge_ops: list[Callable[[], None]] = []
+        self.merge_ops: list[Callable[[], object]] = []
         """Functions that update those copies."""
         self._share_weights()
         self._allocate_merged(in_fp8)
@@ -124,8 +124,16 @@ class SamplingModel:
             module.register_parameter("weight", nn.Parameter(own, requires_grad=False))
             self.merge_ops.append(lambda layer=layer, own=own: merge_adapter(layer, own))  # type: ignore[misc]
 
+    def _join(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> Product:
+        """One product for siblings; its biases follow those of the policy, which full fine-tuning changes."""
+        product = replace_with(self.causal_lm, siblings, kind, self.dtype)
+        if product.bias is not None:
+            biases = [layer.bias.data for layer in siblings.values()]
+            self.merge_ops.append(lambda: torch.cat(biases, out=product.bias))
+        return product
+
     def _pack(self, siblings: dict[str, nn.Linear]) -> None:
-        product = replace_with(self.causal_lm, siblings, PackedProduct, self.dtype)
+        product = self._join(siblings, PackedProduct)
         assert isinstance(product, PackedProduct)
 
         def write() -> None:
@@ -137,7 +145,7 @@ class SamplingModel:
         self.merge_ops.append(write)
 
     def _replace(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> None:
-        product = replace_with(self.causal_lm, siblings, kind, self.dtype)
+        product = self._join(siblings, kind)
         for index, (name, old) in enumerate(siblings.items()):
             layer = self.adapted.get(name)
             own = product.rows_of(index, product.weight)

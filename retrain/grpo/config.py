@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 import trl
 
 from retrain.errors import ConfigError
@@ -88,6 +89,9 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             self.vllm_max_model_length = self.vllm_max_model_len
         # transformers renamed it; TRL reads the new name only.
         self.model_init_kwargs = _rename(self.model_init_kwargs, "torch_dtype", "dtype")
+        if vars(self)["bf16"] is None and not torch.accelerator.is_available():
+            # TRL's default requires a GPU.
+            self.bf16 = False
         super().__post_init__()
 
     def _check(self) -> None:

@@ -42,8 +42,10 @@ class TeachingRun:
             tokenizer = load_tokenizer(args.student_model, "student_model")
         encoder = PromptEncoder(tokenizer, "", args.max_prompt_length or 0, logger.warning)
         self.templates = Templates.of(args)
+        with _unsharded(args.deepspeed_plugin):
+            engine = FrozenEngine(policy, Inference(), tokenizer, lambda *_: None)
         self.student = Student(
-            FrozenEngine(policy, Inference(), tokenizer, lambda *_: None),
+            engine,
             Reader(encoder, policy.context_length),
             self.templates,
             args.max_probe_tokens,

@@ -108,7 +108,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: Any, *more: Any, **others: Any) -> Any:
         theirs = functools.partial(super()._generate_single_turn, prompt_ids, *more, **others)
-        if self.use_vllm or self.use_transformers_continuous_batching or "sampling" in self._reasons:
+        has_own_generate = "generate" in vars(self.accelerator.unwrap_model(self.model))
+        is_others = self.use_vllm or self.use_transformers_continuous_batching or has_own_generate
+        if is_others or "sampling" in self._reasons:
             return theirs()
         try:
             if any(bool(given) for given in (*more[:2], others.get("images"), others.get("multimodal_fields"))):

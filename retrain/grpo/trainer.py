@@ -22,6 +22,7 @@ from packaging.version import Version
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin
 from transformers.utils import logging
 
 from retrain.builtin import resolve_model
@@ -37,6 +38,8 @@ TESTED = ("1.16", "1.17")
 ROWS_CHECKED = 2
 # Largest mean difference of log-probs to TRL's forward pass, by precision.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+GENERATE = GenerationMixin.generate
 
 logger = logging.get_logger(__name__)
 
@@ -85,6 +88,12 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         return model.get_base_model() if isinstance(model, PeftModel) else model
 
     @property
+    def _has_own_generate(self) -> bool:
+        """Whether somebody replaced the model's `generate`, which then must be called."""
+        is_replaced = "generate" in vars(self.accelerator.unwrap_model(self.model))
+        return is_replaced or type(self._causal_lm).generate is not GENERATE
+
+    @property
     def is_sharded(self) -> bool:
         """Whether this process holds only a part of the weights."""
         plugin = self.args.deepspeed_plugin
@@ -108,8 +117,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: Any, *more: Any, **others: Any) -> Any:
         theirs = functools.partial(super()._generate_single_turn, prompt_ids, *more, **others)
-        has_own_generate = "generate" in vars(self.accelerator.unwrap_model(self.model))
-        is_others = self.use_vllm or self.use_transformers_continuous_batching or has_own_generate
+        is_others = self.use_vllm or self.use_transformers_continuous_batching or self._has_own_generate
         if is_others or "sampling" in self._reasons:
             return theirs()
         try:

@@ -14,7 +14,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationMixin, TrainerCallback
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
@@ -172,6 +172,13 @@ def test_no_memory_for_the_copy_that_samples_means_trl(make: Make, monkeypatch: 
     monkeypatch.setattr(trainer, "_build_engine", too_large)
     trainer.train()
     assert "does not fit into memory" in trainer._reasons["sampling"]
+
+
+def test_a_generate_of_the_script_is_called(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, input_ids, **_: torch.cat([input_ids, input_ids], 1))
+    ids, logprobs = trainer._generate_single_turn([[5, 6, 7]] * 2, None, {}, 2)
+    assert ids == [[5, 6, 7]] * 2 and logprobs is None and trainer._reasons == {}
 
 
 def test_another_version_of_trl_runs_as_trl_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

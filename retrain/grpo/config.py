@@ -16,8 +16,11 @@ def _new(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _rename(given: dict[str, Any] | str | None, old: str, new: str) -> dict[str, Any] | str | None:
-    return given if not isinstance(given, dict) else {new if key == old else key: value for key, value in given.items()}
+def rename_dtype(given: dict[str, Any] | str | None) -> dict[str, Any] | str | None:
+    """Model arguments with `torch_dtype` as `dtype`: transformers renamed it, and TRL reads the new name only."""
+    if not isinstance(given, dict):
+        return given
+    return {"dtype" if key == "torch_dtype" else key: value for key, value in given.items()}
 
 
 @dataclass
@@ -87,8 +90,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             self.vllm_server_port = self.vllm_port
         if self.vllm_max_model_len is not None:
             self.vllm_max_model_length = self.vllm_max_model_len
-        # transformers renamed it; TRL reads the new name only.
-        self.model_init_kwargs = _rename(self.model_init_kwargs, "torch_dtype", "dtype")
+        self.model_init_kwargs = rename_dtype(self.model_init_kwargs)
         if vars(self)["bf16"] is None and not torch.accelerator.is_available():
             # TRL's default requires a GPU.
             self.bf16 = False

@@ -23,7 +23,7 @@ from retrain.builtin import resolve_model
 from retrain.config.schema import Reward as RewardSection
 from retrain.data.rows import gsm8k_answer
 from retrain.errors import ConfigError, ConfigIssue, PluginError
-from retrain.grpo.config import GRPOConfig
+from retrain.grpo.config import GRPOConfig, rename_dtype
 from retrain.grpo.rows import find_idle_splits, load_rows
 from retrain.grpo.trainer import GRPOTrainer
 from retrain.modeling.tokens import explain_missing_model
@@ -156,11 +156,7 @@ def _complete(arguments: dict[str, Any], run: RunSettings) -> dict[str, Any]:
         generations = arguments.get("num_generations_eval") or arguments.get("num_generations", 8)
         # Groups must not be split; TRL's default of 8 rows would be slow, or too few for a group.
         return {"per_device_eval_batch_size": max(1, rows // generations) * generations, **arguments}
-    kwargs = arguments.get("model_init_kwargs") or {}
-    if "torch_dtype" in kwargs:
-        # transformers renamed it; TRL reads the new name only.
-        arguments["model_init_kwargs"] = {**kwargs, "dtype": kwargs["torch_dtype"]}
-        del arguments["model_init_kwargs"]["torch_dtype"]
+    arguments["model_init_kwargs"] = rename_dtype(arguments.get("model_init_kwargs"))
     if run.completion_only_training is not None:
         arguments["completion_only_loss"] = run.completion_only_training
     arguments["num_train_epochs"] = arguments.get("num_train_epochs", 3) * run.artificial_epochs
@@ -174,7 +170,7 @@ def _check_names(settings: Mapping[str, Any], arguments: set[str]) -> None:
         if key in known:
             continue
         close = get_close_matches(key[:60], known, n=1)
-        hint = f"Did you mean {close[0]}?" if close else "docs/grpo.md lists all settings."
+        hint = f"Did you mean {close[0]}?" if close else "docs/trl.md lists all settings."
         others = [kind for kind in CONFIGS if key in get_type_hints(CONFIGS[kind])]
         text = f"unknown setting {key!r}." if not others else f"{key} is a setting of trainer_type: {others[0]}."
         issues.append(ConfigIssue(text, "", "" if others else hint))

@@ -199,7 +199,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             return theirs()
         if not self._is_packing_checked and self._is_policy(model):
             self._is_packing_checked = True
-            self._check_packing(model, ids[:ROWS_CHECKED], mask[:ROWS_CHECKED], keep)
+            self._check_packing(model, ids.device)
         found = self._packed(model, attention, (ids, mask, keep), rows) if "log-probs" not in self._reasons else None
         if found is None:
             return theirs()
@@ -253,20 +253,25 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             outputs = model(**inputs, fused_lm_head=True)
         return outputs.log_probs, outputs.entropy
 
-    def _check_packing(self, model: Any, input_ids: Tensor, attention_mask: Tensor, keep: int) -> None:
-        """Compare packed rows with TRL's forward pass, once."""
+    def _check_packing(self, model: Any, device: torch.device) -> None:
+        """Compare packed rows with TRL's forward pass, once.
+
+        Fixed rows, so that all processes run the same passes, whatever their batches are like.
+        """
+        ids = torch.arange(30, device=device).view(3, 10) % self._causal_lm.config.get_text_config().vocab_size
+        ids[1, :6], mask, keep = ids[0, :6], torch.ones_like(ids), 4
+        mask[2, :3], mask[1, 9:] = 0, 0
         with torch.no_grad(), _evaluating(self.model):
-            theirs = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, keep)[0]
+            theirs = super()._get_per_token_logps_and_entropies(model, ids, mask, keep)[0]
             try:
-                found = self._packed(model, self._attention, (input_ids, attention_mask, keep), len(input_ids))
+                found = self._packed(model, self._attention, (ids, mask, keep), len(ids))
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 self._use_trl("log-probs", f"{type(self._causal_lm).__name__} does not take packed rows: {error}")
                 return
             finally:
                 self._attention.restore()
-        if found is None:
-            self._is_packing_checked = False
-        elif reason := self._find_difference(found[0].float(), theirs.float(), attention_mask[:, -keep:]):
+        assert found is not None, "every row has a prompt and a completion"
+        if reason := self._find_difference(found[0].float(), theirs.float(), mask[:, -keep:]):
             self._use_trl("log-probs", reason)
 
     def _find_difference(self, own: Tensor, theirs: Tensor, mask: Tensor) -> str:
@@ -295,7 +300,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             ratio = (self._newest_logps - sampled).clamp(-20, 20).exp()[mask > 0]
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in (("mean", ratio.mean()), ("max", ratio.max())) if len(ratio) else ():
-                metrics[f"importance_ratio/{name}"].append(self.accelerator.gather(value).mean().item())
+                # Of this process only: another one may have no rows here, and would not take part in a collective.
+                metrics[f"importance_ratio/{name}"].append(value.item())
         return loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:

@@ -92,6 +92,10 @@ class WorkerProcess:
         """Whether a reply or end-of-file can be read."""
         return bool(select.select([self.replies_fd], [], [], 0)[0])
 
+    def has_exited(self) -> bool:
+        """Whether the process has ended. What it forked may keep the pipe open a little longer."""
+        return self._process.process.poll() is not None
+
     def receive(self) -> list[Reply] | None:
         """Read available replies; None when the worker has closed the pipe."""
         data = os.read(self.replies_fd, _READ_BYTES)

@@ -107,6 +107,9 @@ class RewardPool(BatchReward):
         return batch.scores()
 
     def _top_up(self) -> None:
+        # The death of an idle worker is not the fault of the next item.
+        for worker in [each for each in self._workers if each.ready and not each.assigned and each.has_exited()]:
+            self._discard(worker)
         while len(self._workers) < self._size:
             worker = WorkerProcess(self._start)
             self._workers.append(worker)
@@ -121,7 +124,7 @@ class RewardPool(BatchReward):
 
     def _hand_out(self, batch: _Batch) -> None:
         for worker in self._workers:
-            # An idle worker with readable output has died, which is not the fault of the next item.
+            # An idle worker with readable output is about to exit.
             idle = worker.ready and not worker.assigned and not worker.has_replied()
             if idle and batch.waiting:
                 fair_share = -(-len(batch.waiting) // len(self._workers))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from inference_engine.loopback import Loopback
 
+from tests.cases import slow
 from tests.distributed.programs import Break, metrics_in, run_program
 from tests.e2e.tiny import write_model, write_tokenizer
 
@@ -84,7 +85,7 @@ def test_a_broken_reward_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "log" / "checkpoints" / "step_000000").is_dir()
 
 
-@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("fsdp", [True, *slow(False)], ids=["fsdp2", "ddp"])
 def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path, fsdp: bool) -> None:
     strike = Break(0, "Train", "interrupt")
     code, printed, seconds = run_program(2, tmp_path, strike, training__max_steps=999, distributed__fsdp=fsdp)

@@ -268,6 +268,7 @@ def test_a_kill_at_every_delicate_point_costs_nothing(bench: Bench) -> None:
         compare(bench, logs, f"killed in {point}")
 
 
+@pytest.mark.slow
 def test_a_killed_run_in_split_mode_ends_as_the_run_that_was_never_interrupted(split_bench: Bench) -> None:
     uncut = rows(split_bench.uncut)
     assert not any(row["loss_is_placeholder"] for row in uncut)

@@ -25,7 +25,7 @@ from tests.environments.table import TextEngine, play, player
 
 HERE = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parents[2])
-LIMIT_S = 1.5
+LIMIT_S = 3.0
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_contin
         assert outcomes(groups) == ["timeout", "right", "right", "right"]
         assert time.monotonic() - began < LIMIT_S + 20
         (score,) = groups[0].scores_G
-        assert score.detail.startswith("no result after 1.5 s: its process did not respond and was killed")
+        assert score.detail.startswith(f"no result after {LIMIT_S:g} s: its process did not respond and was killed")
         assert "remote_cases.py" in score.detail and "worker.py" not in score.detail
         assert "Restarting environment 'remote_cases.Cases': its process did not respond" in logged
         assert sum(line.startswith("loading with") for line in logged) == 1
@@ -154,7 +154,7 @@ def test_an_example_that_cannot_be_had_ends_the_wait_for_it() -> None:
         examples = own.environment.examples("train")
         assert outcomes(sample(own, examples=examples[:2])) == ["right", "right"]
         began = time.monotonic()
-        with pytest.raises(PluginError, match=r"returned no examples: its process did not respond for 1.5 s"):
+        with pytest.raises(PluginError, match=r"returned no examples: its process did not respond for 3 s"):
             examples[20]
         assert time.monotonic() - began < LIMIT_S + 10
 

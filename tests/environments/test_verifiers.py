@@ -77,6 +77,7 @@ def test_a_multi_turn_environment_runs_its_own_loop() -> None:
             assert completion.sampled_T is not None and not completion.sampled_T.all()
 
 
+@pytest.mark.slow
 def test_a_context_that_is_full_ends_the_rollout_and_it_is_scored() -> None:
     groups = play(build("wordle"), lambda _: "1+1=2. " * 3 + "\\boxed{99}", n=2, count=1, context=80)
     for score in groups[0].scores_G:

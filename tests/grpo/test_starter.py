@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from retrain.grpo import GRPOConfig, GRPOTrainer
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rows import load_rows
 from retrain.grpo.settings import NamedReward, RunSettings, build_trainer
+from tests.cases import slow
 
 ROOT = Path(__file__).parents[2]
 SEED_KEYS = {
@@ -121,14 +123,14 @@ def test_existing_files_are_never_overwritten(tree: Path, capsys: pytest.Capture
     assert run(["grpo", "init", "other/folder"]) == 0 and (tree / "other/folder/scripts/launch.sh").is_file()
 
 
-def test_the_documented_hydra_snippet_runs(tree: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # of Hydra, whose later versions want an argument that the document lacks
+def test_the_documented_hydra_snippet_runs(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tree / "scripts" / "snippet.py").write_text(SNIPPET)
-    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "scripts/snippet.py"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "retrain.grpo.config 50 1e-06 logs/train"
+    monkeypatch.syspath_prepend(tree)
+    runpy.run_path("scripts/snippet.py", run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1] == "retrain.grpo.config 50 1e-06 logs/train"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_rows_of_every_form_are_trained_on(tmp_path: Path) -> None:
     assert convert({"text": "2 + 2", "ground_truth": "4"}, completion_only_training=True) == both
 
 
-@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("starts", [True, *slow(False)])
 def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: bool) -> None:
     """With a stand-in for `python`: a web server for vLLM, and a trainer that only prints its arguments."""
     server = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory web $VLLM_PORT" if starts else "false"

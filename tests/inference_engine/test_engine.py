@@ -41,7 +41,9 @@ def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[int]]:
     return [completion.token_ids_T.tolist() for group in groups for completion in group]
 
 
-@pytest.mark.parametrize("options", [OPTIONS["nothing"], OPTIONS["all together"]], ids=["nothing", "all together"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS["all together"], *slow(OPTIONS["nothing"])], ids=["all together", "nothing"]
+)
 def test_every_family_draws_what_the_slow_version_draws(rig: Rig, options: dict[str, float]) -> None:
     compare_with_slow_version(rig, options)
 
@@ -70,7 +72,7 @@ def compare_with_slow_version(rig: Rig, options: dict[str, float]) -> None:
             assert abs(completion.entropies_T[at] + (support * np.log(support)).sum()) < 1e-3, place
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS["all together"], *slow(*OPTIONS.values())])
 def test_on_fresh_weights_the_importance_ratio_is_one(rig: Rig, options: dict[str, float]) -> None:
     sampling, prompts = sampling_with(**options), random_prompts(LENGTHS)
     learner = learner_for(rig.policy, rig.config)

@@ -33,7 +33,6 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
     if config == "init":
         return write_starter(settings)
     load_environment()
-    from retrain.grpo import require_trl  # noqa: PLC0415  (an optional extra)
     from retrain.grpo.compose import compose_settings  # noqa: PLC0415  (an optional extra)
 
     composed = compose_settings(Path(config), settings)
@@ -42,8 +41,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         values = [composed.get(key) for key in show.split(",")]
         click.echo("\n".join("" if value is None else str(value) for value in values))
         return 0
-    require_trl()
-    from retrain.grpo.settings import run_settings  # noqa: PLC0415  (loads PyTorch)
+    from retrain.grpo import run_settings  # noqa: PLC0415  (loads PyTorch)
 
     run_settings(composed, click.echo)
     return 0

@@ -9,24 +9,22 @@ from retrain.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from retrain.grpo.config import GRPOConfig
+    from retrain.grpo.settings import run_settings
     from retrain.grpo.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "run_settings"]
+
+MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "run_settings": "settings"}
 
 
 def __getattr__(name: str) -> Any:
     """Import TRL when it is used: composing a run's settings does not need it."""
-    if name not in __all__:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require_trl()
-    return getattr(import_module("retrain.grpo.config" if name == "GRPOConfig" else "retrain.grpo.trainer"), name)
-
-
-def require_trl() -> None:
-    """Raise an error with the install command if TRL is missing."""
     try:
         import_module("trl")
     except ImportError as error:
         raise MissingExtraError(
             'retrain.grpo needs the package trl, which is not installed.  Try: pip install -e ".[grpo]"'
         ) from error
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -266,7 +266,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
     """The step's metrics: the loop's own, and everything that the backend reported."""
     rollouts, scores = batch.rollouts, batch.rollouts.scores
     completions = [completion for group in rollouts.groups for completion in group.completions_G]
-    tokens = sum(len(completion.token_ids_T) for completion in completions)
+    lengths = [len(completion.token_ids_T) for completion in completions] or [0]
     reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
     reported.pop("skipped", None)
     loop_metrics: StepMetrics = {
@@ -282,7 +282,10 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),
         "sample_time_s": rollouts.sample_time_s,
         "score_time_s": rollouts.score_time_s,
-        "tokens_per_s": tokens / max(rollouts.sample_time_s, 1e-9),
+        "completion_tokens_mean": float(np.mean(lengths)),
+        "completion_tokens_p95": float(np.percentile(lengths, 95)),
+        "completion_tokens_max": max(lengths),
+        "tokens_per_s": sum(lengths) / max(rollouts.sample_time_s, 1e-9),
         "batch_size": state.batch_size,
         "group_size": parts.config.training.group_size,
         "num_datums": len(batch.datums),

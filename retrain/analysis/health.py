@@ -1,0 +1,208 @@
+"""Health of a run: the usual ways in which RL on language models goes wrong, each with its threshold.
+
+Every check looks at a mean over the last steps, so one bad batch is no alarm, and knows the first step at which its
+threshold was crossed. The report, `retrain status`, `retrain top` and the end of a run show the same checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = Mapping[str, Any]
+Level = Literal["ok", "warning", "problem", "unknown"]
+
+WINDOW = 10
+"""Steps that a value is averaged over."""
+SHORTEST = 20
+"""Steps before the beginning and the end of a run are compared."""
+SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its level, the value found, the rule, and the first step that broke it."""
+
+    name: str
+    level: Level
+    value: str
+    rule: str
+    step: int | None = None
+    """First step beyond the threshold; None if there is none."""
+    filter: str = ""
+    """Which completions show it: truncated, errors, wrong, longest; empty for all."""
+
+
+def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_tokens: int | None = None) -> list[Check]:
+    """All checks of a run, from its rows of metrics.jsonl and eval.jsonl in order of steps."""
+    return [
+        _check_learning(metrics, evaluations),
+        _check_entropy(metrics),
+        _check_length(metrics, max_tokens),
+        _limit("truncation", metrics, lambda row: row.get("max_token_hit_rate"), (0.1, 0.3), "truncated", "truncated"),
+        _limit("dead groups", metrics, dead_share, (0.5, 0.9), "of the groups without a signal", ""),
+        _check_mismatch(metrics),
+        _limit("reward errors", metrics, error_share, (0.001, 0.1), "of the completions not scored", "errors"),
+        _check_diversity(evaluations),
+    ]
+
+
+def worst(checks: Sequence[Check]) -> Check | None:
+    """The most severe check; None if nothing is wrong."""
+    bad = [check for check in checks if SEVERITY[check.level] >= SEVERITY["warning"]]
+    return max(bad, key=lambda check: SEVERITY[check.level]) if bad else None
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """The checks that are not ok, in one line; empty if there are none."""
+    bad = sorted(checks, key=lambda check: -SEVERITY[check.level])
+    shown = [f"{check.name} {check.value}" for check in bad if SEVERITY[check.level] >= SEVERITY["warning"]]
+    return ", ".join(shown)
+
+
+def dead_share(row: Row) -> float | None:
+    """The share of groups whose rewards were all equal."""
+    groups = row.get("batch_size")
+    if not groups or row.get("groups_all_right") is None:
+        return None
+    return (float(row["groups_all_right"]) + float(row.get("groups_all_wrong") or 0)) / float(groups)
+
+
+def error_share(row: Row) -> float | None:
+    """The share of completions whose scoring failed."""
+    count = float(row.get("batch_size") or 0) * float(row.get("group_size") or 0)
+    return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
+
+
+def _limit(
+    name: str,
+    metrics: Sequence[Row],
+    read: Callable[[Row], float | None],
+    limits: tuple[float, float],
+    what: str,
+    shows: str,
+) -> Check:
+    """A share that should stay below two limits."""
+    means = _means(metrics, read)
+    rule = f"warning from {_percent(limits[0])}, problem from {_percent(limits[1])} over {WINDOW} steps"
+    if not means:
+        return Check(name, "unknown", "not logged", rule)
+    last = means[-1][1]
+    level: Level = "problem" if last >= limits[1] else "warning" if last >= limits[0] else "ok"
+    first = next((step for step, mean in means if mean >= limits[0]), None)
+    return Check(name, level, f"{_percent(last)} {what}", rule, first, shows)
+
+
+def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
+    rule = f"held-out pass@1 above its first interval, else reward above that of the first {WINDOW} steps"
+    rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
+    if len(rows) > 1:
+        first, last = rows[0], rows[-1]
+        before, after = float(first["eval_pass_at_1"]), float(last["eval_pass_at_1"])
+        low, high = (_number(first.get(key, before)) for key in ("eval_ci_low", "eval_ci_high"))
+        assert low is not None and high is not None
+        value = f"held-out {_percent(before)} → {_percent(after)}"
+        if after < low:
+            worse = next(int(row["step"]) for row in rows if float(row["eval_pass_at_1"]) < low)
+            return Check("learning", "problem", value, rule, worse, "wrong")
+        level: Level = "ok" if after > high else "warning"
+        # An evaluation after a few steps cannot show much yet.
+        if level == "warning" and int(last["step"]) - int(first["step"]) < SHORTEST:
+            level = "unknown"
+        return Check("learning", level, value, rule, None, "wrong")
+    means = _means(metrics, lambda row: row.get("mean_reward"))
+    if len(metrics) < SHORTEST or not means:
+        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
+    rewards = [reward for row in metrics if (reward := _number(row.get("mean_reward"))) is not None]
+    before, after = means[min(WINDOW, len(means)) - 1][1], means[-1][1]
+    spread = _deviation(rewards[:WINDOW]) / math.sqrt(WINDOW)
+    value = f"reward {before:.3g} → {after:.3g}"
+    if after < before - 2 * spread:
+        return Check("learning", "problem", value, rule, None, "wrong")
+    return Check("learning", "ok" if after > before + 2 * spread else "warning", value, rule, None, "wrong")
+
+
+def _check_entropy(metrics: Sequence[Row]) -> Check:
+    rule = f"warning below 1/4 of the first {WINDOW} steps, problem below 1/20"
+    means = _means(metrics, lambda row: row.get("exec_entropy_mean"))
+    kind = str(metrics[-1].get("uncertainty_kind") or "entropy") if metrics else "entropy"
+    if len(means) < SHORTEST:
+        return Check("entropy", "unknown", f"fewer than {SHORTEST} steps" if means else "not logged", rule)
+    start, last = means[WINDOW - 1][1], means[-1][1]
+    if start <= 0:
+        return Check("entropy", "unknown", f"{kind} {last:.3g}", rule)
+    level: Level = "problem" if last < start / 20 else "warning" if last < start / 4 else "ok"
+    first = next((step for step, mean in means[WINDOW:] if mean < start / 4), None)
+    return Check("entropy", level, f"{kind} {start:.3g} → {last:.3g}", rule, first)
+
+
+def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
+    rule = f"warning if three times as long or short as in the first {WINDOW} steps, or p95 at 90% of max_tokens"
+    means = _means(metrics, lambda row: row.get("completion_tokens_mean"))
+    if not means:
+        return Check("length", "unknown", "not logged", rule)
+    start, last = means[min(WINDOW, len(means)) - 1][1], means[-1][1]
+    value = f"{last:.0f} tokens" if len(means) < SHORTEST else f"{start:.0f} → {last:.0f} tokens"
+    is_far = len(means) >= SHORTEST and start > 0 and not start / 3 <= last <= 3 * start
+    tails = _means(metrics, lambda row: row.get("completion_tokens_p95"))
+    is_full = max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
+    far = [step for step, mean in means[WINDOW:] if not start / 3 <= mean <= 3 * start] if is_far else []
+    far += [step for step, mean in tails if mean >= 0.9 * (max_tokens or 0)] if is_full else []
+    first = min(far, default=None)
+    return Check("length", "warning" if is_far or is_full else "ok", value, rule, first, "longest")
+
+
+def _check_mismatch(metrics: Sequence[Row]) -> Check:
+    rule = "warning if rows were excluded or the mean ratio is 2% from 1, problem from 10%"
+    means = _means(metrics, lambda row: row.get("ratio_mean"))
+    excluded = sum(int(row.get("rows_excluded") or 0) for row in metrics)
+    if not means and not excluded:
+        return Check("sampler–trainer mismatch", "unknown", "not logged", rule)
+    gap = abs(means[-1][1] - 1) if means else 0.0
+    level: Level = "problem" if gap >= 0.1 else "warning" if gap >= 0.02 or excluded else "ok"
+    far = [step for step, mean in means if abs(mean - 1) >= 0.02]
+    far += [int(row["step"]) for row in metrics if row.get("rows_excluded")]
+    value = f"mean ratio {means[-1][1]:.3f}" if means else ""
+    value += f"{', ' if value else ''}{excluded} rows excluded" if excluded else ""
+    return Check("sampler–trainer mismatch", level, value, rule, min(far, default=None))
+
+
+def _check_diversity(evaluations: Sequence[Row]) -> Check:
+    rule = "warning if held-out pass@1 rises while pass@k falls by 2 points"
+    rows = [row for row in evaluations if _number(row.get("eval_pass_at_k")) is not None]
+    if len(rows) < 2:
+        return Check("diversity", "unknown", "needs two evaluations with pass@k", rule)
+    (one, many), (one_now, many_now) = (
+        (float(row["eval_pass_at_1"]), float(row["eval_pass_at_k"])) for row in (rows[0], rows[-1])
+    )
+    is_narrower = one_now > one and many_now < many - 0.02
+    value = f"pass@k {_percent(many)} → {_percent(many_now)}"
+    first = next((int(row["step"]) for row in rows if float(row["eval_pass_at_k"]) < many - 0.02), None)
+    return Check("diversity", "warning" if is_narrower else "ok", value, rule, first if is_narrower else None, "wrong")
+
+
+def _means(rows: Sequence[Row], read: Callable[[Row], float | None]) -> list[tuple[int, float]]:
+    """The mean of a value over the last steps, at every step that has it."""
+    found: list[tuple[int, float]] = []
+    recent: list[float] = []
+    for row in rows:
+        value = _number(read(row))
+        if value is not None:
+            recent = [*recent[-WINDOW + 1 :], value]
+            found.append((int(row["step"]), sum(recent) / len(recent)))
+    return found
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

@@ -1,0 +1,112 @@
+"""Checks of a run's health, on rows made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from retrain.analysis.health import Check, check_health, summary, worst
+
+HEALTHY: dict[str, Any] = {
+    "mean_reward": 0.2,
+    "exec_entropy_mean": 1.0,
+    "uncertainty_kind": "surprisal",
+    "completion_tokens_mean": 40.0,
+    "completion_tokens_p95": 60.0,
+    "max_token_hit_rate": 0.01,
+    "batch_size": 8,
+    "group_size": 4,
+    "groups_all_right": 1,
+    "groups_all_wrong": 1,
+    "ratio_mean": 1.0,
+    "rows_excluded": 0,
+    "reward_errors": 0,
+}
+
+
+def steps(count: int = 40, late: int = 20, **changes: Any) -> list[dict[str, Any]]:
+    """Rows of a healthy run whose reward rises, with changes from step `late` on."""
+    rows = [HEALTHY | {"step": step, "mean_reward": 0.2 + 0.01 * step + 0.001 * (step % 3)} for step in range(count)]
+    return [row | changes if row["step"] >= late else row for row in rows]
+
+
+def evaluation(step: int, one: float, many: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "eval_pass_at_1": one,
+        "eval_pass_at_k": many,
+        "eval_ci_low": one - 0.05,
+        "eval_ci_high": one + 0.05,
+    }
+
+
+def find(name: str, checks: list[Check]) -> Check:
+    (found,) = [check for check in checks if check.name == name]
+    return found
+
+
+def test_a_healthy_run_has_nothing_to_report() -> None:
+    checks = check_health(steps(), [evaluation(0, 0.2, 0.5), evaluation(40, 0.6, 0.8)], max_tokens=128)
+    assert [check.level for check in checks] == ["ok"] * 8
+    assert worst(checks) is None and summary(checks) == ""
+    assert find("learning", checks).value == "held-out 20% → 60%"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "level", "step"),
+    [
+        # A mean over ten steps: 0.01 before, so it reaches 0.1 after one step of 1.0.
+        ("truncation", {"max_token_hit_rate": 1.0}, "problem", 20),
+        ("truncation", {"max_token_hit_rate": 0.2}, "warning", 24),
+        ("dead groups", {"groups_all_wrong": 7}, "problem", 23),
+        ("dead groups", {"groups_all_wrong": 4}, "warning", 26),
+        ("reward errors", {"reward_errors": 1}, "warning", 20),
+        ("reward errors", {"reward_errors": 32}, "problem", 20),
+        ("entropy", {"exec_entropy_mean": 0.1}, "warning", 28),
+        ("entropy", {"exec_entropy_mean": 0.0}, "problem", 27),
+        ("length", {"completion_tokens_mean": 200.0}, "warning", 25),
+        ("length", {"completion_tokens_p95": 120.0}, "warning", 29),
+        ("length", {"completion_tokens_mean": 4.0}, "warning", 27),
+        ("sampler–trainer mismatch", {"ratio_mean": 1.05}, "warning", 23),
+        ("sampler–trainer mismatch", {"ratio_mean": 0.5}, "problem", 20),
+        ("sampler–trainer mismatch", {"rows_excluded": 2}, "warning", 20),
+        ("learning", {"mean_reward": 0.245}, "warning", None),
+        ("learning", {"mean_reward": 0.0}, "problem", None),
+    ],
+)
+def test_a_check_knows_its_level_and_the_first_step(
+    name: str, changes: dict[str, Any], level: str, step: int | None
+) -> None:
+    checks = check_health(steps(**changes), max_tokens=128)
+    found = find(name, checks)
+    assert (found.level, found.step) == (level, step)
+    bad = worst(checks)
+    assert bad is not None and name in summary(checks) and found.value in summary(checks)
+
+
+def test_what_was_not_logged_or_is_too_early_is_unknown() -> None:
+    assert {check.level for check in check_health([])} == {"unknown"}
+    assert {check.level for check in check_health([{"step": 0}])} == {"unknown"}
+    early = {check.name: check.level for check in check_health(steps(5))}
+    assert early["learning"] == early["entropy"] == "unknown" and early["truncation"] == "ok"
+
+
+def test_held_out_results_decide_about_learning() -> None:
+    flat = [evaluation(0, 0.2, 0.5), evaluation(40, 0.22, 0.5)]
+    assert find("learning", check_health(steps(), flat)).level == "warning"
+    worse = [evaluation(0, 0.2, 0.5), evaluation(20, 0.1, 0.5), evaluation(40, 0.0, 0.5)]
+    assert find("learning", check_health(steps(), worse)).level == "problem"
+    assert find("learning", check_health(steps(), worse)).step == 20
+
+
+def test_narrowing_is_pass_at_1_up_while_pass_at_k_falls() -> None:
+    rows = [evaluation(0, 0.2, 0.6), evaluation(20, 0.3, 0.55), evaluation(40, 0.4, 0.5)]
+    found = find("diversity", check_health(steps(), rows))
+    assert (found.level, found.step, found.value) == ("warning", 20, "pass@k 60% → 50%")
+    assert find("diversity", check_health(steps(), [rows[0], evaluation(40, 0.1, 0.5)])).level == "ok"
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    checks = check_health(steps(ratio_mean=float("nan"), exec_entropy_mean=None))
+    assert find("sampler–trainer mismatch", checks).level == "ok"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from retrain.analysis.health import Check, check_health
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, parse_rows
@@ -44,6 +45,8 @@ class RunProgress:
     elapsed_seconds: float = 0.0
     """Run time over all attempts, as recorded by the campaign."""
     attempts: int = 1
+    health: tuple[Check, ...] = ()
+    """Checks of the beginning and the end of its logs."""
 
     @property
     def overhead_seconds(self) -> float | None:
@@ -72,7 +75,8 @@ def read_progress(folder: Path) -> RunProgress:
     max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
     times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
-    evaluations = read_tail(folder / EVALS)
+    evaluations = read_ends(folder / EVALS)
+    max_tokens = training.get("max_tokens")
     return RunProgress(
         status=_status(folder, state),
         step=done,
@@ -84,6 +88,7 @@ def read_progress(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
+        health=tuple(check_health(read_ends(folder / METRICS), evaluations, max_tokens)) if steps else (),
     )
 
 
@@ -127,6 +132,20 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def read_ends(path: Path) -> list[Table]:
+    """The first and the last complete rows of a JSONL file: all of a short one."""
+    last = read_tail(path)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size <= _TAIL_BYTES:
+                return last
+            first = list(parse_rows(file.read(_TAIL_BYTES).split(b"\n")[:-1]))
+    except OSError:
+        return last
+    known = {row.get("step") for row in first}
+    return [*first, *(row for row in last if row.get("step") not in known)]
 
 
 def read_tail(path: Path) -> list[Table]:

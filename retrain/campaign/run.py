@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -232,6 +233,7 @@ class Campaign:
                 self.screen.log(line)
         if complete:
             self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")
+            self.screen.log(f"To see it: retrain ui {shlex.quote(str(folder))}")
             return 0
         if failed:
             self.screen.log(f"{len(failed)} of {plural(len(statuses), 'run')} failed: {', '.join(failed)}.")

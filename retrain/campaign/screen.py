@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrain.analysis.health import worst
 from retrain.campaign.progress import RunProgress
 from retrain.runtime.text import plural
 from retrain.tracking.console import PLAIN_EVERY_S
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "last step")
+COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "health", "last step")
 LIVE_EVERY_S = 1.0
 _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "finished": 3, "skipped": 4, "pending": 5}
 _STYLES = {"running": "bold", "failed": "bold red", "dead": "bold red", "interrupted": "yellow", "finished": "green"}
@@ -82,13 +83,15 @@ class Screen:
 
 
 def cells(run: RunProgress) -> tuple[str, ...]:
-    """State, step, ETA, correct rate, held-out rate and time since the last step, as table cells."""
+    """State, step, ETA, correct rate, held-out rate, health and time since the last step, as table cells."""
+    bad = worst(run.health)
     return (
         run.status,
         f"{run.step}/{run.max_steps}" if run.max_steps is not None else str(run.step),
         format_seconds(run.eta_seconds) if run.status == "running" else "-",
         format_rate(run.correct_rate),
         format_rate(run.held_out),
+        bad.name if bad else "ok" if run.health else "-",
         f"{format_seconds(run.quiet_seconds)} ago" if run.quiet_seconds is not None else "-",
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +19,7 @@ from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from retrain.evaluate import Evaluation
+    from retrain.types import Example
 
 CHART_ROWS, CHART_COLUMNS = 10, 64
 SHOWN_ANSWERS = 2
@@ -47,6 +50,7 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
     print_evaluations(result.first_evaluation, result.last_evaluation)
     click.echo(f"\nLogs and checkpoints are in {log_dir}. Next steps:")
     for line in (
+        f"{f'retrain ui {shlex.quote(log_dir)}':<51}# the report, with every completion",
         "retrain demo --seed 7                              # repeat with another seed",
         f"{f'retrain --resume {log_dir} --max-steps 80':<51}# resume and train longer",
         "retrain init my_run.toml --template demo           # this run as a file to edit",
@@ -64,10 +68,16 @@ def print_evaluations(before: Evaluation, after: Evaluation) -> None:
         low, high = evaluation.interval
         click.echo(f"  {name} {100 * evaluation.pass_at_1:5.1f} %   ({100 * low:.1f} to {100 * high:.1f})")
     fixed = [i for i, (was, now) in enumerate(zip(before.correct, after.correct, strict=True)) if now and not was]
-    for index in fixed[:SHOWN_ANSWERS]:
+    # Those first whose answer was wrong, not only without the box that scoring looks for.
+    for index in sorted(fixed, key=lambda index: _has_answer(*before.answers[index]))[:SHOWN_ANSWERS]:
         example, first = before.answers[index]
+        note = "   (right, but not in a box)" if _has_answer(example, first) else ""
         click.echo(f"\n  {example.prompt}   (answer: {example.reference})")
-        click.echo(f"    before: {_one_line(first)}\n    after:  {_one_line(after.answers[index][1])}")
+        click.echo(f"    before: {_one_line(first)}{note}\n    after:  {_one_line(after.answers[index][1])}")
+
+
+def _has_answer(example: Example, text: str) -> bool:
+    return example.reference in re.findall(r"-?\d+", text)
 
 
 def draw_chart(rates: Sequence[float]) -> list[str]:

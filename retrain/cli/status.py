@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from retrain.analysis.health import summary
 from retrain.campaign.manifest import MANIFEST, Record, read_table
 from retrain.campaign.progress import RunProgress, is_locked, read_progress, seconds_left, taking_turns
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
@@ -50,7 +51,8 @@ def command(logs: str, as_json: bool) -> int:
 
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
-    turns, eta_seconds). An unfinished run is dead when no process holds the lock of its folder.
+    turns, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An unfinished run is
+    dead when no process holds the lock of its folder.
     """
     entries = find_entries(Path(logs).expanduser())
     if as_json:
@@ -134,6 +136,9 @@ def print_entry(entry: Entry) -> None:
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
         print_table(COLUMNS, rows if sys.stdout.isatty() else [COLUMNS, *rows])
+    for name, run in entry.runs.items():
+        if text := summary(run.health):
+            click.echo(f"  {name}: {text}")
 
 
 def heading(entry: Entry) -> str:

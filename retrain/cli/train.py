@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrain.analysis.health import summary
 from retrain.checks.preflight import check_before_loading
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
@@ -155,7 +156,17 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter else ""
     where = f", weights in {result.weights}" if result.weights else where
     _echo(f"Done: {plural(result.steps, 'step')}{held_out}, logs in {result.log_dir}{where}.")
+    show_health(Path(result.log_dir))
     return 0
+
+
+def show_health(log_dir: Path) -> None:
+    """Print what is wrong with a run, if anything, and the command that shows it."""
+    from retrain.campaign.progress import read_progress  # noqa: PLC0415  (only at the end of a run)
+
+    if text := summary(read_progress(log_dir).health):
+        _echo(f"Check: {text}")
+    _echo(f"To see it: retrain ui {shlex.quote(str(log_dir))}")
 
 
 def _train(config: TrainConfig, force_resume: bool, rank_info: RankInfo | None) -> TrainResult:

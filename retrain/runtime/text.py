@@ -21,3 +21,10 @@ def format_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"
     return f"{seconds:.0f} s"
+
+
+def format_clock(seconds: float) -> str:
+    """`1:20` or `2:03:10`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

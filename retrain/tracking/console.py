@@ -1,7 +1,13 @@
-"""Console output of a run: start-up lines, progress within a step, and one line per step."""
+"""Console output of a run: start-up lines, progress within a step, and steps.
+
+On a terminal, steps are a live line that is redrawn in place; evaluations and warnings stay above it. Elsewhere, every
+step is a line of its own.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +15,7 @@ from typing import TextIO
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact
+from retrain.tracking.live import BLOCKS, LiveLine
 from retrain.types import Group, StepMetrics
 
 # Groups shown per step.
@@ -21,6 +28,8 @@ SLOW_SCORING = 0.2
 SHORTEST_SCORING_S = 1.0
 # Importance ratios that neither rounding (same weights) nor a single update (older weights) explains.
 FAR_RATIO, FAR_STALE_RATIO = 2.0, 10.0
+# To the beginning of the line, and erase it.
+ERASE = "\r\x1b[2K"
 
 
 class Console:
@@ -29,8 +38,9 @@ class Console:
     def __init__(self, stream: TextIO | None = None) -> None:
         # A process may have no standard output.
         self.stream: TextIO | None = stream if stream is not None else sys.stdout
-        self.live = self.stream is not None and self.stream.isatty()
-        self.drawn = 0
+        self.live = self.stream is not None and self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.line = LiveLine(colored="NO_COLOR" not in os.environ, unicode=_shows_blocks(self.stream))
+        self.is_drawn = False
         self.warned = False
         self.warned_of_scoring = False
         self.shown_at = time.monotonic()
@@ -46,26 +56,22 @@ class Console:
         if now - self.shown_at < (LIVE_EVERY_S if self.live else PLAIN_EVERY_S):
             return
         self.shown_at = now
-        text = f"  {phase} {done}/{total}"
-        if not self.live:
-            self.print(text)
-            return
-        self._erase()
-        self._write(text)
-        self.drawn = len(text)
+        if self.live:
+            self._draw(phase, done, total)
+        else:
+            self.print(f"  {phase} {done}/{total}")
 
     def start(self, config: TrainConfig) -> None:
-        """Nothing: components print their own start-up lines."""
+        """Set the number of steps. Components print their own start-up lines."""
+        self.line.total = config.training.max_steps
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Print the first groups, then the step."""
+        """Show the step: as the live line, or as a line of its own after the first groups."""
         self.shown_at = time.monotonic()
-        for group in groups[:GROUPS_SHOWN]:
-            right = sum(score.outcome == "right" for score in group.scores_G)
-            unscored = sum(not score.counts for score in group.scores_G)
-            more = f" | {unscored} without a score" if unscored else ""
-            self.print(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}{more}")
-        self.print(step_line(step, metrics))
+        if self.live:
+            self._log_live(step, metrics)
+        else:
+            self._log_plain(step, metrics, groups)
         for line in health_lines(metrics):
             self.print(line)
         if scoring_share(metrics) >= SLOW_SCORING and not self.warned_of_scoring:
@@ -74,15 +80,42 @@ class Console:
         if metrics["num_datums"] == 0 and not self.warned:
             self.warned = True
             self.print("  no group had both better and worse answers, so nothing was learnt (shown once)")
+        if self.live:
+            self._draw()
+
+    def _log_live(self, step: int, metrics: StepMetrics) -> None:
+        self.line.update(step, metrics)
+        if metrics.get("eval_pass_at_1") is not None:
+            low, high = (100 * float(metrics.get(key) or 0.0) for key in ("eval_ci_low", "eval_ci_high"))
+            rate = 100 * float(metrics["eval_pass_at_1"] or 0.0)
+            self.print(f"Step {step}: held-out {rate:.1f}% (95% interval {low:.1f} to {high:.1f})")
+
+    def _log_plain(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        for group in groups[:GROUPS_SHOWN]:
+            right = sum(score.outcome == "right" for score in group.scores_G)
+            unscored = sum(not score.counts for score in group.scores_G)
+            more = f" | {unscored} without a score" if unscored else ""
+            self.print(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}{more}")
+        self.print(step_line(step, metrics))
 
     def finish(self) -> None:
-        """Clear the progress line."""
+        """Keep the live line of the last step above what follows."""
+        if self.live and self.line.metrics:
+            self._draw()
+            self._write("\n")
+            self.is_drawn = False
         self._erase()
 
+    def _draw(self, phase: str = "", done: int = 0, total: int = 0) -> None:
+        # One column less: some terminals wrap a full line.
+        text = self.line.text(shutil.get_terminal_size().columns - 1, phase, done, total)
+        self._write(ERASE + text)
+        self.is_drawn = True
+
     def _erase(self) -> None:
-        if self.drawn:
-            self._write("\r" + " " * self.drawn + "\r")
-            self.drawn = 0
+        if self.is_drawn:
+            self._write(ERASE)
+            self.is_drawn = False
 
     def _write(self, text: str) -> None:
         """Write; a closed output does not end the run."""
@@ -136,3 +169,11 @@ def scoring_share(metrics: StepMetrics) -> float:
     """Share of the step spent on scoring; 0 if negligible."""
     seconds = float(metrics.get("score_time_s") or 0.0)
     return seconds / float(metrics["step_time_s"] or seconds) if seconds >= SHORTEST_SCORING_S else 0.0
+
+
+def _shows_blocks(stream: TextIO | None) -> bool:
+    try:
+        BLOCKS.encode((stream and stream.encoding) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

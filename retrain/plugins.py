@@ -61,6 +61,10 @@ class Registry:
         """Whether a part reads an option of its table; a plugin may read any."""
         return name not in self.parts or key in self.facts(name).reads
 
+    def readers(self, key: str) -> list[str]:
+        """The built-in parts that read an option of their table."""
+        return [name for name in self.parts if key in self.facts(name).reads]
+
     @property
     def group(self) -> str:
         """The entry-point group through which packages add parts of this kind."""

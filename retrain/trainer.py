@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from retrain.backends import AsyncBackend
 from retrain.checks.agreement import DisagreementError, sample_unsignalled
 from retrain.checks.repeats import check_repeats
 from retrain.config import TrainConfig
+from retrain.errors import CheckpointError
 from retrain.evaluate import Evaluation
 from retrain.rollout import Rollouts
 from retrain.runtime.control import raise_if_stopped
@@ -310,6 +311,12 @@ def resume(parts: Parts) -> RunState:
     parts.order.load_state_dict(saved["order"])
     parts.sepa.load_state_dict(saved["sepa"])
     parts.backpressure.load_state_dict(saved["backpressure"])
+    unknown = saved["progress"].keys() - {each.name for each in fields(RunState)}
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.path} counts {', '.join(sorted(unknown))}, which this version of retrain does not know.  "
+            "Try: resume with the version that wrote it"
+        )
     state = RunState(**saved["progress"])
     warn_of_changed_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
     if saved["configured_batch_size"] != parts.config.training.batch_size:
@@ -324,9 +331,9 @@ def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if before != now:
         parts.console.print(
-            f"Note: [optimizer] schedule = {config.optimizer.schedule!r} runs over max_steps, which is "
-            f"{config.training.max_steps} where it was {max_steps}: the learning rate of step {step} is {now:.4g} in "
-            f"place of {before:.4g}."
+            f"Note: [training] max_steps changed from {max_steps} to {config.training.max_steps}, and with it "
+            f"[optimizer] schedule = {config.optimizer.schedule!r}: the learning rate of step {step} is {now:.4g} "
+            f"instead of {before:.4g}."
         )
 
 

@@ -76,7 +76,7 @@ class Segment:
 class Completion:
     """One sampled completion.
 
-    `logprobs_T` are those of the sampled distribution: after temperature, renormalised over the kept support.
+    `logprobs_T` are those of the sampled distribution: after temperature, renormalized over the kept support.
     """
 
     token_ids_T: IntArray

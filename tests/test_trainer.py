@@ -29,6 +29,9 @@ from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray, StepMetrics
 
+LOGGING_PAGE = re.findall(
+    r"`([\w/]+)`", (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
+)
 DOCUMENTED_KEYS = [
     "step",
     "condition",
@@ -124,6 +127,8 @@ def test_a_run_writes_every_documented_file_and_key(model: Path, tmp_path: Path)
     assert [row["step"] for row in metrics] == [0, 1, 2, 3]
     for row in metrics:
         assert set(DOCUMENTED_KEYS) <= row.keys()
+        undocumented = {key for key in row if key not in LOGGING_PAGE and not key.startswith("bp_")}
+        assert not undocumented, "docs/logging.md lacks them"
         assert (set(EVAL_KEYS) <= row.keys()) == (row["step"] % 2 == 0)
         assert row["condition"] == "maxrl+gtpo_sepa"
         assert (row["batch_size"], row["group_size"], row["loss_is_placeholder"]) == (2, 4, False)
@@ -795,14 +800,14 @@ def test_a_resume_that_stretches_the_schedule_says_how_the_learning_rate_jumps(m
     _, printed = train_quietly(fake_config(model, tmp_path, **linear, training__max_steps=8))
     # Half of the new way is left where all of the old one was gone.
     assert (
-        "Note: [optimizer] schedule = 'linear' runs over max_steps, which is 8 where it was 4: "
-        "the learning rate of step 4 is 0.0005 in place of 0."
+        "Note: [training] max_steps changed from 4 to 8, and with it [optimizer] schedule = 'linear': "
+        "the learning rate of step 4 is 0.0005 instead of 0."
     ) in printed
     _, printed = train_quietly(fake_config(model, tmp_path, **linear, training__max_steps=8))
-    assert "Note: [optimizer]" not in printed, "the same length"
+    assert "Note: [training]" not in printed, "the same length"
     train_quietly(fake_config(model, tmp_path))
     _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))
-    assert "Note: [optimizer]" not in printed, "a constant rate does not jump"
+    assert "Note: [training]" not in printed, "a constant rate does not jump"
 
 
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:
@@ -819,3 +824,13 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
     _, printed = train_quietly(fake_config(model, tmp_path))
     assert (tmp_path / "adapter" / "thesis.tex").read_text() == "irreplaceable"
     assert "holds files that retrain did not write, so it is left alone" in printed
+
+
+def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(model: Path, tmp_path: Path) -> None:
+    train_quietly(fake_config(model, tmp_path))
+    path = tmp_path / "logs" / "checkpoints" / "step_000004" / "checkpoint.json"
+    checkpoint = json.loads(path.read_text())
+    checkpoint["state"]["progress"]["tokens_sampled"] = 7
+    path.write_text(json.dumps(checkpoint))
+    with pytest.raises(CheckpointError, match=r"counts tokens_sampled, which this version of retrain does not know"):
+        train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))

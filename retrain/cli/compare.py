@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -76,7 +75,7 @@ def _print(data: ComparisonReport) -> None:
     direction = "higher" if data.higher_is_better else "lower"
     click.echo(f"{data.metric} at step {data.step}, {direction} is better, paired by seed\n")
     rows = table_rows(data)
-    print_table(COLUMNS, rows if sys.stdout.isatty() else [COLUMNS, *rows])
+    print_table(COLUMNS, rows, header=True)
     click.echo()
     for line in explanation_lines(data):
         click.echo(line)

@@ -34,13 +34,13 @@ def print_heading(text: str) -> None:
     Console().print(Text(f"\n{text}", style="bold"))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on a terminal, aligned plain lines in a pipe."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], header: bool = False) -> None:
+    """Print a table on a terminal, aligned plain lines in a pipe, there with the columns' names if `header`."""
     if sys.stdout.isatty():
         _print_rich_table(columns, rows)
         return
     widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-    for row in rows:
+    for row in (columns, *rows) if header else rows:
         click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -202,7 +201,7 @@ def _print(data: Difference) -> None:
     table = [(m.metric, f"step {m.first_step}", _show(m.a), _show(m.b), _widest(m)) for m in differing]
     columns = ("metric", "first step", "A", "B", "largest")
     table = table or [("none", "", "", "", "")]
-    print_table(columns, table if sys.stdout.isatty() else [columns, *table])
+    print_table(columns, table, header=True)
     equal = [m.metric for m in data["metrics"] if m.first_step is None]
     click.echo(f"\nEqual at every step: {', '.join(equal) or 'none'}.")
     for side in ("a", "b"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -135,7 +134,7 @@ def print_entry(entry: Entry) -> None:
         click.echo(f"  {entry.problem}")
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
-        print_table(COLUMNS, rows if sys.stdout.isatty() else [COLUMNS, *rows])
+        print_table(COLUMNS, rows, header=True)
     for name, run in entry.runs.items():
         if text := summary(run.health):
             click.echo(f"  {name}: {text}")

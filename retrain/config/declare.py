@@ -1,6 +1,7 @@
 """How options are declared: the base class of tables, and `option` with the facts about one option."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -97,14 +98,19 @@ class Section(BaseModel):
     """Facts about every option of the table that does not declare its own."""
 
 
+_READERS = re.compile(r"\{(\w+)\.(\w+)\}")
+
+
 def option(default: Any, description: str, **settings: Any) -> Any:
     """Declare an option: its default, one sentence, and as keywords its facets and pydantic's bounds.
 
-    In the sentence, `{names}` stands for the built-in components of its `kind`.
+    In the sentence, `{names}` stands for the built-in components of its `kind`, and `{data.path}` for the data sources
+    that read `path`.
     """
     kind = settings.get("kind")
     if kind:
         description = description.format(names=", ".join(REGISTRIES[kind].builtins))
+    description = _READERS.sub(lambda found: ", ".join(REGISTRIES[found[1]].readers(found[2])), description)
     extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
         return Field(

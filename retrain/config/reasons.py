@@ -89,7 +89,7 @@ def can_launch_server(config: TrainConfig) -> str:
     """Used if a vLLM server can be started."""
     inference = config.inference
     if inference.engine != "vllm":
-        return f"[inference] engine is {inference.engine}, and it is vLLM that can be started"
+        return f"[inference] engine is {inference.engine}, and only vLLM servers can be started"
     return "[inference] url names a server" if inference.url else ""
 
 

@@ -1,8 +1,7 @@
 """Data sources, and the order in which examples are drawn.
 
-Built-in sources are `math`, `gsm8k`, `arithmetic`, `jsonl` and `hub`; a dotted path names your own class. A source is
-instantiated with the `[data]` table and has one method, `load`. Its entry in `retrain.plugins` lists the options of
-`[data]` that it reads.
+The built-in sources are listed in `retrain.plugins`, with the options of `[data]` that each reads; a dotted path names
+your own class. A source is instantiated with the `[data]` table and has one method, `load`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
     except RetrainError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"data source {section.source!r} raised {error!r} when it was made.") from error
+        raise PluginError(f"data source {section.source!r} raised {error!r} when it was created.") from error
     if not isinstance(source, DataSource):
         raise PluginError(f"data source {section.source!r} made {source!r}, which has no load method.")
     return source

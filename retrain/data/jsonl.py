@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.data.rows import BadRow, collect_examples
-from retrain.errors import ConfigError, ConfigIssue
+from retrain.data.rows import BadRow, collect_examples, read_file
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -24,21 +23,8 @@ class JsonlSource:
 
     def load(self) -> list[Example]:
         """Read the file; one error reports all invalid lines by number."""
-        if not self._section.path:
-            problem = ConfigIssue("[data] path", "is empty.", 'Try: path = "problems.jsonl"')
-            raise ConfigError('source = "jsonl" needs a file.', (problem,))
-        path = Path(self._section.path).expanduser()
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError as error:
-            raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}).") from error
-        except IsADirectoryError as error:
-            inside = sorted(file.name for file in path.glob("*.jsonl"))
-            hint = f"  It holds {', '.join(inside[:5])}." if inside else ""
-            raise ConfigError(f"{path} is a folder; [data] path must name one JSON-lines file.{hint}") from error
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-        return collect_examples(_read_lines(content), self._section, str(path))
+        content = read_file(self._section, ".jsonl")
+        return collect_examples(_read_lines(content), self._section, str(Path(self._section.path).expanduser()))
 
 
 def _read_lines(content: bytes) -> Iterator[tuple[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import ConfigError, ConfigIssue
@@ -23,6 +24,24 @@ _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 Row = Mapping[str, Any]
 Prompt = str | tuple[Mapping[str, str], ...]
+
+
+def read_file(section: schema.Data, suffix: str) -> bytes:
+    """The content of `[data] path`; `suffix` is that of the files which the source reads."""
+    if not section.path:
+        problem = ConfigIssue("[data] path", "is empty.", f'Try: path = "problems{suffix}"')
+        raise ConfigError(f'source = "{section.source}" needs a file.', (problem,))
+    path = Path(section.path).expanduser()
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}).") from error
+    except IsADirectoryError as error:
+        inside = sorted(file.name for file in path.glob(f"*{suffix}"))
+        hint = f"  It holds {', '.join(inside[:5])}." if inside else ""
+        raise ConfigError(f"{path} is a folder; [data] path must name one {suffix} file.{hint}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 class BadRow(Exception):

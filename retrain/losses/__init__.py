@@ -80,4 +80,4 @@ def build_loss(settings: Loss, search_paths: Sequence[str] = ()) -> PolicyLoss:
     except RetrainError:
         raise
     except Exception as error:
-        raise PluginError(f"loss {settings.type!r} raised {error!r} when it was made.") from error
+        raise PluginError(f"loss {settings.type!r} raised {error!r} when it was created.") from error

@@ -47,7 +47,7 @@ class SequenceMean:
 
 
 class ConstantLength:
-    """The sum over tokens by a constant, so that long answers are not discounted (Dr. GRPO, arXiv 2503.20783)."""
+    """The sum over tokens over a constant, so that long answers are not discounted (Dr. GRPO, arXiv 2503.20783)."""
 
     def weights(self, batch: TokenBatch) -> Tensor:
         """1 for each token that takes part."""

@@ -42,7 +42,7 @@ class ModelFacts:
 
 
 def find_model(name: str) -> ModelFiles:
-    """Look for an embedded model, a folder, then the Hugging Face cache, without network access."""
+    """Look for a built-in model, a folder, then the Hugging Face cache, without network access."""
     if name.startswith(PREFIX):
         folder = Path(resolve_model(name))
         return ModelFiles(name, "builtin", folder) if folder.is_dir() else ModelFiles(name, "missing")

@@ -1,4 +1,4 @@
-"""The embedded model: its corpus, its tokenizer, and where it starts."""
+"""The built-in model: its corpus, its tokenizer, and where it starts."""
 
 import random
 import re

@@ -53,7 +53,7 @@ ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
         (
             f"inference.{key}",
             value,
-            "[inference] engine is pytorch, and it is vLLM that can be started",
+            "[inference] engine is pytorch, and only vLLM servers can be started",
             [{"inference": {"engine": "vllm", "launch": True}}],
         )
         for key, value in {

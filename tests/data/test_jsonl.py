@@ -226,7 +226,7 @@ def test_a_source_that_misbehaves_is_named(tmp_path, monkeypatch, body, message,
 def test_a_source_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "unmade_source.py").write_text("def Source(data): raise OSError('no disk')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PluginError, match=r"'unmade_source.Source' raised OSError\('no disk'\) when it was made"):
+    with pytest.raises(PluginError, match=r"'unmade_source.Source' raised OSError\('no disk'\) when it was created"):
         build_source(Data(source="unmade_source.Source"))
 
 

@@ -34,5 +34,5 @@ def score_length(response: str, reference: str) -> float:
 
 
 def score_box(response: str, reference: str) -> float:
-    """Something that the embedded model does now and then by itself."""
+    """Something that the built-in model does now and then by itself."""
     return float("\\boxed{" in response)

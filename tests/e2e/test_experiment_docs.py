@@ -1,4 +1,4 @@
-"""Every command in the pages on experiments is run, on the embedded model."""
+"""Every command in the pages on experiments is run, on the built-in model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs with a student: the embedded model's, random ones', cut and resumed, and those that are rejected."""
+"""Whole runs with a student: the built-in model's, random ones', cut and resumed, and those that are rejected."""
 
 from __future__ import annotations
 

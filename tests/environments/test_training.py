@@ -1,4 +1,4 @@
-"""Whole runs on environments: the configuration of the README, the embedded model, rows from a hub on loopback."""
+"""Whole runs on environments: the configuration of the README, the built-in model, rows from a hub on loopback."""
 
 from __future__ import annotations
 

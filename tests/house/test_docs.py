@@ -1,4 +1,4 @@
-"""The manual, the docs site and the README say what is so: current, linked, loadable, and naming real commands."""
+"""The manual, the docs site and the README are accurate: current, linked, loadable, and naming real commands."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, MANUAL], ids=_name)
 def test_toml_in_the_docs_loads(page: Path, tmp_path: Path) -> None:
-    # What begins with a [project] table belongs into somebody's pyproject.toml.
+    # What begins with a [project] table belongs in somebody's pyproject.toml.
     blocks = [text for text in _fences(page, "toml") if not text.startswith("[project")]
     for index, text in enumerate(blocks):
         path = tmp_path / f"block_{index}.toml"

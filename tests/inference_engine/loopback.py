@@ -1,4 +1,4 @@
-"""A server of ours on the loopback interface that speaks vLLM's spec format, over a real little model.
+"""A server of ours on the loopback interface that has vLLM's wire format, with a small real model.
 
 It holds a policy of its own and loads adapters from disk, as a real one does; a test tells it how to misbehave.
 """

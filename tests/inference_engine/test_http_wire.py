@@ -164,7 +164,7 @@ def test_a_tokenizer_that_does_not_round_trip_is_rejected_by_an_engine_that_take
     whole, exclusive = tokenizer("17")["input_ids"], tokenizer("1")["input_ids"] + tokenizer("7")["input_ids"]
     try:
         assert engine.prompt_text(np.array(whole)) == "17"
-        # The text of two digits exclusive is that of the one token for both.
+        # The text of two separate digits is that of the one token for both.
         with pytest.raises(ConfigError, match="takes text, and this tokenizer"):
             engine.prompt_text(np.array(exclusive))
     finally:

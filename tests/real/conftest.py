@@ -58,5 +58,5 @@ def vllm_python(side_venv: Prepare) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model in a size of heads that vLLM has kernels for."""
+    """The built-in model in a size of heads that vLLM has kernels for."""
     return widen_heads(tmp_path_factory.mktemp("tiny"))

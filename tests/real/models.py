@@ -16,7 +16,7 @@ WIDE = 32
 
 
 def widen_heads(folder: Path) -> Path:
-    """The embedded model with heads of 32 in place of 24 numbers: the same function, in a size that vLLM's CPU kernels
+    """The built-in model with heads of 32 in place of 24 numbers: the same function, in a size that vLLM's CPU kernels
     have. Rotary frequencies stay by choosing theta, attention's scale and the norms' means by scaling the norms."""
     source = Path(resolve_model("builtin:tiny"))
     shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -69,7 +69,7 @@ def convert_gguf(file: Path, folder: Path) -> Path:
 
 
 def write_llama(folder: Path) -> Path:
-    """A little Llama with random weights and the embedded model's tokenizer: MAX 26.7 asks for a GPU for Qwen3."""
+    """A little Llama with random weights and the built-in model's tokenizer: MAX 26.7 asks for a GPU for Qwen3."""
     source = Path(resolve_model("builtin:tiny"))
     shutil.copytree(source, folder, dirs_exist_ok=True)
     own = json.loads((source / "config.json").read_text())

@@ -12,7 +12,7 @@ from retrain.errors import ConfigIssue
 from retrain.plugins import REGISTRIES
 
 SOURCES = REGISTRIES["data"]
-_EXAMPLES = {"path": 'Try: path = "problems.jsonl"', "id": 'Try: id = "openai/gsm8k"'}
+_EXAMPLES = {"path": 'Try: path = "problems.{source}"', "id": 'Try: id = "openai/gsm8k"'}
 
 
 def check_data_source(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -24,7 +24,7 @@ def check_data_source(config: TrainConfig) -> Iterator[ConfigIssue]:
             # Evaluation reads options that [eval] lacks from [data].
             if path in options_by_path() and not values[path]:
                 text = f'is empty, but [{section}] source is "{source}".'
-                yield option_issue(path, text, _EXAMPLES[key], (section,))
+                yield option_issue(path, text, _EXAMPLES[key].format(source=source), (section,))
 
 
 def check_eval_temperature(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -65,7 +65,7 @@ def check_held_out_file(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield option_issue(
             "eval.path",
             f'is empty; with [data] source = "{source}" evaluation needs its own file.',
-            'Try: path = "held_out.jsonl"',
+            f'Try: path = "held_out.{source}"',
             ("eval", "data"),
         )
 
@@ -82,7 +82,7 @@ def check_held_out_split(config: TrainConfig) -> Iterator[ConfigIssue]:
         # check_held_out_file reports an empty path.
         if held_out.path and is_same_file:
             yield option_issue(
-                "eval.path", "is the file of [data] path.", 'Try: path = "held_out.jsonl"', ("eval", "data")
+                "eval.path", "is the file of [data] path.", f'Try: path = "held_out.{data.source}"', ("eval", "data")
             )
     elif is_same_file and _is_same_split(data.source, held_out.split, data.split):
         yield option_issue(

@@ -21,7 +21,7 @@ class Data(Section):
     )
     path: str = option(
         "",
-        "File for source = jsonl.",
+        "File for source = {data.path}.",
         path="absolute",
         held_out=True,
         step_time=True,
@@ -29,7 +29,7 @@ class Data(Section):
     )
     id: str = option(
         "",
-        "Dataset id for source = hub.",
+        "Dataset id for source = {data.id}.",
         flag="--data-id",
         held_out=True,
         step_time=True,
@@ -88,7 +88,7 @@ class Eval(Section):
     )
     path: str = option(
         "",
-        "File of held-out problems for source = jsonl.",
+        "File of held-out problems for source = {data.path}.",
         flag="--eval-path",
         path="absolute",
         held_out=True,
@@ -96,7 +96,7 @@ class Eval(Section):
     )
     split: str = option(
         "test",
-        "Split to evaluate on; not that of [data].",
+        "Split to evaluate on; must differ from [data] split.",
         min_length=1,
         flag="--eval-split",
         held_out=True,

@@ -191,18 +191,22 @@ class Loss(Section):
         synonyms=("loss",),
     )
     clip_low: float = option(
-        0.2, "Clip ratios below 1 - clip_low (not used by importance_sampling).", ge=0, le=1, flag="--loss-clip-low"
+        0.2,
+        "Clip ratios below 1 - clip_low; for {loss.clip_low}.",
+        ge=0,
+        le=1,
+        flag="--loss-clip-low",
     )
     clip_high: float = option(
         0.2,
-        "Clip ratios above 1 + clip_high (not used by importance_sampling).",
+        "Clip ratios above 1 + clip_high; for {loss.clip_high}.",
         ge=0,
         flag="--loss-clip-high",
         synonyms=("clip", "epsilon"),
     )
     ratio_cap: float = option(
         2.0,
-        "Cap on importance ratios (not used by cispo) against sampler-trainer mismatch; 0 is off, else at least 1.",
+        "Cap on importance ratios against sampler-trainer mismatch; 0 is off, else at least 1.",
         ge=0,
         flag="--loss-ratio-cap",
         unused=reasons.needs_ratio_cap,

@@ -73,7 +73,7 @@ class ServerSpec:
     options: tuple[str, ...] = OPTIONS
     """Sampling options that this server applies like retrain, besides temperature."""
     exclusive: tuple[str, ...] = ()
-    """Options that work like retrain only one at a time; together they are applied in another order."""
+    """Options of which only one at a time works as in retrain; together they are applied in another order."""
     load: str = "/v1/load_lora_adapter"
     unload: str = "/v1/unload_lora_adapter"
     url_required: str = ""

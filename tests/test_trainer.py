@@ -21,7 +21,7 @@ from e2e.tiny import write_tokenizer
 from retrain.advantages import AlgorithmContext
 from retrain.assemble import Overrides, assemble
 from retrain.data import ExampleOrder
-from retrain.errors import ConfigError, PluginError, RolloutError
+from retrain.errors import CheckpointError, ConfigError, PluginError, RolloutError
 from retrain.runtime.control import StopRequested
 from retrain.runtime.interrupts import Interrupts
 from retrain.storage.recording import read_recordings

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -59,12 +59,15 @@ class Measured:
     notes: tuple[str, ...] = field(default=())
 
 
-def find_runs(paths: Sequence[str | Path], tell_apart: bool = False) -> list[RunRecord]:
+def find_runs(
+    paths: Sequence[str | Path], tell_apart: bool = False, read: Callable[[Path], RunRecord] | None = None
+) -> list[RunRecord]:
     """All runs in these folders, each with its condition; raises if a run is named twice.
 
     Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders.
+    `read` loads one run, by default `read_run`.
     """
-    runs = label_runs([run for path in paths for run in _find(Path(path).expanduser())])
+    runs = label_runs([run for path in paths for run in _find(Path(path).expanduser(), read or read_run)])
     folders = Counter(run.path.resolve() for run in runs)
     twice = [str(folder) for folder, count in folders.items() if count > 1]
     if twice:
@@ -86,27 +89,27 @@ def find_runs(paths: Sequence[str | Path], tell_apart: bool = False) -> list[Run
     return runs
 
 
-def _find(path: Path) -> list[RunRecord]:
+def _find(path: Path, read: Callable[[Path], RunRecord]) -> list[RunRecord]:
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}.")
-    found = list(_search(path, SEARCH_DEPTH))
+    found = list(_search(path, SEARCH_DEPTH, read))
     if not found and not (path / MANIFEST).is_file():
         raise ConfigError(f"{path} is neither a run nor a campaign: it has no {CONFIG_FILE} with {METRICS}.")
     return found
 
 
-def _search(path: Path, depth: int) -> Iterator[RunRecord]:
+def _search(path: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterator[RunRecord]:
     """The runs in a folder: itself, those of a campaign, or those in subfolders."""
     if (path / MANIFEST).is_file():
         for entry in read_manifest(path)["runs"]:
             if _is_run(path / entry["folder"]):
-                yield replace(read_run(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
+                yield replace(read(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
     elif _is_run(path):
-        yield read_run(path)
+        yield read(path)
     elif depth:
         for folder in sorted(path.iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
-                yield from _search(folder, depth - 1)
+                yield from _search(folder, depth - 1, read)
 
 
 def _is_run(path: Path) -> bool:

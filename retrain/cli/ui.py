@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import re
+import threading
+from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlsplit
 
 import click
 
 from retrain.errors import ConfigError
 
-REFRESH_S = 5.0
+if TYPE_CHECKING:
+    from retrain.report.live import LiveReport
+    from retrain.types import JsonObject
+
+POLL_S = 2.0
+"""The page asks again this long after an answer."""
 _LOCAL = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?", re.IGNORECASE)
+_GZIP_BYTES = 2000
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the page and the data that it polls."""
+    """Serves the page, what changed since its last request, and completions."""
 
-    def __init__(self, folders: tuple[Path, ...], *arguments: object) -> None:
-        self.folders = folders
+    def __init__(self, report: LiveReport, *arguments: object) -> None:
+        self.report = report
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Read the folders for every request. Requests for other host names are rejected."""
+        """Answer from what was read of the folders. Requests for other host names are rejected."""
         if not _LOCAL.fullmatch(self.headers.get("Host", "")):
             # DNS rebinding: a web page may point its own host name to 127.0.0.1 to read what is served.
             self.send_error(403, "Only localhost, 127.0.0.1 and [::1] are served")
             return
-        from retrain.report import build_page, collect  # noqa: PLC0415  (slow to import)
-        from retrain.report.page import as_json  # noqa: PLC0415
+        from retrain.report.page import as_json, build_page  # noqa: PLC0415  (slow to import)
 
-        responses = {"/": (build_page, "text/html"), "/data.json": (as_json, "application/json")}
-        if self.path not in responses:
+        url = urlsplit(self.path)
+        try:
+            if url.path == "/":
+                self._send(build_page({"live": POLL_S, "runs": [], **self.report.head}), "text/html")
+            else:
+                self._send(as_json(answer(self.report, url.path, dict(parse_qsl(url.query)))), "application/json")
+        except (KeyError, ValueError, StopIteration):
             self.send_error(404)
-            return
-        write, kind = responses[self.path]
-        body = write(collect(self.folders, live=REFRESH_S)).encode("utf-8", "replace")
+        except BrokenPipeError:
+            # The page was closed.
+            self.close_connection = True
+
+    def _send(self, text: str, kind: str) -> None:
+        body = text.encode("utf-8", "replace")
+        is_zipped = len(body) > _GZIP_BYTES and "gzip" in self.headers.get("Accept-Encoding", "")
+        if is_zipped:
+            body = gzip.compress(body, 1)
         self.send_response(200)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        if is_zipped:
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -62,19 +85,43 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: the page polls every few seconds."""
 
 
+def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObject:
+    """The answer to a request for data; raises KeyError or ValueError if there is none."""
+    from retrain.report.live import Known  # noqa: PLC0415  (slow to import)
+
+    if path == "/data.json":
+        known = {}
+        for entry in filter(None, query.get("known", "").split(",")):
+            name, version, epoch, size, rows = entry.split(":")
+            known[name] = Known(version, int(epoch), int(size), int(rows))
+        return report.poll(known, query.get("head", ""))
+    if path == "/steps.json":
+        return {"steps": report.steps(query["run"])}
+    if path == "/groups.json":
+        return report.groups(query)
+    if path == "/tokens.json":
+        return {"groups": report.tokens(query["run"], int(query["step"]))}
+    raise KeyError(path)
+
+
 @click.command("ui", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @click.option("--port", default=8765, show_default=True, help="Port on 127.0.0.1; 0 picks a free one.")
 def command(folders: tuple[Path, ...], port: int) -> int:
     """Serve the report on the runs in DIR locally, with live updates. Press Ctrl-C to quit."""
-    from retrain.report import collect  # noqa: PLC0415  (slow to import)
+    missing = [folder for folder in folders if not folder.expanduser().is_dir()]
+    if missing:
+        raise ConfigError(f"there is no folder {missing[0]}.")
+    from retrain.report.live import LiveReport  # noqa: PLC0415  (slow to import)
 
-    collect(folders)
+    report = LiveReport(folders)
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, folders))
+        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, report))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"port {port} on 127.0.0.1 cannot be used: {error}.  Try: --port 0") from error
+    server.daemon_threads = True
     with server, contextlib.suppress(KeyboardInterrupt):
+        threading.Thread(target=report.follow, daemon=True, name="read logs").start()
         click.echo(f"Serving on http://127.0.0.1:{server.server_address[1]} (press Ctrl-C to quit)")
         server.serve_forever()
     return 0

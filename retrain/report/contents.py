@@ -2,131 +2,136 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines
-from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_manifest, require_same_model
+import numpy as np
+
+from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
-from retrain.errors import ConfigError
+from retrain.report.runlog import RunLog
+from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
-from retrain.storage.logs import FILES, GENERATIONS, parse_rows
 from retrain.storage.recording import FOLDER as RECORDINGS
 from retrain.types import JsonObject
 
 Data = JsonObject
 
-# Metrics with a curve.
-SERIES = (
-    "correct_rate", "running_correct_rate", "mean_reward", "loss", "grad_norm", "max_token_hit_rate", "ratio_mean",
-    "kl_sample_train", "exec_entropy_mean", "exec_entropy_var", "plan_entropy_mean", "plan_entropy_var",
-    "sepa_lambda", "sample_time_s", "score_time_s", "train_time_s", "tokens_per_s", "batch_size", "groups_all_right",
-    "groups_all_wrong",
-)  # fmt: skip
-# Limits that keep the page responsive.
+# Limits that keep a file small enough to send. `retrain ui` has none.
 MAX_COMPLETIONS = 4000
-MAX_CHARACTERS = 8_000_000
+MAX_BYTES = 8_000_000
+MAX_FLIPS = 500
 
 
-def collect(folders: Sequence[Path], live: float = 0.0) -> Data:
-    """The data of the report. `live` is the polling interval of the page in seconds; 0 is a static page."""
-    runs = find_runs(folders, tell_apart=True)
-    groups, note = collect_groups(runs)
-    columns, differences = differing_options(runs)
-    conditions = len({run.condition for run in runs})
-    created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+def collect(folders: Sequence[Path]) -> Data:
+    """Everything that a page shows, for a file that works without a server."""
+    logs: dict[Path, RunLog] = {}
+    runs = find_logs(folders, logs)
+    found = [logs[run.path] for run in runs]
+    groups, note = collect_groups(found)
     return {
-        "title": f"retrain: {', '.join(folder.resolve().name for folder in folders)}",
-        "subtitle": f"{plural(len(runs), 'run')}, {plural(conditions, 'condition')}. Created {created}.",
-        "version": sum(
-            (run.path / name).stat().st_size for run in runs for name in FILES if (run.path / name).is_file()
-        ),
-        "live": live,
-        "runs": [describe_run(run) for run in runs],
-        **describe_comparison(runs, folders),
-        "squeeze": find_squeeze(folders),
-        "configs": differences,
-        "config_columns": columns,
-        "settings": shared_settings(runs),
-        "origin": describe_origin(folders),
+        **describe_folders(runs, found, folders),
+        "live": 0,
+        "runs": [describe_run(run, log) | log.columns.buckets() for run, log in zip(runs, found, strict=True)],
         "groups": groups,
         "groups_note": note,
     }
 
 
-def describe_run(run: RunRecord) -> Data:
-    """The curves and totals of one run."""
-    rows = list(run.metrics.values())
-    series = {key: [row.get(key) for row in rows] for key in SERIES}
-    series["other_time_s"] = [_other_time(row) for row in rows]
-    late = [row["correct_rate"] for row in rows[-max(1, len(rows) // 10) :] if row.get("correct_rate") is not None]
-    evals = [
-        {"x": row["step"], "y": row["eval_pass_at_1"], "low": row["eval_ci_low"], "high": row["eval_ci_high"], "n": 1}
-        for row in run.evaluations.values()
-    ]
-    times = [row["step_time_s"] for row in rows if row.get("step_time_s")]
-    progress = read_progress(run.path)
+def find_logs(folders: Sequence[Path], logs: dict[Path, RunLog], budget_s: float = float("inf")) -> list[RunRecord]:
+    """The runs in these folders, read from where `logs` ended, for about `budget_s` seconds in all."""
+    until = time.monotonic() + budget_s
+
+    def read(path: Path) -> RunRecord:
+        if path not in logs:
+            logs[path] = RunLog(path)
+        logs[path].update(max(0.02, until - time.monotonic()))
+        return logs[path].record(status=read_progress(path).status)
+
+    return find_runs(folders, tell_apart=True, read=read)
+
+
+def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders: Sequence[Path]) -> Data:
+    """Everything that belongs to all runs together."""
+    conditions = len({run.condition for run in runs})
+    columns, differences = differing_options(runs)
     return {
+        "title": f"retrain: {', '.join(folder.resolve().name for folder in folders)}",
+        "subtitle": f"{plural(len(runs), 'run')}, {plural(conditions, 'condition')}",
+        "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "verdict": describe_verdict(runs, logs, folders),
+        "squeeze": find_squeeze(folders),
+        "configs": differences,
+        "config_columns": columns,
+        "settings": shared_settings(runs) if runs else [],
+        "origin": describe_origin(folders),
+    }
+
+
+def describe_run(run: RunRecord, log: RunLog) -> Data:
+    """The totals, evaluations and checks of one run; its curves are `log.columns.buckets()`."""
+    columns, progress = log.columns, read_progress(run.path)
+    rates, times = columns.column("correct_rate"), columns.column("step_time_s")
+    late = rates[-max(1, len(rates) // 10) :]
+    evals = [_evaluation(row) for row in run.evaluations.values()]
+    return {
+        "id": log.id,
         "name": run.path.resolve().name,
         "condition": run.condition,
         "seed": run.seed,
-        "status": run.status if run.status not in ("", "running") else progress.status,
-        "done": rows[-1]["step"] + 1 if rows else 0,
+        "status": run.status or progress.status,
+        "done": max(progress.step, columns.steps[-1] + 1) if len(columns) else 0,
         "max_steps": progress.max_steps,
-        "late_correct_rate": statistics.fmean(late) if late else None,
+        "max_tokens": run.config.training.max_tokens,
+        "updated": log.updated(),
+        "loading": round(log.loading, 3),
+        "epoch": log.epoch,
+        "uncertainty": columns.texts.get("uncertainty_kind", "surprisal"),
+        "late_correct_rate": _mean(late),
         "last_eval": evals[-1] if evals else None,
-        "median_step_s": statistics.median(times) if times else None,
-        "steps": [row["step"] for row in rows],
-        "series": series,
+        "median_step_s": float(np.nanmedian(times)) if not np.isnan(times).all() else None,
         "evals": evals,
+        "flips": find_flips(run),
+        "health": log.health(),
         "totals": {
-            "groups": sum(row.get("batch_size") or 0 for row in rows),
-            "all_right": sum(row.get("groups_all_right") or 0 for row in rows),
-            "all_wrong": sum(row.get("groups_all_wrong") or 0 for row in rows),
-            "errors": sum(row.get("reward_errors") or 0 for row in rows),
+            "groups": round(columns.total("batch_size")),
+            "all_right": round(columns.total("groups_all_right")),
+            "all_wrong": round(columns.total("groups_all_wrong")),
+            "errors": round(columns.total("reward_errors")),
         },
     }
 
 
-def describe_comparison(runs: Sequence[RunRecord], folders: Sequence[Path]) -> Data:
-    """The table of comparisons, or a sentence on why there is none."""
-    try:
-        require_same_model(runs)
-        report = compare_runs(runs)
-    except ConfigError as error:
-        return {"compare": None, "compare_note": f"No comparison: {error}"}
-    rows = [
-        {
-            "condition": c.condition,
-            "mean": c.mean,
-            "baseline_mean": c.baseline_mean,
-            "p_adjusted": c.p_adjusted,
-            "verdict": c.verdict,
-            "sentence": c.sentence,
-            "seeds": len(c.seeds),
-            **asdict(c.test),
-        }
-        for c in report.comparisons
-    ]
-    report.notes.extend(early_stops([str(folder) for folder in folders]))
-    sentences = {c.sentence for c in report.comparisons}
-    notes = [line.strip() for line in explanation_lines(report) if line not in sentences]
-    metric, baseline = f"{report.metric} at step {report.step}", report.comparisons[0].baseline
-    return {"compare": {"metric": metric, "baseline": baseline, "rows": rows, "notes": notes}, "compare_note": ""}
+def _evaluation(row: Row) -> Data:
+    rate = row.get("eval_pass_at_1")
+    ends = {"low": row.get("eval_ci_low", rate), "high": row.get("eval_ci_high", rate)}
+    more = {key: value for key, value in row.items() if key.startswith("eval_") and type(value) in (int, float)}
+    return {"x": row["step"], "y": rate, **ends, "k": row.get("k"), "more": more}
 
 
-def _other_time(row: Row) -> float | None:
-    total = row.get("step_time_s")
-    if total is None:
+def _mean(values: np.ndarray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def find_flips(run: RunRecord) -> Data | None:
+    """Held-out problems that most completions got right in only one of the first and the last evaluation."""
+    rows = [row for row in run.evaluations.values() if row.get("counted")]
+    if len(rows) < 2 or len(rows[0]["counted"]) != len(rows[-1]["counted"]):
         return None
-    parts = (row.get(key) or 0.0 for key in ("sample_time_s", "score_time_s", "train_time_s"))
-    return max(0.0, float(total) - sum(parts))
+    counts = zip(rows[0]["correct"], rows[0]["counted"], rows[-1]["correct"], rows[-1]["counted"], strict=True)
+    flips = [
+        {"problem": number, "before": [c0, n0], "after": [c1, n1], "gained": 2 * c1 >= n1}
+        for number, (c0, n0, c1, n1) in enumerate(counts)
+        if n0 and n1 and (2 * c0 >= n0) != (2 * c1 >= n1)
+    ]
+    steps = {"first": rows[0]["step"], "last": rows[-1]["step"], "problems": len(rows[0]["counted"])}
+    gained = sum(flip["gained"] for flip in flips)
+    return steps | {"gained": gained, "lost": len(flips) - gained, "list": flips[:MAX_FLIPS]}
 
 
 def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]:
@@ -134,7 +139,7 @@ def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]
     columns = list(dict.fromkeys(run.condition for run in runs))
     configs = {run.condition: values_of(run.config) for run in reversed(runs)}
     rows = []
-    for path in values_of(runs[0].config):
+    for path in values_of(runs[0].config) if runs else ():
         values = [configs[name].get(path) for name in columns]
         if path not in paths_where("identity") and any(value != values[0] for value in values):
             rows.append({"option": path, "values": [show_value(value) for value in values]})
@@ -180,75 +185,57 @@ def find_squeeze(folders: Iterable[Path]) -> Data | None:
     return None
 
 
-def collect_groups(runs: Sequence[RunRecord]) -> tuple[list[Data], str]:
-    """Completions by group, up to the limits of a page: complete steps, evenly spaced over each run."""
-    share = max(1, MAX_COMPLETIONS // len(runs))
+def collect_groups(logs: Sequence[RunLog]) -> tuple[list[Data], str]:
+    """Completions by group, up to the limits of a file: complete steps, evenly spaced over each run."""
     groups: list[Data] = []
     held = total = 0
-    for index, run in enumerate(runs):
-        wanted, count = _steps_that_fit(run, share)
-        total += count
-        found = list(_groups_of(index, run, wanted))
-        held += sum(len(group["members"]) for group in found)
-        groups += found
-    return groups, f"{held} of {total} completions: complete steps, evenly spaced over each run."
+    for log in logs:
+        steps = _steps_that_fit(log, max(1, len(logs)))
+        total += log.completions.total
+        numbers = [number for step in steps for number in log.completions.groups_of(step)]
+        held += sum(log.completions.counts[number] for number in numbers)
+        recorded = token_rows(log, steps)
+        for group in log.completions.read(numbers):
+            groups.append(add_tokens(group, recorded.get(group["step"], [])) | {"run": log.id})
+    if held == total:
+        return groups, f"All {plural(total, 'completion')} that the runs logged."
+    return groups, (
+        f"{held:,} of {total:,} completions: complete steps, evenly spaced over each run. retrain ui shows all of "
+        "them; they are in emergence/generations.jsonl."
+    )
 
 
-def _steps_that_fit(run: RunRecord, most: int) -> tuple[set[int], int]:
-    """Evenly spaced steps within the limits of completions and characters, always with the last one."""
-    sizes: Counter[int] = Counter()
-    characters = 0
-    for row in read_lines(run.path / GENERATIONS):
-        sizes[row["step"]] += 1
-        characters += len(row["completion"])
-    steps, total = sorted(sizes), sum(sizes.values())
+def _steps_that_fit(log: RunLog, runs: int) -> list[int]:
+    """Evenly spaced steps within the limits of completions and bytes, always with the last one."""
+    index = log.completions
+    steps = [step for step, _ in index.list_steps()]
     if not steps:
-        return set(), 0
-    room = min(most, int(total * MAX_CHARACTERS * most / MAX_COMPLETIONS / max(1, characters)))
-    fitting = max(1, min(len(steps), room * len(steps) // max(1, total)))
+        return []
+    room = min(MAX_COMPLETIONS / runs / index.total, MAX_BYTES / runs / max(1, index.end))
+    fitting = max(1, min(len(steps), int(room * len(steps))))
     gap = max(1, fitting - 1)
-    return {steps[round(at * (len(steps) - 1) / gap)] for at in range(fitting)} | {steps[-1]}, total
+    return sorted({steps[round(at * (len(steps) - 1) / gap)] for at in range(fitting)} | {steps[-1]})
 
 
-def _groups_of(index: int, run: RunRecord, steps: set[int]) -> Iterator[Data]:
-    """The groups of the given steps; completions of one prompt are adjacent in the log."""
-    group: Data | None = None
-    recorded = _recorded(run, steps)
-    place = Counter[int]()
-    for row in read_lines(run.path / GENERATIONS):
-        step = row["step"]
-        if step not in steps:
-            continue
-        full = group is not None and len(group["members"]) >= run.config.training.group_size
-        if group is None or full or (group["step"], group["prompt"]) != (step, row["prompt"]):
-            if group is not None:
-                yield group
-            group = {"run": index, "step": step, "prompt": row["prompt"], "members": []}
-            place[step] += 1
-        member = {key: row.get(key) for key in ("reward", "outcome", "num_tokens")} | {"text": row["completion"]}
-        numbers = recorded.get(step, [])
-        at, number = place[step] - 1, len(group["members"])
-        if at < len(numbers) and number < len(numbers[at]) and len(numbers[at][number]["text"]) == row["num_tokens"]:
-            member["tokens"] = numbers[at][number]
-        group["members"].append(member)
-    if group is not None:
-        yield group
+def recorded_steps(log: RunLog) -> list[int]:
+    """Steps whose rollouts were recorded."""
+    return sorted(int(path.stem[5:]) for path in (log.path / RECORDINGS).glob("step_*.npz"))
 
 
-def _recorded(run: RunRecord, steps: set[int]) -> dict[int, list[list[Data]]]:
+def token_rows(log: RunLog, steps: Sequence[int]) -> dict[int, list[list[Data]]]:
     """Token data of the last three recorded steps."""
-    available = {int(path.stem[5:]) for path in (run.path / RECORDINGS).glob("step_*.npz")}
-    wanted = sorted(available & steps)[-3:]
+    wanted = sorted(set(recorded_steps(log)) & set(steps))[-3:]
     if not wanted:
         return {}
     from retrain.report.tokens import token_data  # noqa: PLC0415  (loads the tokenizer's libraries)
 
-    return dict(token_data(run.path, run.config, wanted))
+    return dict(token_data(log.path, log.config, wanted))
 
 
-def read_lines(path: Path) -> Iterator[Data]:
-    """The complete rows of a JSONL file."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        yield from parse_rows(lines)
+def add_tokens(group: Data, recorded: Sequence[Sequence[Data]]) -> Data:
+    """A group with token data where its completions were recorded."""
+    numbers = recorded[group["at"]] if group["at"] < len(recorded) else []
+    for member, tokens in zip(group["members"], numbers, strict=False):
+        if len(tokens["text"]) == member.get("num_tokens"):
+            member["tokens"] = tokens
+    return group

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 
+SCRIPTS = ("core", "curves", "chart", "charts", "verdict", "lab", "app")
+
 
 def build_page(data: Mapping[str, object]) -> str:
     """The complete HTML page."""
@@ -16,17 +18,23 @@ def build_page(data: Mapping[str, object]) -> str:
     # Data last: a completion may contain a placeholder.
     for place, text in (
         ("STYLE", source.joinpath("page.css").read_text(encoding="utf-8")),
-        ("SCRIPT", source.joinpath("page.js").read_text(encoding="utf-8")),
+        ("SCRIPT", read_script()),
         ("DATA", as_json(data)),
     ):
         page = page.replace(f"/*{place}*/", text, 1)
     return page
 
 
+def read_script() -> str:
+    """The script of the page, from its parts."""
+    folder = files("retrain.report").joinpath("script")
+    return "\n".join(folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+
+
 def script_source() -> str:
     """The hash of the page's script for a Content-Security-Policy."""
     # Exactly as between the tags of page.html.
-    script = "\n" + files("retrain.report").joinpath("page.js").read_text(encoding="utf-8") + "\n"
+    script = f"\n{read_script()}\n"
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 

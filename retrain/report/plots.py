@@ -14,8 +14,8 @@ CURVES = {
     "correct_rate": "Correct rate of the training batch",
     "mean_reward": "Mean reward",
     "loss": "Loss",
-    "exec_entropy_mean": "Entropy of execution tokens",
-    "plan_entropy_mean": "Entropy of planning tokens",
+    "exec_entropy_mean": "{uncertainty} of execution tokens",
+    "plan_entropy_mean": "{uncertainty} of planning tokens",
     "sepa_lambda": "SEPA λ",
     "tokens_per_s": "Sampled tokens per second",
 }
@@ -29,7 +29,9 @@ def write_plots(data: JsonObject, folder: Path) -> list[Path]:
         raise MissingExtraError('--png needs matplotlib.  Try: pip install -e ".[plots]"') from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    written = [path for key, title in CURVES.items() for path in _plot(data, key, title, folder)]
+    kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()
+    titles = {key: title.format(uncertainty=kind) for key, title in CURVES.items()}
+    written = [path for key, title in titles.items() for path in _plot(data, key, title, folder)]
     return [*written, *_plot_evaluation(data, folder)]
 
 
@@ -76,7 +78,7 @@ def band(runs: list[JsonObject], key: str) -> tuple[np.ndarray, np.ndarray, np.n
     """Steps, and the lowest, mean and highest value over runs at each step."""
     at: dict[int, list[float]] = {}
     for run in runs:
-        for step, value in zip(run["steps"], run["series"][key], strict=True):
+        for step, value in zip(run["steps"], run["series"].get(key, ()), strict=False):
             if value is not None:
                 at.setdefault(step, []).append(value)
     steps = sorted(at)

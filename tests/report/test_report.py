@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import threading
-import urllib.request
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +17,7 @@ from retrain.cli.ui import Handler
 from retrain.errors import ConfigError
 from retrain.report import build_page, collect
 from retrain.report.contents import describe_origin
+from retrain.report.live import LiveReport
 from tests.report.folders import write_run
 
 
@@ -68,19 +68,62 @@ def test_text_that_spells_a_placeholder_is_left_alone(campaign: Path) -> None:
     assert data_of(build_page(data))["subtitle"] == "/*SCRIPT*/ /*DATA*/"
 
 
-def test_the_comparison_carries_the_verdicts_of_the_statistics(campaign: Path) -> None:
-    compared = collect([campaign])["compare"]
-    (row,) = compared["rows"]
+def test_the_verdict_carries_the_comparison_and_the_difference_of_each_seed(campaign: Path) -> None:
+    verdict = collect([campaign])["verdict"]
+    (row,) = verdict["rows"]
     assert row["verdict"] == "statistically_significant_improvement"
     assert row["difference"] == pytest.approx(0.202)
-    assert row["seeds"] == 3
+    assert [pair["seed"] for pair in row["pairs"]] == [1, 2, 3]
+    assert [pair["difference"] for pair in row["pairs"]] == pytest.approx([0.201, 0.202, 0.203])
+    assert verdict["sentence"].startswith(
+        "maxrl+gtpo_sepa is better than grpo+gtpo_sepa: +20.2 points of held-out pass@1"
+    )
+    assert verdict["noise"] > 0
 
 
-def test_one_condition_has_no_comparison_and_says_why(tmp_path: Path) -> None:
+def test_the_verdict_of_one_run_is_before_and_after(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
-    data = collect([tmp_path / "a"])
-    assert data["compare"] is None
-    assert "only one condition; a comparison needs two" in data["compare_note"]
+    verdict = collect([tmp_path / "a"])["verdict"]
+    assert verdict["kind"] == "evaluation"
+    assert verdict["sentence"] == (
+        "Held-out pass@1 stayed at 41.0 % (31.0 % to 51.0 % over 2 problems) between steps 0 and 6."
+    )
+    assert (verdict["rows"][0]["before"]["low"], verdict["rows"][0]["after"]["step"]) == (pytest.approx(0.31), 6)
+
+
+def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1, steps=30)
+    (tmp_path / "a" / "eval.jsonl").unlink()
+    verdict = collect([tmp_path / "a"])["verdict"]
+    # The rate is 0.31 + 0.05 per step: means over steps 0-9 and 20-29.
+    assert verdict["sentence"] == (
+        "The correct rate in training rose from 53.5 % to 153.5 % between the first 10 and the last 10 steps."
+    )
+
+
+def test_several_seeds_of_one_condition_are_each_shown_before_and_after(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"s{seed}", seed)
+    verdict = collect([tmp_path])["verdict"]
+    assert [row["seed"] for row in verdict["rows"]] == [1, 2]
+    assert "in the mean of 2 runs" in verdict["sentence"]
+
+
+def test_problems_that_flipped_are_listed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "eval.jsonl").read_text().splitlines()]
+    rows[1] |= {"correct": [1, 1]}
+    (tmp_path / "a" / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flips = collect([tmp_path / "a"])["runs"][0]["flips"]
+    assert (flips["gained"], flips["lost"], flips["problems"]) == (1, 0, 2)
+    assert flips["list"] == [{"problem": 1, "before": [0, 1], "after": [1, 1], "gained": True}]
+
+
+def test_every_run_has_its_health_checks(campaign: Path) -> None:
+    checks = {check["name"]: check for check in collect([campaign])["runs"][0]["health"]}
+    assert len(checks) == 8
+    assert checks["dead groups"]["level"] == "warning"
+    assert checks["dead groups"]["rule"].startswith("warning from 50%")
 
 
 def test_only_options_that_differ_between_conditions_are_listed(campaign: Path) -> None:
@@ -100,7 +143,7 @@ def test_different_models_are_shown_but_not_compared(campaign: Path) -> None:
         text = (folder / "config.toml").read_text()
         (folder / "config.toml").write_text(text.replace('"builtin:tiny"', '"some/model"'))
     data = collect([campaign])
-    assert data["compare"] is None and "different models" in data["compare_note"]
+    assert data["verdict"]["kind"] == "evaluation" and "different models" in data["verdict"]["notes"][0]
     assert len(data["runs"]) == 6
 
 
@@ -125,7 +168,7 @@ def test_a_long_run_is_shown_in_whole_steps_spread_over_it(campaign: Path, monke
     data = collect([campaign])
     assert {group["step"] for group in data["groups"]} == {0, 5}
     assert all(len(group["members"]) == 2 for group in data["groups"])
-    assert data["groups_note"].startswith("24 of 72 ")
+    assert data["groups_note"].startswith("24 of 72 completions: complete steps")
 
 
 def test_dead_groups_and_time_are_accounted_for(campaign: Path) -> None:
@@ -138,25 +181,6 @@ def test_a_folder_without_runs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a run nor a campaign"):
         collect([tmp_path])
     assert run(["report", str(tmp_path / "nowhere")]) == 2
-
-
-def test_the_live_page_reads_the_folders_anew(campaign: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, (campaign,))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-
-        def ask(path: str) -> bytes:
-            with urllib.request.urlopen(address + path, timeout=30) as answer:
-                return answer.read()
-
-        assert data_of(ask("/").decode())["live"] > 0
-        before = json.loads(ask("/data.json"))
-        with (campaign / "grpo_s1" / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 6, "condition": "x", "correct_rate": 0.5}) + "\n")
-        after = json.loads(ask("/data.json"))
-        assert after["version"] != before["version"]
-        assert len(after["runs"][0]["steps"]) == 7
-        server.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +197,7 @@ def test_the_live_page_reads_the_folders_anew(campaign: Path) -> None:
     ],
 )
 def test_the_live_page_answers_only_names_of_this_machine(campaign: Path, host: str, status: int) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, (campaign,))) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, LiveReport((campaign,)))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
         connection.request("GET", "/", headers={"Host": host})
@@ -191,5 +215,5 @@ def test_the_live_page_answers_only_names_of_this_machine(campaign: Path, host: 
 
 
 def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, LiveReport((campaign,)))) as server:
         assert run(["ui", str(campaign), "--port", str(server.server_address[1])]) == 2

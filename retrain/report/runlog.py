@@ -1,0 +1,190 @@
+"""One run as it grows: its files are read from where the last read ended."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from pathlib import Path
+
+from retrain.analysis.health import check_health
+from retrain.analysis.runs import RunRecord
+from retrain.config import TrainConfig, load_config
+from retrain.report.columns import Columns
+from retrain.report.completions import CompletionIndex
+from retrain.storage.folder import CONFIG_FILE
+from retrain.storage.logs import EVALS, GENERATIONS, METRICS, parse_rows
+from retrain.types import JsonObject
+
+# A larger log is first shown from rows picked all over it, while the rest is read.
+PREVIEW_BYTES = 4 << 20
+PREVIEW_ROWS = 600
+_EDGE_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 20
+_HEALTH_KEYS = (
+    "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
+    "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
+)  # fmt: skip
+
+
+class Tail:
+    """The complete lines that were appended to a file since the last read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.seen = b""
+        """The last bytes that were read: a resume may have replaced them."""
+
+    def has_changed(self) -> bool:
+        """Whether what was read is no longer there: the file was truncated or rewritten."""
+        if not self.offset:
+            return False
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset - len(self.seen))
+                return file.read(len(self.seen)) != self.seen
+        except OSError:
+            return True
+
+    def rewind(self) -> None:
+        """Start over."""
+        self.offset, self.seen = 0, b""
+
+    def read(self) -> list[bytes]:
+        """The next lines, about a megabyte; an incomplete line is left for later."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(_CHUNK_BYTES)
+                if b"\n" not in data and len(data) == _CHUNK_BYTES:
+                    data += file.readline()
+        except OSError:
+            return []
+        end = data.rfind(b"\n") + 1
+        if not end:
+            return []
+        self.offset += end
+        self.seen = data[max(0, end - 64) : end]
+        # Only a newline ends a row: texts may contain other Unicode line breaks.
+        return data[: end - 1].split(b"\n")
+
+    def share_read(self) -> float:
+        """The share of the file that was read."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return 1.0
+        return min(1.0, self.offset / size) if size else 1.0
+
+
+class RunLog:
+    """The configuration, metrics, evaluations and completions of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:10]
+        self.config: TrainConfig = load_config(path / CONFIG_FILE)
+        self.columns = Columns()
+        self.evaluations: dict[int, JsonObject] = {}
+        self.completions = CompletionIndex(path / GENERATIONS, self.config.training.group_size)
+        self.loading = 1.0
+        """The share of metrics.jsonl that was read."""
+        self.torn = 0
+        self.epoch = 0
+        """Increases when what was read before is no longer valid."""
+        self._reading = self.columns
+        self._metrics, self._evals = Tail(path / METRICS), Tail(path / EVALS)
+        self._health: tuple[tuple[int, ...], list[JsonObject]] = ((), [])
+
+    def update(self, budget_s: float = float("inf")) -> bool:
+        """Read what was appended, for about `budget_s` seconds; returns whether everything was read."""
+        until = time.monotonic() + budget_s
+        if self._metrics.has_changed() or self._evals.has_changed():
+            self._start_over()
+        if not self._metrics.offset and budget_s < float("inf") and self._size() > PREVIEW_BYTES:
+            self._preview()
+        while lines := self._metrics.read():
+            self._read_metrics(lines)
+            if time.monotonic() > until:
+                break
+        # A torn last line may never get complete: it does not count.
+        is_done = not lines
+        self.loading = 1.0 if is_done else min(0.999, self._metrics.share_read())
+        if is_done and self.columns is not self._reading:
+            self.columns = self._reading
+            self.epoch += 1
+        while lines := self._evals.read():
+            self.evaluations |= {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
+        self.evaluations = dict(sorted(self.evaluations.items()))
+        return self.completions.update(max(0.0, until - time.monotonic())) and is_done
+
+    def record(self, status: str = "") -> RunRecord:
+        """The run for the statistics, without its steps."""
+        config = self.config
+        return RunRecord(
+            self.path, config.condition, config.training.seed, config, {}, self.evaluations, status, self.torn
+        )
+
+    def rates(self) -> dict[int, JsonObject]:
+        """The correct rate of every step, as rows."""
+        rates = zip(self.columns.steps, self.columns.column("correct_rate").tolist(), strict=True)
+        # Single precision has seven digits.
+        return {
+            step: {"step": step, "correct_rate": float(f"{rate:.7g}")} for step, rate in rates if not math.isnan(rate)
+        }
+
+    def health(self) -> list[JsonObject]:
+        """The checks of `retrain.analysis.health`."""
+        version = (self.epoch, len(self.columns), len(self.evaluations))
+        if self._health[0] != version:
+            rows, limit = self.columns.rows(_HEALTH_KEYS), self.config.training.max_tokens
+            checks = check_health(rows, list(self.evaluations.values()), limit)
+            self._health = version, [vars(check) | {} for check in checks]
+        return self._health[1]
+
+    def updated(self) -> float | None:
+        """When the last step was logged, in seconds since 1970."""
+        try:
+            return (self.path / METRICS).stat().st_mtime if len(self.columns) else None
+        except OSError:
+            return None
+
+    def _size(self) -> int:
+        try:
+            return (self.path / METRICS).stat().st_size
+        except OSError:
+            return 0
+
+    def _start_over(self) -> None:
+        self._metrics.rewind()
+        self._evals.rewind()
+        self._reading = self.columns = Columns()
+        self.evaluations, self.torn = {}, 0
+        self.epoch += 1
+
+    def _read_metrics(self, lines: list[bytes]) -> None:
+        rows = [row for row in parse_rows(lines) if _has_step(row)]
+        self.torn += sum(1 for line in lines if line.strip()) - len(rows)
+        self._reading.extend(rows)
+
+    def _preview(self) -> None:
+        """Rows from both ends of the file, and from evenly spaced places in between."""
+        self._reading, size = Columns(), self._size()
+        lines: list[bytes] = []
+        with (self.path / METRICS).open("rb") as file:
+            lines += file.read(_EDGE_BYTES).split(b"\n")[:-1]
+            for at in range(_EDGE_BYTES, size - _EDGE_BYTES, max(1, (size - 2 * _EDGE_BYTES) // PREVIEW_ROWS)):
+                file.seek(at)
+                file.readline()
+                lines.append(file.readline())
+            file.seek(max(0, size - _EDGE_BYTES), os.SEEK_SET)
+            lines += file.read().split(b"\n")[1:-1]
+        rows = {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
+        self.columns = Columns()
+        self.columns.extend([row for _, row in sorted(rows.items())])
+
+
+def _has_step(row: JsonObject) -> bool:
+    return type(row.get("step")) is int

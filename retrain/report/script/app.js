@@ -1,0 +1,115 @@
+// The page: sections are made once and filled again when data arrives, so that nothing jumps while one reads.
+
+const SECTIONS = [["verdict", "Verdict"], ["health", "Health"], ["runs", "Runs"], ["charts", "Metrics"], ["squeeze", "Squeeze"], ["completions", "Completions"], ["configuration", "Configuration"]];
+
+function build() {
+  const content = { charts: chartsSection, completions: labSection };
+  document.getElementById("main").replaceChildren(...SECTIONS.map(([id, title]) => make("section", { id: `${id}-section` },
+    make("h2", { id: `at-${id}` }, title), make("div", { id }, ...(content[id] ? content[id]() : [])))));
+  document.getElementById("nav").replaceChildren(...SECTIONS.map(([id, title]) => make("a", {
+    href: `#at=${id}`, id: `nav-${id}`, onclick: (event) => { event.preventDefault(); remember({ at: id }); goTo(id, "smooth"); },
+  }, title)));
+}
+
+function goTo(id, behavior = "auto") {
+  const section = document.getElementById(`${id}-section`);
+  if (section) section.scrollIntoView({ behavior });
+}
+
+/** Fill everything except the completions, which change only when asked to. */
+function render() {
+  document.title = data.title || "retrain";
+  document.getElementById("title").textContent = data.title || "retrain";
+  document.getElementById("subtitle").textContent = [data.subtitle, data.live ? "" : data.created ? `Created ${data.created}` : ""].filter(Boolean).join(" · ");
+  renderVerdict();
+  renderHealth();
+  renderRuns();
+  renderSettings();
+  syncCharts();
+  renderSqueeze();
+  renderCharts();
+  renderFlips();
+  const absent = { squeeze: !data.squeeze, health: !data.runs.length, runs: !data.runs.length, charts: !data.runs.length, configuration: !data.runs.length,
+    completions: !(data.live ? data.runs.some((run) => run.index?.groups) : data.groups.length) && !data.runs.some((run) => run.flips) };
+  for (const [id, gone] of Object.entries(absent)) {
+    document.getElementById(`${id}-section`).hidden = gone;
+    document.getElementById(`nav-${id}`).hidden = gone;
+  }
+}
+
+// ---- live
+
+async function ask(path, query) {
+  const answer = await fetch(`${path}?${new URLSearchParams(query)}`, { cache: "no-store" });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+
+/** Replace the end of a run's curves by the buckets that changed. */
+function merge(old, fresh) {
+  if (!fresh.steps) return { ...old, ...fresh };
+  const merged = { ...old, ...fresh };
+  if (!fresh.from || !old) return merged;
+  const join = (before, after) => [...Array.from({ length: fresh.from }, (_, index) => before?.[index] ?? null), ...after];
+  for (const key of ["steps", "tokens", "hours"]) merged[key] = join(old[key], fresh[key]);
+  for (const part of ["series", "low", "high"]) merged[part] = Object.fromEntries(Object.entries(fresh[part]).map(([key, list]) => [key, join(old[part][key], list)]));
+  return merged;
+}
+
+const clock = { offset: 0, failed: false };
+
+async function poll() {
+  const known = data.runs.map((run) => [run.id, run.version, run.epoch, run.size, run.rows].join(":")).join(",");
+  const answer = await ask("data.json", { known, head: data.head_version || "" });
+  clock.offset = answer.now - Date.now() / 1000;
+  clock.failed = false;
+  const changed = answer.head || answer.runs.some((run) => run.version) || answer.runs.length !== data.runs.length;
+  const before = new Map(data.runs.map((run) => [run.id, run]));
+  data.runs = answer.runs.map((run) => merge(before.get(run.id), run));
+  if (answer.head) Object.assign(data, answer.head, { head_version: answer.head_version });
+  if (!changed) return;
+  const empty = !lab.asked && data.runs.some((run) => run.index?.groups && run.index.read === 1);
+  render();
+  if (empty || !document.getElementById("filters").children.length) fillFilters();
+  if (empty) search().catch(() => {}); else if (lab.asked) fillStatus();
+  if (!before.size && data.runs.length && view.at) goTo(view.at);
+}
+
+/** The next request starts after the last one ended, so that requests cannot pile up. */
+async function follow() {
+  await poll().catch(() => { clock.failed = true; });
+  badge();
+  const loading = data.runs.some((run) => run.loading < 1 || run.index?.read < 1) || !data.runs.length;
+  setTimeout(follow, loading && !clock.failed ? 500 : data.live * 1000);
+}
+
+function badge() {
+  const node = document.getElementById("badge");
+  const latest = Math.max(0, ...data.runs.map((run) => run.updated || 0));
+  const running = data.runs.filter((run) => run.status === "running");
+  const age = Date.now() / 1000 + clock.offset - latest;
+  const slow = running.length && age > 10 * Math.max(30, ...running.map((run) => run.median_step_s || 0));
+  node.hidden = false;
+  node.className = clock.failed ? "badge lost" : slow ? "badge slow" : running.length ? "badge running" : "badge";
+  const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? "Not running" : "Waiting for the first step";
+  const loading = Math.min(1, ...data.runs.map((run) => run.loading ?? 1));
+  node.textContent = [state, latest ? `last step ${duration(age)} ago` : "", loading < 1 ? `reading ${Math.floor(100 * loading)} %` : ""].filter(Boolean).join(" · ");
+}
+
+build();
+if (data.live) {
+  if (data.verdict) renderVerdict();
+  follow();
+  setInterval(badge, 1000);
+} else {
+  render();
+  fillFilters();
+  search().then(() => { if (view.at) goTo(view.at); });
+}
+window.addEventListener("hashchange", () => {
+  Object.assign(view, DEFAULTS, Object.fromEntries(new URLSearchParams(location.hash.slice(1))));
+  render();
+  fillFilters();
+  search();
+  if (view.at) goTo(view.at);
+});

@@ -1,0 +1,170 @@
+"""What the runs show, in one sentence and one plot: conditions against the baseline, or each run before and after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from retrain.analysis.runs import Row, RunRecord, require_same_model
+from retrain.errors import ConfigError
+from retrain.report.runlog import RunLog
+from retrain.runtime.text import plural
+from retrain.types import JsonObject
+
+WINDOW = 10
+"""Steps at the beginning and the end of a run without evaluations."""
+_NAMES = {"eval_pass_at_1": "held-out pass@1", "correct_rate": "the correct rate in training"}
+
+
+def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders: Sequence[Path]) -> JsonObject:
+    """The comparison of conditions if there is one, else every run before and after."""
+    note = ""
+    if len({run.condition for run in runs}) > 1:
+        try:
+            if not all(run.evaluations for run in runs):
+                runs = [replace(run, metrics=log.rates()) for run, log in zip(runs, logs, strict=True)]
+            return compare_conditions(runs, folders)
+        except ConfigError as error:
+            note = f"The conditions are not compared: {error}"
+    return before_and_after(runs, logs) | {"notes": [note] if note else []}
+
+
+def compare_conditions(runs: Sequence[RunRecord], folders: Sequence[Path]) -> JsonObject:
+    """The verdict of `retrain compare`, with the difference of every pair of seeds."""
+    # scipy takes a second and 60 MB, which a single run does not need.
+    from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines  # noqa: PLC0415
+
+    require_same_model(runs)
+    report = compare_runs(runs)
+    report.notes.extend(early_stops([str(folder) for folder in folders]))
+    rows = []
+    for c in report.comparisons:
+        mine, other = report.values[c.condition], report.values[c.baseline]
+        rows.append(
+            {
+                "condition": c.condition,
+                "mean": c.mean,
+                "baseline_mean": c.baseline_mean,
+                "p_adjusted": c.p_adjusted,
+                "verdict": c.verdict,
+                "sentence": c.sentence,
+                "pairs": [{"seed": seed, "difference": mine[seed] - other[seed]} for seed in c.seeds],
+                **asdict(c.test),
+            }
+        )
+    floor = report.noise_floor
+    baseline = report.comparisons[0].baseline
+    return {
+        "kind": "comparison",
+        "sentence": _headline(rows, baseline, _NAMES.get(report.metric, report.metric)),
+        "metric": report.metric,
+        "name": _NAMES.get(report.metric, report.metric),
+        "step": report.step,
+        "baseline": baseline,
+        "higher_is_better": report.higher_is_better,
+        "noise": floor.single_runs if floor else None,
+        "rows": rows,
+        "notes": [line.strip() for line in explanation_lines(report) if line not in {row["sentence"] for row in rows}],
+    }
+
+
+def _headline(rows: Sequence[JsonObject], baseline: str, metric: str) -> str:
+    if len(rows) == 1:
+        return _pair_sentence(rows[0], baseline, metric)
+    parts = []
+    for verdict, word in (("statistically_significant_improvement", "better"), ("significant_degradation", "worse")):
+        names = [row["condition"] for row in rows if row["verdict"] == verdict]
+        if names:
+            parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {word} than {baseline}")
+    rest = sum(row["verdict"] == "insufficient_evidence" for row in rows)
+    if not parts:
+        return f"None of the {len(rows)} conditions can be distinguished from {baseline} on {metric}."
+    tail = f"; {plural(rest, 'other condition')} cannot be distinguished from it" if rest else ""
+    return f"On {metric}, {'; '.join(parts)}{tail}."
+
+
+def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
+    """The sentence of `retrain compare` for one pair; a significant one in points, which read easier."""
+    if row["verdict"] == "insufficient_evidence" or not row["interval"]:
+        return str(row["sentence"])
+    word = "better" if row["verdict"] == "statistically_significant_improvement" else "worse"
+    low, high = row["interval"]
+    return (
+        f"{row['condition']} is {word} than {baseline}: {100 * row['difference']:+.1f} points of {metric} "
+        f"(95 % interval {100 * low:+.1f} to {100 * high:+.1f}, {plural(len(row['pairs']), 'seed')})."
+    )
+
+
+def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
+    """Every run at its beginning and its end: held-out, or in training where there are not two evaluations."""
+    held_out = all(len(run.evaluations) > 1 for run in runs) and bool(runs)
+    metric = "eval_pass_at_1" if held_out else _training_metric(logs)
+    rows = []
+    for run, log in zip(runs, logs, strict=True):
+        pair = _evaluations(run) if held_out else _training(log, metric)
+        if pair:
+            ids = {"run": log.id, "name": run.path.resolve().name, "condition": run.condition, "seed": run.seed}
+            rows.append(ids | {"before": pair[0], "after": pair[1]})
+    kind = "evaluation" if held_out else "training"
+    result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
+    if not rows:
+        return result | {"kind": "waiting", "sentence": "Waiting for the first step."}
+    return result | {"sentence": _change(rows, kind, metric)}
+
+
+def _training_metric(logs: Sequence[RunLog]) -> str:
+    return "correct_rate" if any("correct_rate" in log.columns.values for log in logs) else "mean_reward"
+
+
+def _evaluations(run: RunRecord) -> tuple[JsonObject, JsonObject]:
+    first, *_, last = run.evaluations.values()
+    return _point(first), _point(last)
+
+
+def _point(row: Row) -> JsonObject:
+    rate = row["eval_pass_at_1"]
+    low, high = row.get("eval_ci_low", rate), row.get("eval_ci_high", rate)
+    return {"step": row["step"], "y": rate, "low": low, "high": high, "problems": len(row.get("counted") or ())}
+
+
+def _training(log: RunLog, metric: str) -> tuple[JsonObject, JsonObject] | None:
+    """Means over the first and the last steps."""
+    values, steps = log.columns.column(metric), np.array(log.columns.steps)
+    is_known = ~np.isnan(values)
+    values, steps = values[is_known], steps[is_known]
+    if not len(values):
+        return None
+    count = min(WINDOW, max(1, len(values) // 2))
+    ends = (slice(0, count), slice(len(values) - count, None))
+    first, last = ({"step": int(steps[end][-1]), "y": float(values[end].mean()), "count": count} for end in ends)
+    return first, last
+
+
+def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
+    before, after = (statistics.fmean(row[end]["y"] for row in rows) for end in ("before", "after"))
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    show = _percent if metric != "mean_reward" else "{:.3g}".format
+    change = f"{verb} at {show(after)}" if verb == "stayed" else f"{verb} from {show(before)} to {show(after)}"
+    first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
+    if kind == "evaluation":
+        low, high = last["low"], last["high"]
+        problems = f" over {plural(last['problems'], 'problem')}" if last["problems"] else ""
+        where = f" ({_percent(low)} to {_percent(high)}{problems}) between steps {first['step']} and {last['step']}"
+        if len(rows) == 1 and first["low"] <= after <= first["high"] and verb != "stayed":
+            where += ", which is within the interval of the first evaluation"
+    else:
+        name = "The mean reward in training" if metric == "mean_reward" else "The correct rate in training"
+        window = f"first {first['count']}" if first["count"] > 1 else "first"
+        where = f" between the {window} and the last {plural(last['count'], 'step')}"
+    if len(rows) > 1:
+        ends = [row["after"]["y"] for row in rows]
+        where = f" in the mean of {plural(len(rows), 'run')} (last {show(min(ends))} to {show(max(ends))})"
+    return f"{name} {change}{where}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

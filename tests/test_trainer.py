@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from e2e.fakes import Play
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_tokenizer
 
+from retrain import trainer
 from retrain.advantages import AlgorithmContext
 from retrain.assemble import Overrides, assemble
 from retrain.data import ExampleOrder
@@ -826,11 +828,16 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
     assert "holds files that retrain did not write, so it is left alone" in printed
 
 
-def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(model: Path, tmp_path: Path) -> None:
-    train_quietly(fake_config(model, tmp_path))
-    path = tmp_path / "logs" / "checkpoints" / "step_000004" / "checkpoint.json"
-    checkpoint = json.loads(path.read_text())
-    checkpoint["state"]["progress"]["tokens_sampled"] = 7
-    path.write_text(json.dumps(checkpoint))
+@dataclass
+class NewerState(trainer.RunState):
+    tokens_sampled: int = 0
+
+
+def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(trainer, "RunState", NewerState)
+        train_quietly(fake_config(model, tmp_path))
     with pytest.raises(CheckpointError, match=r"counts tokens_sampled, which this version of retrain does not know"):
         train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))

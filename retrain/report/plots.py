@@ -26,7 +26,7 @@ def write_plots(data: JsonObject, folder: Path) -> list[Path]:
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
-        raise MissingExtraError('--png needs matplotlib.  Try: pip install -e ".[plots]"') from error
+        raise MissingExtraError('plots need matplotlib.  Try: pip install -e ".[plots]"') from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()

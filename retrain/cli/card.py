@@ -1,0 +1,43 @@
+"""`retrain card DIR`: a run or campaign as a Markdown card with plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from retrain.errors import ConfigError
+from retrain.storage.checkpoint import explain_write_error
+
+
+@click.command("card", context_settings={"max_content_width": 110})
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.option("--output", type=click.Path(path_type=Path), help="Output folder; by default card in the first DIR.")
+@click.option("--no-plots", is_flag=True, help="Write no PNG files; they need matplotlib (the extra plots).")
+@click.option("--hub", is_flag=True, help="Add the metadata of a model card on the Hugging Face Hub.")
+def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub: bool) -> int:
+    """Write a Markdown card of the runs in DIR: verdict, curves, checks, configuration, versions and cost.
+
+    The folder has README.md and the plots it shows, for a paper, a pull request or a model card.
+    """
+    from retrain.analysis.runs import find_runs  # noqa: PLC0415  (slow to import)
+    from retrain.report import collect  # noqa: PLC0415
+    from retrain.report.card import write_card  # noqa: PLC0415
+
+    runs = find_runs(folders, tell_apart=True)
+    if not runs:
+        raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
+    data = collect(folders)
+    target = output or folders[0] / "card"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        plots = []
+        if not no_plots:
+            from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
+
+            plots = write_plots(data, target)
+        (target / "README.md").write_text(write_card(data, runs[0].config, plots, hub), encoding="utf-8")
+    except OSError as error:
+        raise explain_write_error(error, target) from error
+    click.echo(f"Wrote {target / 'README.md'}" + (f" and {len(plots)} plots" if plots else ""))
+    return 0

@@ -1,0 +1,130 @@
+"""The card of a run or campaign: verdict, curves, configuration, versions and cost in Markdown."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from retrain.config import TrainConfig
+from retrain.runtime.text import format_duration
+from retrain.types import JsonObject
+
+PACKAGES = ("retrain", "torch", "transformers", "peft", "vllm", "tinker")
+SHOWN_PLOTS = ("eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
+
+
+def write_card(data: JsonObject, config: TrainConfig, plots: Sequence[Path] = (), hub: bool = False) -> str:
+    """The card in Markdown; `plots` are files beside it, and `hub` adds the metadata of a model card."""
+    verdict = data["verdict"]
+    parts = [
+        *(_metadata(config) if hub else ()),
+        f"# {str(data['title']).removeprefix('retrain: ')}",
+        "",
+        f"**{verdict['sentence']}**",
+        "",
+        f"{data['subtitle']}; {config.model.model}. Created by retrain on {data['created']}.",
+        *_pictures(plots),
+        *_runs(data),
+        *_health(data),
+        *_comparison(verdict),
+        *_configuration(data),
+        *_versions(data),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _metadata(config: TrainConfig) -> list[str]:
+    return [
+        "---",
+        f"base_model: {config.model.model}",
+        f"library_name: {'peft' if config.model.lora_rank else 'transformers'}",
+        "pipeline_tag: text-generation",
+        "tags: [reinforcement-learning, rlvr, retrain]",
+        "---",
+        "",
+    ]
+
+
+def _pictures(plots: Sequence[Path]) -> list[str]:
+    shown = [path for name in SHOWN_PLOTS for path in plots if path.name == name][:2]
+    return ["", *(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in shown)] if shown else []
+
+
+def _runs(data: JsonObject) -> list[str]:
+    head = ("run", "condition", "seed", "steps", "held-out before", "held-out after", "sampled tokens", "time")
+    rows = []
+    for run in data["runs"]:
+        evals = [point for point in run["evals"] if point["y"] is not None]
+        before, after = (_interval(evals[0]), _interval(evals[-1])) if len(evals) > 1 else ("–", "–")
+        total = run["max_steps"] if run["max_steps"] is not None else "?"
+        hours, tokens = (run[key][-1] if run[key] else 0.0 for key in ("hours", "tokens"))
+        steps = f"{run['done']}/{total}"
+        cells = (run["name"], run["condition"], str(run["seed"]), steps, before, after, f"{tokens:,.0f}")
+        rows.append((*cells, format_duration(3600 * hours)))
+    return ["", "## Runs", "", *_table(head, rows)]
+
+
+def _interval(point: JsonObject) -> str:
+    return f"{100 * point['y']:.1f} % ({100 * point['low']:.1f} to {100 * point['high']:.1f})"
+
+
+def _health(data: JsonObject) -> list[str]:
+    lines = []
+    for run in data["runs"]:
+        for check in run["health"]:
+            if check["level"] in ("warning", "problem"):
+                since = f", first at step {check['step']}" if check["step"] is not None else ""
+                lines.append(f"- {run['name']}: {check['name']}, {check['value']}{since}")
+    return ["", "## Checks", "", *(lines or ["Nothing to report: " + _checked(data) + "."])]
+
+
+def _checked(data: JsonObject) -> str:
+    names = {check["name"]: None for run in data["runs"] for check in run["health"] if check["level"] == "ok"}
+    return ", ".join(names) or "too few steps"
+
+
+def _comparison(verdict: JsonObject) -> list[str]:
+    if verdict["kind"] != "comparison":
+        return []
+    head = ("condition", "seeds", "mean", f"difference from {verdict['baseline']}", "95 % interval", "p (Holm)")
+    rows = []
+    for row in verdict["rows"]:
+        low, high = row["interval"] or (None, None)
+        reach = f"{low:+.4f} to {high:+.4f}" if low is not None else "–"
+        p = "–" if row["p_adjusted"] is None else f"{row['p_adjusted']:.4f}"
+        counts = (row["condition"], str(len(row["pairs"])))
+        rows.append((*counts, f"{row['mean']:.4f}", f"{row['difference']:+.4f}", reach, p))
+    notes = [f"- {note}" for note in verdict["notes"]]
+    title = f"## Comparison: {verdict['name']} at step {verdict['step']}"
+    return ["", title, "", *_table(head, rows), *(["", *notes] if notes else [])]
+
+
+def _configuration(data: JsonObject) -> list[str]:
+    lines = ["", "## Configuration", "", "Options that differ from the defaults:", ""]
+    lines += _table(("option", "value"), [(row["option"], f"`{row['value']}`") for row in data["settings"]])
+    if data["configs"]:
+        rows = [(row["option"], *(f"`{value}`" for value in row["values"])) for row in data["configs"]]
+        lines += ["", "Options that differ between conditions:", "", *_table(("option", *data["config_columns"]), rows)]
+    return lines
+
+
+def _versions(data: JsonObject) -> list[str]:
+    if data["origin"]:
+        return ["", "## Versions", "", *(f"- {sentence}" for sentence in data["origin"])]
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    machine = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    return ["", "## Versions", "", f"This machine: {', '.join(found)}, {machine}. The run may have used others."]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return ["None."]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]

@@ -1,0 +1,54 @@
+"""The Markdown card of a run or campaign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+
+from .folders import write_run
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Path:
+    for mode, lift in (("grpo", 0.0), ("maxrl", 0.2)):
+        for seed in (1, 2, 3):
+            write_run(tmp_path / "sweep" / f"{mode}_{seed}", seed, mode, lift=lift + 0.001 * seed)
+    return tmp_path / "sweep"
+
+
+def card_of(*arguments: str) -> str:
+    assert run(["card", "--no-plots", *arguments]) == 0
+    return (Path(arguments[0]) / "card" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_campaign_begins_with_its_verdict_and_has_a_row_for_each_run(campaign: Path) -> None:
+    card = card_of(str(campaign))
+    title, _, sentence = card.splitlines()[:3]
+    assert title == "# sweep" and sentence.startswith("**maxrl+gtpo_sepa is ")
+    assert "| maxrl_3 | maxrl+gtpo_sepa | 3 | 6/6 | 63.3 % (53.3 to 73.3) |" in card
+    assert "## Comparison: held-out pass@1 at step 6" in card
+    assert '| algorithm.advantage_mode | `"grpo"` | `"maxrl"` |' in card
+
+
+def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", 1, steps=30)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(row | {"max_token_hit_rate": 0.5}) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    card = card_of(str(folder))
+    assert "- one: truncation, 50% truncated, first at step 0" in card
+    assert "## Comparison" not in card and "torch" in card
+
+
+def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:
+    card = card_of(str(write_run(tmp_path / "one", 1)), "--hub")
+    assert card.startswith("---\nbase_model: builtin:tiny\nlibrary_name: peft\n")
+
+
+def test_a_folder_without_runs_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["card", str(tmp_path)]) == 2
+    assert "is neither a run nor a campaign" in capsys.readouterr().err

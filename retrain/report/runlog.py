@@ -103,8 +103,16 @@ class RunLog:
         until = time.monotonic() + budget_s
         if self._metrics.has_changed() or self._evals.has_changed():
             self._start_over()
-        if not self._metrics.offset and budget_s < float("inf") and self._size() > PREVIEW_BYTES:
+        if (
+            not self._metrics.offset
+            and budget_s < float("inf")
+            and self._size() > PREVIEW_BYTES
+            and not len(self.columns)
+        ):
             self._preview()
+            self._read_evaluations()
+            self.loading = 0.0
+            return False
         while lines := self._metrics.read():
             self._read_metrics(lines)
             if time.monotonic() > until:
@@ -115,9 +123,7 @@ class RunLog:
         if is_done and self.columns is not self._reading:
             self.columns = self._reading
             self.epoch += 1
-        while lines := self._evals.read():
-            self.evaluations |= {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
-        self.evaluations = dict(sorted(self.evaluations.items()))
+        self._read_evaluations()
         return self.completions.update(max(0.0, until - time.monotonic())) and is_done
 
     def record(self, status: str = "") -> RunRecord:
@@ -168,6 +174,11 @@ class RunLog:
         rows = [row for row in parse_rows(lines) if _has_step(row)]
         self.torn += sum(1 for line in lines if line.strip()) - len(rows)
         self._reading.extend(rows)
+
+    def _read_evaluations(self) -> None:
+        while lines := self._evals.read():
+            self.evaluations |= {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
+        self.evaluations = dict(sorted(self.evaluations.items()))
 
     def _preview(self) -> None:
         """Rows from both ends of the file, and from evenly spaced places in between."""

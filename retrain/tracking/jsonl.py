@@ -6,12 +6,14 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact_all
+from retrain.rewards.match import final_answer
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.logs import DEBUG, FILES, GENERATIONS, METRICS, STEPS
@@ -28,10 +30,12 @@ class JsonlTracker:
         self.files: dict[str, BinaryIO] = {}
         self.seed = 0
         self.share = 1.0
+        self.extract: Callable[[str], str] | None = None
 
     def start(self, config: TrainConfig) -> None:
         """Open the files for appending."""
         self.seed, self.share = config.training.seed, config.logging.save_completions_probability
+        self.extract = answer_extraction(config)
         for name in FILES if config.logging.debug else FILES[:-1]:
             path = self.log_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,8 @@ class JsonlTracker:
         }
         self.write(STEPS, [summary])
         if self.keeps_completions(step):
-            self.write(GENERATIONS, [redact_all(row) for group in groups for row in generation_rows(step, group)])
+            rows = [row for group in groups for row in generation_rows(step, group, self.extract)]
+            self.write(GENERATIONS, [redact_all(row) for row in rows])
         if DEBUG in self.files:
             self.write(DEBUG, [redact_all(debug_row(step, metrics, groups))])
 
@@ -86,7 +91,16 @@ class JsonlTracker:
         return {name: file.tell() for name, file in self.files.items()}
 
 
-def generation_rows(step: int, group: Group) -> list[JsonObject]:
+def answer_extraction(config: TrainConfig) -> Callable[[str], str] | None:
+    """How the reward finds the answer in a completion; None if it does not look for one."""
+    reward = config.reward
+    types = {term.type for term in reward.terms} if reward.terms else {reward.type}
+    if config.environment.provider or config.teaching.enabled or not types & {"match", "math"}:
+        return None
+    return partial(final_answer, think_boxes=reward.think_boxes)
+
+
+def generation_rows(step: int, group: Group, extract: Callable[[str], str] | None = None) -> list[JsonObject]:
     """One row per completion; a failed score has a reason instead of a reward."""
     rows = []
     for completion, score in zip(group.completions_G, group.scores_G, strict=True):
@@ -98,6 +112,10 @@ def generation_rows(step: int, group: Group) -> list[JsonObject]:
             "num_tokens": len(completion.token_ids_T),
             "outcome": score.outcome,
         }
+        if group.example.reference:
+            row["reference"] = group.example.reference
+        if extract is not None:
+            row["answer"] = extract(completion.text)
         if completion.transcript:
             row["transcript"] = completion.transcript
         rows.append(row | ({"detail": score.detail} if score.detail and not score.counts else {}))

@@ -58,40 +58,120 @@ async def choose(tab: Tab, name: str, value: str) -> None:
         f"(() => {{ const field = document.getElementById('filter-{name}'); field.value = {value!r};"
         f" field.dispatchEvent(new Event('{event}')); }})()"
     )
+    await asyncio.sleep(0.1)
 
 
 async def count(tab: Tab, selector: str) -> int:
     return int(await tab.do(f"document.querySelectorAll({selector!r}).length"))
 
 
-def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> None:
+async def wait_for(tab: Tab, condition: str, seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not await tab.do(condition):
+        assert time.monotonic() < until, condition
+        await asyncio.sleep(0.2)
+
+
+async def drag(tab: Tab, selector: str, start: float, end: float) -> None:
+    """Drag across an element, from one share of its width to another."""
+    box = await tab.do(
+        f"(() => {{ const node = document.querySelector({selector!r}); node.scrollIntoView({{block: 'center'}});"
+        " const at = node.getBoundingClientRect(); return [at.left, at.top, at.width, at.height]; })()"
+    )
+    y = box[1] + box[3] / 2
+    for kind, share in (("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseReleased", end)):
+        place = {"x": box[0] + share * box[2], "y": y, "button": "left", "clickCount": 1}
+        await tab.call("Input.dispatchMouseEvent", type=kind, **place)
+
+
+def test_the_verdict_comes_first_and_every_metric_has_a_chart(page: Path) -> None:
     async def read() -> None:
         async with open_tab() as tab:
             await tab.open(page.as_uri())
-            titles = await tab.do("[...document.querySelectorAll('h2')].map(node => node.textContent)")
-            assert titles == ["Comparison", "Runs", "Held out", "Learning", "Entropy and λ", "Time", "Dead groups",
-                              "Configuration", "Completions"]  # fmt: skip
-            assert await count(tab, "#nav a") == len(titles)
-            # Curves are drawn, and tell their numbers.
-            lines = await count(tab, "#learning polyline")
-            assert lines >= 2 * 6
+            titles = await tab.do("[...document.querySelectorAll('section:not([hidden]) h2')].map(n => n.textContent)")
+            assert titles == ["Verdict", "Health", "Runs", "Metrics", "Completions", "Configuration"]
+            assert "maxrl" in await tab.do("document.querySelector('.headline').textContent")
+            assert await count(tab, "#verdict circle") >= 2
+            assert not await tab.do("document.querySelector('#verdict details').open")
+            # Eight checks for each of four runs, with words beside the color.
+            assert await count(tab, "#health .strip") == 4 and await count(tab, "#health .chip") == 32
+            keys = set(await tab.do("[...chartsByKey.keys()]"))
+            logged = set(await tab.do("Object.keys(data.runs[0].series)"))
+            flat = await tab.do("document.getElementById('constants').textContent")
+            assert not [key for key in logged - keys if not key.startswith("eval_") and key not in flat]
+            assert "Surprisal of execution tokens" in await tab.do(
+                "document.getElementById('chart-exec_entropy_mean').textContent"
+            )
+            labels = await tab.do(
+                "[...document.querySelectorAll('.plot svg')].map(svg =>"
+                " [...svg.querySelectorAll('text[text-anchor=end]')].map(n => n.textContent))"
+            )
+            assert labels and all(len(texts) == len(set(texts)) for texts in labels)
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_charts_are_zoomed_together_and_keep_their_settings_in_the_address(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            lines = await count(tab, "#chart-correct_rate .mean")
+            assert lines == 2
             await tab.do(
-                "(() => { const svg = document.querySelector('#learning svg'), at = svg.getBoundingClientRect();"
-                " const place = {clientX: at.left + at.width / 2, clientY: at.top + 20};"
-                " svg.dispatchEvent(new MouseEvent('mousemove', place)); })()"
+                "document.querySelector('#chart-mean_reward svg').dispatchEvent("
+                "new PointerEvent('pointermove', {clientX: 200, clientY: 400}))"
             )
             assert "grpo+none" in await tab.do("document.getElementById('tip').textContent")
-            # A condition can be switched off and on.
-            await tab.do("document.querySelector('#learning .legend button').click()")
-            assert await count(tab, "#learning polyline") < lines
-            await tab.do("document.querySelector('#learning .legend button').click()")
-            assert await count(tab, "#learning polyline") == lines
-            # Every group opens, and shows its members side by side.
+            await tab.do("document.querySelector('#legend button').click()")
+            assert await count(tab, "#chart-correct_rate .mean") == 1
+            await tab.do("document.querySelector('#legend button').click()")
+            assert await count(tab, "#chart-correct_rate .mean") == 2
+            await drag(tab, "#chart-mean_reward svg", 0.3, 0.7)
+            zoom = await tab.do("view.zoom")
+            assert zoom and await tab.do("chartsByKey.get('correct_rate').x0 === Number(view.zoom.split('~')[0])")
+            for name, value in (("x", "hours"), ("x", "tokens"), ("x", "step")):
+                await tab.do(
+                    f"(() => {{ const field = document.getElementById('charts-{name}'); field.value = {value!r};"
+                    " field.dispatchEvent(new Event('change')); })()"
+                )
+                assert await count(tab, "#chart-correct_rate .mean") == 2
+            for name in ("log", "clip"):
+                await tab.do(f"document.getElementById('charts-{name}').click()")
+                assert await count(tab, "#chart-correct_rate .mean") == 2
+            await tab.do(
+                "(() => { const field = document.getElementById('charts-smooth'); field.value = 0.9;"
+                " field.dispatchEvent(new Event('input')); })()"
+            )
+            assert await count(tab, "#chart-correct_rate .raw") == 4
+            address = await tab.do("location.href")
+            assert all(part in address for part in ("smooth=0.9", "log=1", "clip=1"))
+            await tab.open("about:blank")
+            await tab.open(address)
+            assert await tab.do("document.getElementById('charts-log').checked")
+            assert await tab.do("document.getElementById('charts-smooth').value") == "0.9"
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_a_reader_can_click_through_the_completions(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
             groups = await count(tab, "#groups button")
             assert groups == 4 * 3 * 2
             for index in range(groups):
                 await tab.do(f"document.querySelectorAll('#groups button')[{index}].click()")
                 assert await count(tab, ".member") == 4
+            # The reference and what the reward extracted stand beside each completion.
+            assert await count(tab, ".reference code") == 1 and await count(tab, ".extracted") == 4
+            # A link leads to the same group.
+            address, key = await tab.do("location.href"), await tab.do("view.group")
+            await tab.open("about:blank")
+            await tab.open(address)
+            await wait_for(tab, "document.querySelectorAll('.member').length === 4")
+            assert await tab.do("document.querySelector('#groups [aria-current=true]').dataset.key") == key
             # Filters narrow, and say when nothing is left.
             await choose(tab, "condition", "grpo+none")
             assert await count(tab, "#groups button") == groups // 2
@@ -103,16 +183,44 @@ def test_a_reader_can_click_through_the_page_without_a_complaint(page: Path) -> 
             await choose(tab, "least", "2")
             assert await count(tab, "#groups button") == 0
             await choose(tab, "least", "")
-            # The microscope colours tokens by each of its numbers, and tells them.
-            for colour in ("surprisal", "entropy", "planning", "advantage"):
-                await choose(tab, "colour", colour)
-                assert await count(tab, ".token") > 0
+            # Sorted by length, the longest completion comes first.
+            await choose(tab, "sort", "longest")
+            lengths = await tab.do(
+                "[...document.querySelectorAll('.member .facts')]"
+                ".map(node => Number(node.textContent.match(/(\\d+) tok/)[1]))"
+            )
+            assert lengths == sorted(lengths, reverse=True)
+            # The microscope colors tokens by each of its numbers, on one scale with a legend.
+            for color in ("surprisal", "entropy", "planning", "advantage"):
+                await choose(tab, "color", color)
+                assert await count(tab, ".member .token") > 0 and await count(tab, ".scale") == 1
             await tab.do(
-                "document.querySelector('.token').dispatchEvent(new MouseEvent('mousemove', {clientX: 5, clientY: 5}))"
+                "document.querySelector('.member .token').dispatchEvent("
+                "new MouseEvent('mousemove', {clientX: 5, clientY: 5}))"
             )
             tooltip = await tab.do("document.getElementById('tip').textContent")
             assert all(word in tooltip for word in ("surprisal", "entropy", "advantage", "execution"))
+            # A check leads to its completions; a prompt to all of its groups.
+            await tab.do("document.querySelector('#health .chip').click()")
+            await wait_for(tab, "view.run !== '' && document.querySelectorAll('#groups button').length > 0")
+            await choose(tab, "color", "none")
+            await tab.do("document.querySelector('#group .where button').click()")
+            await wait_for(tab, "view.prompt !== '' && document.querySelector('#group .chart polyline') !== null")
             assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("width", [420, 1400])
+def test_the_verdict_is_visible_without_scrolling(page: Path, width: int) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            phone = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 600}
+            await tab.call("Emulation.setDeviceMetricsOverride", **phone)
+            await tab.open(page.as_uri())
+            assert await tab.do("document.documentElement.scrollWidth") <= width
+            assert await tab.do("document.querySelector('.forest').getBoundingClientRect().bottom") < 800
+            assert await tab.do("document.querySelector('.headline').getBoundingClientRect().right") <= width
 
     asyncio.run(read())
 
@@ -125,26 +233,46 @@ def test_the_squeeze_curve_has_a_band_from_the_worst_layer_to_the_best(page: Pat
         async with open_tab() as tab:
             await tab.open(page.as_uri())
             await tab.do(f"data.squeeze = {squeezed}; render()")
-            assert await count(tab, "#squeeze polyline") == 1
+            await tab.do("goTo('squeeze')")
+            await wait_for(tab, "document.querySelectorAll('#squeeze polyline').length === 1")
             assert await count(tab, "#squeeze polygon") == 1
             assert tab.complaints == []
 
     asyncio.run(read())
 
 
-def test_the_live_page_follows_a_run(page: Path) -> None:
+def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:
             await tab.open(address)
+            await wait_for(tab, "data.runs.length === 4 && document.querySelectorAll('.member').length === 4")
             assert await tab.do("data.runs[0].steps.length") == 3
+            assert "last step" in await tab.do("document.getElementById('badge').textContent")
+            # A reader in the middle of a filter, looking at one group.
+            await tab.do("document.querySelectorAll('#groups button')[3].click()")
+            key = await tab.do("view.group")
+            await tab.do("document.getElementById('filter-search').focus()")
+            where = "Math.round(document.getElementById('filter-search').getBoundingClientRect().top)"
+            place = await tab.do(where)
             log = page.parent / "grpo_s1" / "metrics.jsonl"
             last = log.read_text().splitlines()[-1]
             with log.open("a") as file:
                 file.write(last.replace('"step": 2', '"step": 3') + "\n")
-            until = time.monotonic() + 60
-            while await tab.do("data.runs[0].steps.length") == 3 and time.monotonic() < until:
-                await asyncio.sleep(0.5)
-            assert await tab.do("data.runs[0].steps.length") == 4
+            texts = page.parent / "grpo_s1" / "emergence" / "generations.jsonl"
+            rows = texts.read_text().splitlines()[-4:]
+            with texts.open("a") as file:
+                file.writelines(row.replace('"step": 2', '"step": 3') + "\n" for row in rows)
+            await wait_for(tab, "data.runs[0].steps.length === 4")
+            assert await tab.do("data.runs[0].series.correct_rate.length") == 4
+            await wait_for(tab, "document.getElementById('lab-fresh') !== null")
+            assert await tab.do("document.activeElement.id") == "filter-search"
+            assert await tab.do("view.group") == key and abs(await tab.do(where) - place) <= 2
+            await tab.do("document.getElementById('lab-fresh').click()")
+            await wait_for(tab, "lab.groups[0].step === 3")
+            # Token values are read when they are asked for.
+            await tab.do("document.querySelector('#groups [data-key*=\":2:\"]').click()")
+            await choose(tab, "color", "surprisal")
+            await wait_for(tab, "document.querySelectorAll('.member .token').length > 0")
             assert tab.complaints == []
 
     command = [sys.executable, "-u", "-m", "retrain", "ui", str(page.parent), "--port", "0"]

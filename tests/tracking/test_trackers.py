@@ -170,6 +170,17 @@ def test_files_exist_from_the_start_and_are_appended_to(tracker: JsonlTracker, t
     assert len(lines(tmp_path / "emergence" / "generations.jsonl")) == 4
 
 
+def test_completions_are_logged_with_the_reference_and_the_answer_that_was_extracted(tmp_path: Path) -> None:
+    for kind, answers in (("match", [{"answer": "12"}] * 2), ("judge", [{}] * 2)):
+        made = JsonlTracker(tmp_path / kind)
+        made.start(load_config(None, {"reward.type": kind, "reward.judge_model": "m"}))
+        made.log(0, METRICS, [group("so \\boxed{12}")])
+        made.finish()
+        rows = lines(tmp_path / kind / "emergence" / "generations.jsonl")
+        assert [row["reference"] for row in rows] == ["120", "120"]
+        assert [{key: row[key] for key in row if key == "answer"} for row in rows] == answers
+
+
 def test_what_is_logged_is_on_disk_at_once(tracker: JsonlTracker, tmp_path: Path) -> None:
     tracker.log(0, METRICS, [group()])
     assert lines(tmp_path / "metrics.jsonl") == [METRICS]

@@ -69,10 +69,18 @@ async function poll() {
   if (answer.head) Object.assign(data, answer.head, { head_version: answer.head_version });
   if (!changed) return;
   const empty = !lab.asked && data.runs.some((run) => run.index?.groups && run.index.read === 1);
-  render();
+  keepPlace(render);
   if (empty || !document.getElementById("filters").children.length) fillFilters();
   if (empty) search().catch(() => {}); else if (lab.asked) fillStatus();
   if (!before.size && data.runs.length && view.at) goTo(view.at);
+}
+
+/** Run something that changes the height of the page, and leave what is in the middle of the window there. */
+function keepPlace(change) {
+  const anchor = document.elementFromPoint(window.innerWidth / 2, window.innerHeight / 2)?.closest(".chart, #filters, #lab, section");
+  const before = anchor?.getBoundingClientRect().top;
+  change();
+  if (anchor?.isConnected && window.scrollY) window.scrollBy(0, anchor.getBoundingClientRect().top - before);
 }
 
 /** The next request starts after the last one ended, so that requests cannot pile up. */

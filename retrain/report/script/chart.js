@@ -9,7 +9,7 @@ class Chart {
     Object.assign(this, { key, title, lines, unit, floor, refs, across });
     this.body = make("div", { class: "plot" });
     this.card = make("figure", { class: "card chart", id: `chart-${key}` },
-      make("figcaption", {}, make("span", { class: "name" }, title), key === title ? null : make("code", {}, key),
+      make("figcaption", {}, make("span", { class: "name" }, title), key.includes(" ") || key === title ? null : make("code", {}, key),
         make("button", { class: "save", type: "button", title: "Save this chart as an SVG file", onclick: () => saveSvg(this.body.firstChild, this.title, key) }, "SVG")),
       this.body);
     this.visible = false;
@@ -24,7 +24,7 @@ class Chart {
     const all = lines.flatMap((line) => [...line.points, ...(line.raw || []).flat()]);
     if (!all.length) { this.body.replaceChildren(make("p", { class: "soft" }, "No values yet.")); return; }
     const width = Math.max(240, this.body.clientWidth || 380);
-    this.box = { left: 46, right: 10, top: 10, bottom: 22, width, height: Math.round(Math.min(220, Math.max(170, width * 0.52))) };
+    this.box = { left: 46, right: 10, top: 10, bottom: 22, width, height: 200 };
     this.domain(all, lines);
     const { box } = this;
     const svg = draw("svg", { width, height: box.height, viewBox: `0 0 ${width} ${box.height}`, role: "img", "aria-label": this.describe(lines) });
@@ -96,7 +96,7 @@ class Chart {
     for (const mark of this.marks) {
       if (mark.y < this.y0 || mark.y > this.y1) continue;
       nodes.push(draw("line", { class: "mark", x1: box.left, x2: box.width - box.right, y1: this.y(mark.y), y2: this.y(mark.y) }));
-      nodes.push(draw("text", { class: "marked", x: box.width - box.right - 2, y: this.y(mark.y) - 3, "text-anchor": "end" }, mark.label));
+      nodes.push(draw("text", { class: "marked", x: box.width - box.right - 2, y: this.y(mark.y) + (this.y(mark.y) < 24 ? 11 : -3), "text-anchor": "end" }, mark.label));
     }
     return nodes;
   }

@@ -231,7 +231,7 @@ function memberCard(member, run, scale) {
 function bubble(message) {
   const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content ?? message.tool_calls ?? "", null, 1);
   const calls = message.tool_calls && typeof message.content === "string" ? `\n${JSON.stringify(message.tool_calls, null, 1)}` : "";
-  return make("div", { class: `bubble ${message.role}` }, make("span", { class: "role" }, message.role), ...marked(content + calls));
+  return make("div", { class: `bubble ${message.role}` }, make("span", { class: "role" }, message.role, message.score === undefined ? null : ` · score ${show(message.score)}`), ...marked(content + calls));
 }
 
 // ---- the token microscope

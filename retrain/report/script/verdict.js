@@ -89,7 +89,8 @@ function renderVerdict() {
   const home = document.getElementById("verdict");
   if (!verdict || !home) return;
   const opened = home.querySelector("details")?.open;
-  const nodes = [make("p", { class: "headline" }, verdict.sentence.replace(/ %/g, "\u00a0%"))];
+  const [headline, ...rest] = verdict.sentence.replace(/ %/g, "\u00a0%").split(/(?<=[.])\s(?=[A-Z])/);
+  const nodes = [make("p", { class: "headline" }, headline), rest.length ? make("p", {}, rest.join(" ")) : null].filter(Boolean);
   if (verdict.kind === "comparison") {
     const svg = forestPlot(verdict);
     nodes.push(make("div", { class: "forest" }, svg, saver(svg, "Verdict", "verdict")));

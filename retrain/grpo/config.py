@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -99,6 +100,10 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     def _check(self) -> None:
         """Raise for values and combinations that cannot work."""
         for name, least in (
+            ("num_generations", 1),
+            ("num_iterations", 1),
+            ("per_device_train_batch_size", 1),
+            ("gradient_accumulation_steps", 1),
             ("max_prompt_length", 1),
             ("generation_aggregation_steps", 1),
             ("backprop_accumulation_steps", 1),
@@ -111,6 +116,9 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
+        for name in ("learning_rate", "temperature"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be a number, got {getattr(self, name)}.")
         share = self.save_completions_probability
         if share is not None and not 0 <= share <= 1:
             raise ConfigError(f"save_completions_probability must be between 0 and 1, got {share}.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,25 @@ from retrain.types import Completion, Sampling
 SUPPORTED = {
     "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id",
     "pad_token_id", "bos_token_id", "disable_compile", "transformers_version", "use_cache", "_from_model_config",
+    "max_length",
 }  # fmt: skip
+# Their values where sampling is defined; transformers rejects most others.
+VALID: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: value > 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= 0,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: value > 0,
+}
 # The KV cache and CUDA graphs are released after sampling if less than this share of the GPU is free.
 FREE_SHARE = 0.4
+
+
+# LoRA options whose effect a merged matrix does not have.
+SPECIAL_LORA = (
+    "use_dora", "target_parameters", "lora_bias", "modules_to_save", "alora_invocation_tokens",
+    "trainable_token_indices",
+)  # fmt: skip
 
 
 class UnsupportedModelError(Exception):
@@ -39,6 +56,7 @@ class TrainerEngine:
 
     def __init__(self, model: nn.Module, tokenizer: Any, device: torch.device, in_bf16: bool) -> None:
         self.model = model
+        self._built_from = _fingerprint(model)
         causal_lm = _check_model(model)
         register()
         context = causal_lm.config.get_text_config().to_dict().get("max_position_embeddings") or 1 << 30
@@ -49,11 +67,17 @@ class TrainerEngine:
         inference = Inference(dtype="bf16") if in_bf16 and policy.dtype == torch.float32 else Inference()
         try:
             self.engine = PyTorchEngine(policy, inference, tokenizer, lambda *_: None)
-        except (RetrainError, ValueError, AttributeError, TypeError, KeyError) as error:
+        except (RetrainError, ValueError, AttributeError, TypeError, KeyError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise UnsupportedModelError(f"{type(causal_lm).__name__}: {error}") from error
         assert self.engine.model is not None
         if reason := find_attention_fallback(self.engine.model.causal_lm):
             raise UnsupportedModelError(reason)
+
+    def serves(self, model: nn.Module) -> bool:
+        """Whether this engine samples from the model as it is now: its tensors, modules and hooks are the same."""
+        return model is self.model and _fingerprint(model) == self._built_from
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
         """One completion per prompt; equal neighbours are prefilled once."""
@@ -86,8 +110,9 @@ def _check_model(model: nn.Module) -> Any:
         adapter = model.peft_config.get("default")
         if not isinstance(adapter, LoraConfig) or model.active_adapters != ["default"]:
             raise UnsupportedModelError("its active adapter is not a LoRA adapter with the name default")
-        if adapter.use_dora or adapter.target_parameters or adapter.lora_bias or adapter.modules_to_save:
-            raise UnsupportedModelError("its adapter uses DoRA, target_parameters, lora_bias or modules_to_save")
+        special = [name for name in SPECIAL_LORA if vars(adapter).get(name)]
+        if special:
+            raise UnsupportedModelError(f"its adapter uses {', '.join(special)}")
         causal_lm = model.get_base_model()
     config = causal_lm.config.to_dict()
     if config.get("quantization_config"):
@@ -97,12 +122,23 @@ def _check_model(model: nn.Module) -> Any:
     return causal_lm
 
 
-def read_sampling(config: Any, seed: int) -> tuple[Sampling, tuple[int, ...]]:
-    """Sampling options and stop tokens of a transformers GenerationConfig."""
+def _fingerprint(model: nn.Module) -> list[tuple[int, ...]]:
+    """What the engine takes from a model once: its modules with their hooks, and the storage of its tensors."""
+    modules = [(id(module), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    return [*modules, *((id(parameter), parameter.data_ptr()) for parameter in model.parameters())]
+
+
+def read_sampling(trainer_config: Any, model_config: Any, seed: int) -> tuple[Sampling, tuple[int, ...]]:
+    """Sampling options and stop tokens, as `generate` takes them from the trainer's and the model's configuration."""
+    config = copy.deepcopy(trainer_config)
+    config.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
     others = sorted(set(given) - SUPPORTED)
     if others:
         raise UnsupportedModelError(f"generation settings {', '.join(others)} are TRL's only")
+    invalid = [key for key, is_valid in VALID.items() if key in given and config.do_sample and not is_valid(given[key])]
+    if invalid or "max_new_tokens" not in given:
+        raise UnsupportedModelError(f"{invalid[0]} = {given[invalid[0]]}" if invalid else "max_new_tokens is not set")
     stops = given.get("eos_token_id", [])
     sampling = Sampling(
         max_tokens=int(given["max_new_tokens"]),

@@ -118,7 +118,7 @@ class AttentionSwitch:
         self.config = config.get_text_config()
         self.original: str = self.config._attn_implementation
         self.name = PREFIX + self.original
-        self.reason = ""
+        self.reason = _find_obstacle(self.config)
         """Why packed passes are impossible; empty where they are possible."""
         try:
             own_attention = AttentionInterface()[self.original]
@@ -141,7 +141,26 @@ class AttentionSwitch:
 
     def restore(self) -> None:
         """Select the model's own attention again."""
-        self.config._attn_implementation = self.original
+        if self.config._attn_implementation == self.name:
+            self.config._attn_implementation = self.original
+
+    def fits(self, config: Any) -> bool:
+        """Whether this switch was made for a configuration as it is now."""
+        return config.get_text_config() is self.config and self.config._attn_implementation in (
+            self.original,
+            self.name,
+        )
+
+
+def _find_obstacle(config: Any) -> str:
+    """Why rows of a model must not be packed: layers that pass state along the row, or dropout in the attention."""
+    values = config.to_dict()
+    kinds = {*(values.get("layer_types") or ()), *(values.get("layers_block_type") or ())}
+    others = sorted(str(kind) for kind in kinds if kind not in ("full_attention", "sliding_attention", "attention"))
+    others += sorted(key for key in values if key.startswith(("mamba_", "ssm_", "conv_", "linear_conv_")))[:1]
+    if others:
+        return f"layers of kind {others[0]} would pass state from row to row"
+    return "attention_dropout is not 0" if values.get("attention_dropout") else ""
 
 
 def _choose_attention(own: Any) -> Any:

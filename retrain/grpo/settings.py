@@ -112,7 +112,7 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
     given = {key: value for key, value in values.items() if key in arguments}
     try:
         return _build(run, CONFIGS[kind], _complete(given, run))
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, ZeroDivisionError, OSError) as error:
         # TRL, transformers and accelerate explain what they cannot use.
         raise ConfigError(f"the composed settings cannot be run: {' '.join(str(error).split())}") from error
 

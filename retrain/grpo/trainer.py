@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,10 +33,12 @@ from retrain.grpo.packed import AttentionSwitch, pack_rows
 from retrain.grpo.teaching import TeachingRun
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.logprobs import only_tempered
+from retrain.types import Sampling
 
 TESTED = ("1.16", "1.17")
 """From the first of these TRL versions up to, but not including, the second."""
-ROWS_CHECKED = 2
+# Completions and tokens per completion that sampling is checked with.
+ROWS_CHECKED, TOKENS_CHECKED = 2, 16
 # Largest mean difference of log-probs to TRL's forward pass, by precision.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
@@ -57,6 +60,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
         elif not isinstance(args, GRPOConfig):
             add_missing_fields(args)
+        if args.beta and isinstance(args, GRPOConfig) and _is_unnamed(model) and not others.get("peft_config"):
+            raise ValueError(
+                f"beta = {args.beta} needs a reference model, which is loaded by the name of the model; this model was "
+                "made in memory and has none.  Try: beta=0.0, or a model loaded with from_pretrained"
+            )
         if isinstance(args, GRPOConfig) and (ours := different_defaults(args)):
             listed = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
             logger.info(f"Defaults of retrain.grpo that differ from TRL's: {listed}.")
@@ -76,8 +84,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if not _is_tested():
             for part in ("sampling", "log-probs"):
                 self._use_trl(part, f"retrain was tested with TRL {TESTED[0]}, this is {trl.__version__}")
-        elif self._attention.reason:
-            self._use_trl("log-probs", self._attention.reason)
+        elif reason := self._attention.reason or _find_special_adapter(self.accelerator.unwrap_model(self.model)):
+            self._use_trl("log-probs", reason)
         if args.offload_untrained_models:
             _offload([self.ref_model, *self.reward_funcs], self.accelerator.device)
         self._newest_logps: Tensor | None = None
@@ -139,19 +147,20 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Sample with retrain's engine. The seed comes from PyTorch, whose state TRL saves in its checkpoints."""
-        sampling, stops = read_sampling(self.generation_config, int(torch.randint(1 << 31, ())))
-        is_new = self._engine is None or self._engine.model is not self.accelerator.unwrap_model(self.model)
-        if is_new:
+        model = self.accelerator.unwrap_model(self.model)
+        seed = int(torch.randint(1 << 31, ()))
+        sampling, stops = read_sampling(self.generation_config, model.generation_config, seed)
+        if self._engine is None or not self._engine.serves(model):
             self._engine = self._build_engine()
-        assert self._engine is not None
+            self._check_sampling(self._engine, prompt_ids, stops)
+        context = self._engine.engine.policy.context_length
+        if max(map(len, prompt_ids)) + sampling.max_tokens > context:
+            logger.warning_once(f"Completions end at the model's context of {context} tokens.")
         completions = self._engine.generate(prompt_ids, sampling, stops)
         ids = [_cut_after(completion.token_ids_T.tolist(), self.eos_token_ids) for completion in completions]
         if not only_tempered(sampling) or sampling.is_greedy:
             return ids, None
-        logprobs = [one.logprobs_T[: len(kept)].tolist() for one, kept in zip(completions, ids, strict=True)]
-        if is_new:
-            self._check_sampling(prompt_ids, ids, logprobs)
-        return ids, logprobs
+        return ids, [one.logprobs_T[: len(kept)].tolist() for one, kept in zip(completions, ids, strict=True)]
 
     def _build_engine(self) -> TrainerEngine:
         if self.is_sharded:
@@ -163,22 +172,20 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             compile_layers(self._causal_lm)
         return engine
 
-    def _check_sampling(self, prompts: Any, completions: list[list[int]], logprobs: list[list[float]]) -> None:
-        """Compare the engine's log-probs of some rows with TRL's forward pass, once per model."""
-        rows = [row for row in range(len(prompts)) if completions[row]][:ROWS_CHECKED]
-        if not rows:
-            return
-        sequences = [[*prompts[row], *completions[row]] for row in rows]
-        keep = max(len(completions[row]) for row in rows)
-        start = max(len(prompts[row]) for row in rows)
-        ids = torch.zeros(len(rows), start + keep, dtype=torch.long)
+    def _check_sampling(self, engine: TrainerEngine, prompt_ids: Any, stops: Sequence[int]) -> None:
+        """Compare the engine's log-probs with TRL's forward pass, once per model, on a few tokens without filters."""
+        prompts = prompt_ids[:ROWS_CHECKED]
+        drawn = engine.generate(prompts, Sampling(max_tokens=TOKENS_CHECKED, temperature=self.temperature), stops)
+        start, keep = max(map(len, prompts)), max(len(one.token_ids_T) for one in drawn)
+        ids = torch.zeros(len(prompts), start + keep, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        own = torch.zeros(len(rows), keep)
-        for at, row in enumerate(rows):
-            begin = start - len(prompts[row])
-            ids[at, begin : begin + len(sequences[at])] = torch.tensor(sequences[at])
-            mask[at, begin : begin + len(sequences[at])] = 1
-            own[at, : len(logprobs[row])] = torch.tensor(logprobs[row])
+        own = torch.zeros(len(prompts), keep)
+        for row, (prompt, one) in enumerate(zip(prompts, drawn, strict=True)):
+            sequence = torch.tensor([*prompt, *one.token_ids_T.tolist()])
+            begin = start - len(prompt)
+            ids[row, begin : begin + len(sequence)] = sequence
+            mask[row, begin : begin + len(sequence)] = 1
+            own[row, : len(one.logprobs_T)] = torch.as_tensor(one.logprobs_T)
         device = self.accelerator.device
         with torch.no_grad(), _evaluating(self.model):
             theirs = super()._get_per_token_logps_and_entropies(self.model, ids.to(device), mask.to(device), keep)[0]
@@ -189,6 +196,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *more: Any, **others: Any) -> Any:
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model, *more, **others)
+        if self._is_policy(model) and not self._attention.fits(self._causal_lm.config):
+            # Somebody replaced the model or its attention.
+            self._attention, self._is_packing_checked = AttentionSwitch(self._causal_lm.config), False
         attention = self._attention if self._is_policy(model) else self._reference
         if "log-probs" in self._reasons or attention is None or attention.reason:
             return theirs()
@@ -321,7 +331,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         return self._teaching.rewards(completions, list(map(len, completion_ids_list)), score)
 
     def _report(self, rows: int, output: dict[str, Any]) -> None:
-        """Debugging output and saved completions of a generated batch."""
+        """Debugging output and saved completions of a generated batch; `rows` are those of this process."""
         if self.args.activate_debugging_logs:
             lengths = output["completion_mask"].sum(1).tolist()
             advantages = [round(value, 4) for value in output["advantages"].flatten().tolist()][:rows]
@@ -336,18 +346,33 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             return
         path = Path(self.args.output_dir) / "completions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        # TRL's logs have the rows of all processes.
+        rows *= self.accelerator.num_processes
         newest = {key: list(self._logs[key])[-rows:] for key in ("prompt", "completion", "advantages")}
         rewards = {name: list(values)[-rows:] for name, values in self._logs["rewards"].items()}
         with path.open("a", encoding="utf-8") as file:
             for at in range(len(newest["completion"])):
                 row = {"step": self.state.global_step, **{key: values[at] for key, values in newest.items()}}
-                row["rewards"] = {name: values[at] for name, values in rewards.items()}
+                # A reward of None is NaN by now, which JSON does not have.
+                scores = {name: float(values[at]) for name, values in rewards.items()}
+                row["rewards"] = {name: None if math.isnan(score) else score for name, score in scores.items()}
                 file.write(json.dumps(row, default=float) + "\n")
 
     def _use_trl(self, part: str, reason: str) -> None:
         if part not in self._reasons:
             self._reasons[part] = reason
             logger.warning(f"Using TRL for {part}: {reason}.")
+
+
+def _is_unnamed(model: Any) -> bool:
+    return not isinstance(model, str | PeftModel) and not model.config.name_or_path
+
+
+def _find_special_adapter(model: Any) -> str:
+    """Why the adapter of a model needs TRL's padded rows: an activated LoRA looks for tokens in each row."""
+    adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
+    is_activated = any(vars(adapter).get("alora_invocation_tokens") for adapter in adapters)
+    return "its adapter uses alora_invocation_tokens" if is_activated else ""
 
 
 def _is_tested() -> bool:

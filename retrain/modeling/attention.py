@@ -58,9 +58,12 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, by the `attend` of this forward pass."""
+    if s_aux is not None:
+        raise TypeError("attention sinks are not supported")
     scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
     return output.transpose(1, 2), None

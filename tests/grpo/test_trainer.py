@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -14,10 +15,12 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin, TrainerCallback
+from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, TrainerCallback
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
+from retrain.grpo.engine import read_sampling
+from retrain.grpo.packed import AttentionSwitch
 
 MODEL = resolve_model("builtin:tiny")
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -131,7 +134,8 @@ def test_sampling_options_reach_the_engine(make: Make, given: dict[str, Any], sa
     engine.generate = lambda *args: seen.append(args) or original(*args)  # type: ignore[method-assign]
     trainer._build_engine = lambda: engine
     trainer.train()
-    (_, options, stops) = seen[0]
+    # The first call checks the engine.
+    (_, options, stops) = seen[1]
     assert {key: getattr(options, key) for key in sampling} == sampling
     assert options.max_tokens == 8 and trainer._reasons == {}
     if "eos_token_id" in given.get("generation_kwargs", {}):
@@ -268,3 +272,106 @@ def test_a_plain_trl_config_is_accepted(tmp_path: Path) -> None:
     trainer = GRPOTrainer(MODEL, by_length, args, train_dataset=Dataset.from_dict({"prompt": ROWS}))
     trainer.train()
     assert trainer._reasons == {}
+
+
+def test_settings_of_the_model_count_as_in_generate(make: Make) -> None:
+    trainer = make()
+    trainer.model.generation_config.min_p = 0.9
+    sampling, _ = read_sampling(trainer.generation_config, trainer.model.generation_config, 0)
+    assert sampling.min_p == 0.9
+    trainer.model.generation_config.suppress_tokens = [1, 2]
+    trainer.train()
+    assert "suppress_tokens" in trainer._reasons["sampling"]
+
+
+def replace_tensors(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def replace_by_state(model: Any) -> None:
+    state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("change", [replace_tensors, replace_by_state])
+def test_tensors_that_were_replaced_are_sampled_from(make: Make, change: Callable[[Any], None]) -> None:
+    trainer = make(top_k=5, generation_kwargs={"do_sample": False})
+    prompts = [[5, 6, 7], [9, 8, 7]]
+    trainer._generate_single_turn(prompts, None, {}, 1)
+    change(trainer.model)
+    after, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    fresh = make(top_k=5, generation_kwargs={"do_sample": False})
+    change(fresh.model)
+    assert after == fresh._generate_single_turn(prompts, None, {}, 1)[0]
+    assert trainer._reasons == {}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_changes_a_layer_is_noticed_with_filters(make: Make, late: bool) -> None:
+    trainer = make(top_k=5)
+    prompts = [[5, 6, 7], [9, 8, 7]]
+    if late:
+        trainer._generate_single_turn(prompts, None, {}, 1)
+        assert trainer._reasons == {}
+    trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 3)
+    trainer._generate_single_turn(prompts, None, {}, 1)
+    assert "differ from TRL's" in trainer._reasons["sampling"]
+
+
+def test_another_attention_after_the_first_batch_is_noticed(make: Make) -> None:
+    trainer = make()
+    logps(trainer)
+    trainer.model.set_attn_implementation("eager")
+    logps(trainer)
+    assert trainer.model.config._attn_implementation == "eager"
+
+
+def test_an_activated_lora_is_left_to_trl(make: Make) -> None:
+    activated = LoraConfig(r=4, target_modules="all-linear", alora_invocation_tokens=[7], task_type="CAUSAL_LM")
+    trainer = make(peft=activated)
+    assert "alora_invocation_tokens" in trainer._reasons["log-probs"]
+    trainer.train()
+    assert "alora_invocation_tokens" in trainer._reasons["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"layer_types": ["full_attention", "conv"]}, "layers of kind conv"),
+        ({"mamba_d_ssm": 8}, "layers of kind mamba_d_ssm"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ""),
+    ],
+)
+def test_layers_that_rows_cannot_share_are_recognized(values: dict[str, Any], reason: str) -> None:
+    config = PretrainedConfig(**values)
+    config._attn_implementation = "sdpa"
+    found = AttentionSwitch(config).reason
+    assert reason in found and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("given", [{"temperature": -1.0}, {"top_p": 2.0}, {"top_k": -3}, {"repetition_penalty": 0.0}])
+def test_values_that_sampling_is_not_defined_for_are_left_to_trl(make: Make, given: dict[str, float]) -> None:
+    trainer = make(**given)
+    # What TRL and transformers make of it is theirs.
+    with contextlib.suppress(ValueError, RuntimeError, IndexError):
+        trainer.train()
+    assert next(iter(given)) in trainer._reasons["sampling"]
+
+
+def test_a_model_without_a_name_needs_beta_0(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model.config.name_or_path = ""
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    with pytest.raises(ValueError, match=r"beta = 0\.04 needs a reference model.*Try: beta=0\.0"):
+        GRPOTrainer(model, by_length, args, train_dataset=Dataset.from_dict({"prompt": ROWS}))
+
+
+def test_a_reward_of_none_is_null_in_the_saved_completions(make: Make, tmp_path: Path) -> None:
+    def sometimes(completions: list[Any], **_: Any) -> list[float | None]:
+        return [None if index % 2 else 1.0 for index in range(len(completions))]
+
+    make(reward=[sometimes, by_length], save_completions_probability=1.0).train()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert {row["rewards"]["sometimes"] for row in rows} == {1.0, None}

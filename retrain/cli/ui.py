@@ -97,6 +97,8 @@ def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObjec
         return report.poll(known, query.get("head", ""))
     if path == "/steps.json":
         return {"steps": report.steps(query["run"])}
+    if path == "/window.json":
+        return report.window(query["run"], int(query["first"]), int(query["last"]))
     if path == "/groups.json":
         return report.groups(query)
     if path == "/tokens.json":

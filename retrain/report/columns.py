@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -61,28 +61,30 @@ class Columns:
         return float(np.nansum(self.column(key), dtype=np.float64))
 
     def bucket_size(self) -> int:
-        """Steps per bucket: the smallest power of two with at most MAX_POINTS buckets."""
-        size = 1
-        while len(self) > size * MAX_POINTS:
-            size *= 2
-        return size
+        """Steps per bucket of the whole run."""
+        return _size_for(len(self))
 
     def buckets(self, since: int = 0) -> JsonObject:
         """The buckets from row `since` on, which is rounded down to the start of a bucket."""
         size = self.bucket_size()
         start = since // size * size
-        ends = slice(min(start + size, len(self)) - 1, None, size)
-        steps, tokens, hours = list(self.steps[ends]), list(self.tokens[ends]), list(self.hours[ends])
-        if (len(self) - start) % size and len(self) > start + size:
-            steps, tokens, hours = [*steps, self.steps[-1]], [*tokens, self.tokens[-1]], [*hours, self.hours[-1]]
+        return {"size": size, "rows": len(self), "from": start // size} | self._curves(start, len(self), size)
+
+    def window(self, first: int, last: int) -> JsonObject:
+        """The steps of a range, in smaller buckets than those of the whole run."""
+        start, stop = bisect_left(self.steps, first), bisect_right(self.steps, last)
+        return self._curves(start, stop, _size_for(stop - start))
+
+    def _curves(self, start: int, stop: int, size: int) -> JsonObject:
+        ends = [min(at + size, stop) - 1 for at in range(start, stop, size)]
         found: JsonObject = {
-            "size": size, "rows": len(self), "from": start // size, "steps": steps if len(self) > start else [],
-            "tokens": [round(value) for value in tokens] if len(self) > start else [],
-            "hours": _round(np.array(hours)) if len(self) > start else [],
+            "steps": [self.steps[at] for at in ends],
+            "tokens": [round(self.tokens[at]) for at in ends],
+            "hours": _round(np.array([self.hours[at] for at in ends])),
             "series": {}, "low": {}, "high": {},
         }  # fmt: skip
         for key in self.keys():
-            low, mean, high = _fold(self.column(key)[start:], size)
+            low, mean, high = _fold(self.column(key)[start:stop], size)
             found["series"][key] = _round(mean)
             if size > 1:
                 found["low"][key], found["high"][key] = _round(low), _round(high)
@@ -150,6 +152,11 @@ class Columns:
         del self.steps[keep:]
         for column in (self.tokens, self.hours, *self.values.values()):
             del column[keep:]
+
+
+def _size_for(rows: int) -> int:
+    """The smallest power of two with at most MAX_POINTS buckets."""
+    return 1 << max(0, math.ceil(rows / MAX_POINTS) - 1).bit_length()
 
 
 def _ascending(rows: Sequence[Row]) -> list[tuple[int, int]]:

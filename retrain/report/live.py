@@ -54,6 +54,7 @@ class LiveReport:
         self.head_version = ""
         self.problem = ""
         self._lock = threading.Lock()
+        self._token_lock = threading.Lock()
         self._compared = (0.0, "", 0)
         self._tokens: tuple[tuple[str, int], list[list[JsonObject]]] = (("", -1), [])
 
@@ -139,6 +140,11 @@ class LiveReport:
         with self._lock:
             return self._log(run_id).completions.list_steps()
 
+    def window(self, run_id: str, first: int, last: int) -> JsonObject:
+        """The curves of a range of steps, for a page that zooms in."""
+        with self._lock:
+            return self._log(run_id).columns.window(first, last)
+
     def groups(self, wanted: Mapping[str, str]) -> JsonObject:
         """A page of groups that match, and where the next one begins; None at the end."""
         with self._lock:
@@ -181,11 +187,13 @@ class LiveReport:
             log = self._log(run_id)
         if step not in recorded_steps(log):
             return []
-        if self._tokens[0] != (run_id, step):
+        with self._token_lock:
+            if self._tokens[0] == (run_id, step):
+                return self._tokens[1]
             # In a process of its own, which returns the memory of the tokenizer's libraries.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 self._tokens = (run_id, step), pool.submit(_read_tokens, log.path, step).result()
-        return self._tokens[1]
+            return self._tokens[1]
 
     def _log(self, run_id: str) -> RunLog:
         return next(log for log in self._found() if log.id == run_id)

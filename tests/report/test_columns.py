@@ -58,3 +58,19 @@ def test_rows_for_the_checks_are_means_over_blocks_except_at_the_ends() -> None:
     assert [row["a"] for row in rows[:10]] == list(range(10)) and rows[-1]["a"] == 999
     assert rows[10]["step"] == 10 and rows[10]["a"] == pytest.approx(14.5)
     assert sum(row["rows_excluded"] for row in rows) == 1000
+
+
+def test_a_range_of_a_long_run_has_all_of_its_steps() -> None:
+    columns = Columns()
+    columns.extend([{"step": step, "loss": float(step)} for step in range(5000)])
+    drawn = columns.window(1000, 1003)
+    assert drawn["steps"] == [1000, 1001, 1002, 1003] and drawn["series"]["loss"] == [1000.0, 1001.0, 1002.0, 1003.0]
+    assert columns.window(9000, 9001)["steps"] == []
+
+
+@pytest.mark.parametrize(("rows", "size"), [(0, 1), (1000, 1), (1001, 2), (2000, 2), (2001, 4), (100_000, 128)])
+def test_buckets_are_the_smallest_power_of_two_that_fits(rows: int, size: int) -> None:
+    columns = Columns()
+    columns.extend([{"step": step, "a": 1.0} for step in range(rows)])
+    assert columns.bucket_size() == size
+    assert len(columns.buckets()["steps"]) == -(-rows // size)

@@ -63,10 +63,11 @@ async function poll() {
   const answer = await ask("data.json", { known, head: data.head_version || "" });
   clock.offset = answer.now - Date.now() / 1000;
   clock.failed = false;
-  const changed = answer.head || answer.runs.some((run) => run.version) || answer.runs.length !== data.runs.length;
+  const changed = answer.head || answer.problem !== (data.problem || "") || answer.runs.some((run) => run.version) || answer.runs.length !== data.runs.length;
   const before = new Map(data.runs.map((run) => [run.id, run]));
   data.runs = answer.runs.map((run) => merge(before.get(run.id), run));
   if (answer.head) Object.assign(data, answer.head, { head_version: answer.head_version });
+  data.problem = answer.problem;
   if (!changed) return;
   const empty = !lab.asked && data.runs.some((run) => run.index?.groups && run.index.read === 1);
   keepPlace(render);

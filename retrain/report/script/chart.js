@@ -29,7 +29,7 @@ class Chart {
     const { box } = this;
     const svg = draw("svg", { width, height: box.height, viewBox: `0 0 ${width} ${box.height}`, role: "img", "aria-label": this.describe(lines) });
     const clip = `clip-${(clips += 1)}`;
-    svg.append(draw("clipPath", { id: clip }, draw("rect", { x: box.left, y: box.top - 4, width: width - box.left - box.right, height: box.height - box.top - box.bottom + 8 })));
+    svg.append(draw("clipPath", { id: clip }, draw("rect", { x: box.left - 4, y: box.top - 4, width: width - box.left - box.right + 8, height: box.height - box.top - box.bottom + 8 })));
     svg.append(...this.axes());
     const inner = draw("g", { "clip-path": `url(#${clip})` });
     for (const line of lines) inner.append(...this.drawLine(line));
@@ -169,6 +169,23 @@ class Chart {
 function setZoom(from, to) {
   remember({ zoom: from === null ? "" : `${Number(from.toPrecision(7))}~${Number(to.toPrecision(7))}` });
   renderCharts();
+  if (data.live && view.zoom) readDetail().catch(() => {});
+}
+
+/** Ask for the steps within the zoom, where the curves of a long run are thinned. */
+async function readDetail() {
+  const zoom = view.zoom;
+  const [from, to] = zoom.split("~").map(Number);
+  await Promise.all(data.runs.filter((run) => run.size > 1 && !hidden().has(run.condition)).map(async (run) => {
+    const xs = acrossOf(run);
+    const inside = run.steps.filter((_, index) => xs[index] >= from && xs[index] <= to);
+    if (!inside.length) return;
+    // One bucket more on each side, so that lines leave the chart.
+    const found = await ask("window.json", { run: run.id, first: Math.max(0, inside[0] - 2 * run.size), last: inside.at(-1) + 2 * run.size });
+    const current = runOf(run.id);
+    if (current) current.detail = { ...found, zoom };
+  }));
+  if (zoom === view.zoom) renderCharts();
 }
 
 const PRINTED = { c0: "#0072b2", c1: "#d55e00", c2: "#009e73", c3: "#cc79a7", c4: "#e69f00", c5: "#56b4e9", c6: "#8a8a8a", c7: "#b8a300", page: "#fff", ink: "#111" };

@@ -156,6 +156,8 @@ function renderCharts() {
   if (!home) return;
   document.getElementById("legend").replaceChildren(legend());
   document.getElementById("zoom-reset").hidden = !view.zoom;
+  const slider = document.getElementById("charts-smooth");
+  if (document.activeElement !== slider) slider.value = smoothing();
   document.getElementById("smooth-value").textContent = smoothing().toFixed(2);
   for (const chart of chartsByKey.values()) {
     if (chart.visible) drawChart(chart); else chart.stale = true;

@@ -66,10 +66,11 @@ function linesOf(key) {
   return conditions().filter((name) => !away.has(name)).map((name) => {
     const runs = data.runs.filter((run) => run.condition === name && run.series && run.series[key]);
     const weight = smoothing();
-    const raw = runs.map((run) => acrossOf(run).map((x, index) => ({
+    const detailed = runs.map((run) => (run.detail?.zoom === view.zoom && run.detail.series[key] ? run.detail : run));
+    const raw = detailed.map((run) => acrossOf(run).map((x, index) => ({
       x, y: run.series[key][index], low: (run.low[key] || run.series[key])[index], high: (run.high[key] || run.series[key])[index],
     })).filter((p) => typeof p.y === "number"));
-    const points = combine(runs.map((run) => ({ xs: acrossOf(run), ys: smoothed(run.series[key], weight) })));
+    const points = combine(detailed.map((run) => ({ xs: acrossOf(run), ys: smoothed(run.series[key], weight) })));
     return { name, ...styleOf(name), points, raw: weight || raw.some((line) => line.some((p) => p.low !== p.high)) ? raw : [], band: runs.length > 1 };
   }).filter((line) => line.points.length);
 }

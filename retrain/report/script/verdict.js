@@ -3,11 +3,13 @@
 const BETTER = { statistically_significant_improvement: ["better", "▲ better"], significant_degradation: ["worse", "▼ worse"], insufficient_evidence: ["soft", "no evidence"] };
 const isShare = (metric) => metric !== "mean_reward" && !/loss|norm|time|tokens/.test(metric);
 
+const brief = (name) => (name.length > 38 ? `${name.slice(0, 20)}…${name.slice(-17)}` : name);
+
 /** Rows of dots with an interval on one axis. */
 function dotPlot({ rows, low, high, zero = null, noise = null, label, axis, height = 34 }) {
   const width = Math.max(300, Math.min(760, (document.getElementById("main").clientWidth || 760) - 8));
   const narrow = width < 520;
-  const left = narrow ? 10 : Math.min(340, 26 + 8 * Math.max(...rows.map((row) => row.name.length)));
+  const left = narrow ? 10 : Math.min(340, 26 + 8 * Math.max(...rows.map((row) => brief(row.name).length)));
   const right = narrow ? 12 : 96;
   const step = narrow ? height + 16 : height;
   const top = 12;
@@ -27,7 +29,7 @@ function dotPlot({ rows, low, high, zero = null, noise = null, label, axis, heig
   svg.append(draw("text", { x: left + (width - left - right) / 2, y: bottom + 32, "text-anchor": "middle" }, axis));
   rows.forEach((row, index) => {
     const y = top + index * step + step / 2 + (narrow ? 8 : 0);
-    svg.append(draw("text", narrow ? { class: "strong", x: left, y: y - 16 } : { class: "strong", x: left - 12, y: y + 4, "text-anchor": "end" }, row.name));
+    svg.append(draw("text", narrow ? { class: "strong", x: left, y: y - 16 } : { class: "strong", x: left - 12, y: y + 4, "text-anchor": "end" }, brief(row.name)));
     svg.append(...row.marks(x, y, step));
     svg.append(draw("text", narrow ? { class: "strong", x: width - 4, y: y - 16, "text-anchor": "end" } : { class: "strong", x: width - right + 10, y: y + 4 }, row.value));
   });
@@ -55,7 +57,7 @@ function forestPlot(verdict) {
       const text = (value) => (share ? `${points(value)} points` : show(value, 4));
       const nodes = [];
       if (row.interval) nodes.push(draw("line", { x1: x(row.interval[0]), x2: x(row.interval[1]), y1: y, y2: y, stroke: color, "stroke-width": 3, "stroke-linecap": "round" }));
-      nodes.push(...row.pairs.map((pair, index) => dot(x(pair.difference), y + 9 * (index % 2 ? 1 : -1), 3.2, color, `seed ${pair.seed}: ${text(pair.difference)}`, { opacity: 0.6 })));
+      nodes.push(...(row.pairs.length > 1 ? row.pairs : []).map((pair, index) => dot(x(pair.difference), y + 9 * (index % 2 ? 1 : -1), 3.2, color, `seed ${pair.seed}: ${text(pair.difference)}`, { opacity: 0.6 })));
       const at = x(row.difference);
       nodes.push(draw("polygon", { class: "diamond", points: `${at - 7},${y} ${at},${y - 7} ${at + 7},${y} ${at},${y + 7}`, fill: color }));
       nodes.push(dot(at, y, 8, "transparent", `mean difference ${text(row.difference)}${row.interval ? `\n95 % interval ${text(row.interval[0])} to ${text(row.interval[1])}` : ""}`));
@@ -94,7 +96,8 @@ function renderVerdict() {
   if (verdict.kind === "comparison") {
     const svg = forestPlot(verdict);
     nodes.push(make("div", { class: "forest" }, svg, saver(svg, "Verdict", "verdict")));
-    const key = ["Each dot is one pair of runs with the same seed; the diamond is their mean with its 95 % interval."];
+    const several = verdict.rows.some((row) => row.interval);
+    const key = [several ? "Each dot is one pair of runs with the same seed; the diamond is their mean with its 95 % interval." : "Each diamond is one pair of runs with the same seed; one pair has no interval."];
     if (verdict.noise) key.push(`Shaded: the noise floor, ±${isShare(verdict.metric) ? `${(100 * verdict.noise).toFixed(1)} points` : show(verdict.noise)}, which two runs of one condition exceed 5 % of the time.`);
     nodes.push(make("p", { class: "soft" }, key.join(" ")), statistics(verdict, opened));
   } else if (verdict.rows?.length) {
@@ -103,6 +106,7 @@ function renderVerdict() {
     if (verdict.rows.length > 40) nodes.push(make("p", { class: "soft" }, `The first 40 of ${verdict.rows.length} runs; the table below lists all.`));
   }
   nodes.push(...(verdict.kind === "comparison" ? [] : verdict.notes || []).map((note) => make("p", { class: "soft" }, note)));
+  if (data.problem) nodes.push(make("p", { class: "soft" }, data.problem));
   home.replaceChildren(...nodes);
 }
 
@@ -154,7 +158,7 @@ function renderHealth() {
   const order = ["problem", "warning", "ok", "unknown"];
   const focused = document.activeElement?.classList.contains("chip") && home.contains(document.activeElement);
   if (focused) return;
-  if (data.runs.length > COMPACT_FROM) { home.replaceChildren(healthTable()); return; }
+  if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable()); return; }
   home.replaceChildren(...data.runs.map((run) => make("div", { class: "strip" },
     make("div", { class: "who" }, swatch(run.condition), make("strong", {}, data.runs.length > 1 ? `${run.condition}, seed ${run.seed}` : run.name)),
     make("div", { class: "chips" }, [...(run.health || [])].sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level)).map((check) => chip(run, check))))));

@@ -171,7 +171,8 @@ def _check_mismatch(metrics: Sequence[Row]) -> Check:
 
 def _check_diversity(evaluations: Sequence[Row]) -> Check:
     rule = "warning if held-out pass@1 rises while pass@k falls by 2 points"
-    rows = [row for row in evaluations if _number(row.get("eval_pass_at_k")) is not None]
+    keys = ("eval_pass_at_1", "eval_pass_at_k")
+    rows = [row for row in evaluations if all(_number(row.get(key)) is not None for key in keys)]
     if len(rows) < 2:
         return Check("diversity", "unknown", "needs two evaluations with pass@k", rule)
     (one, many), (one_now, many_now) = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
 
 def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
     """Every run at its beginning and its end: held-out, or in training where there are not two evaluations."""
-    held_out = all(len(run.evaluations) > 1 for run in runs) and bool(runs)
+    held_out = all(len(_scored(run)) > 1 for run in runs) and bool(runs)
     metric = "eval_pass_at_1" if held_out else _training_metric(logs)
     rows = []
     for run, log in zip(runs, logs, strict=True):
@@ -121,8 +121,13 @@ def _training_metric(logs: Sequence[RunLog]) -> str:
 
 
 def _evaluations(run: RunRecord) -> tuple[JsonObject, JsonObject]:
-    first, *_, last = run.evaluations.values()
+    first, *_, last = _scored(run)
     return _point(first), _point(last)
+
+
+def _scored(run: RunRecord) -> list[Row]:
+    """Evaluations with a rate; there is none if no completion could be scored."""
+    return [row for row in run.evaluations.values() if isinstance(row.get("eval_pass_at_1"), int | float)]
 
 
 def _point(row: Row) -> JsonObject:
@@ -145,9 +150,12 @@ def _training(log: RunLog, metric: str) -> tuple[JsonObject, JsonObject] | None:
 
 
 def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
-    before, after = (statistics.fmean(row[end]["y"] for row in rows) for end in ("before", "after"))
+    names = list(dict.fromkeys(row["condition"] for row in rows))
+    if len(names) > 1:
+        return _changes(rows, names, metric)
+    before, after = _means(rows)
     verb = "rose" if after > before else "fell" if after < before else "stayed"
-    show = _percent if metric != "mean_reward" else "{:.3g}".format
+    show = _format_for(metric)
     change = f"{verb} at {show(after)}" if verb == "stayed" else f"{verb} from {show(before)} to {show(after)}"
     first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
     if kind == "evaluation":
@@ -158,12 +166,35 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
             where += ", which is within the interval of the first evaluation"
     else:
         name = "The mean reward in training" if metric == "mean_reward" else "The correct rate in training"
-        window = f"first {first['count']}" if first["count"] > 1 else "first"
-        where = f" between the {window} and the last {plural(last['count'], 'step')}"
+        count = last["count"]
+        where = (
+            f" between the first {count} and the last {count} steps"
+            if count > 1
+            else " between the first and last step"
+        )
     if len(rows) > 1:
         ends = [row["after"]["y"] for row in rows]
         where = f" in the mean of {plural(len(rows), 'run')} (last {show(min(ends))} to {show(max(ends))})"
     return f"{name} {change}{where}."
+
+
+def _changes(rows: Sequence[JsonObject], names: Sequence[str], metric: str) -> str:
+    """Conditions that are not compared, each before and after."""
+    show, parts = _format_for(metric), []
+    for name in names[:4]:
+        before, after = _means([row for row in rows if row["condition"] == name])
+        parts.append(f"{name} {show(before)} → {show(after)}")
+    more = f" and {plural(len(names) - 4, 'other condition')}" if len(names) > 4 else ""
+    title = _NAMES.get(metric, "the mean reward in training")
+    return f"{title[0].upper()}{title[1:]}: {', '.join(parts)}{more}."
+
+
+def _means(rows: Sequence[JsonObject]) -> tuple[float, float]:
+    return statistics.fmean(row["before"]["y"] for row in rows), statistics.fmean(row["after"]["y"] for row in rows)
+
+
+def _format_for(metric: str) -> Callable[[float], str]:
+    return "{:.3g}".format if metric == "mean_reward" else _percent
 
 
 def _percent(share: float) -> str:

@@ -144,6 +144,8 @@ def test_different_models_are_shown_but_not_compared(campaign: Path) -> None:
         (folder / "config.toml").write_text(text.replace('"builtin:tiny"', '"some/model"'))
     data = collect([campaign])
     assert data["verdict"]["kind"] == "evaluation" and "different models" in data["verdict"]["notes"][0]
+    assert data["verdict"]["sentence"].startswith("Held-out pass@1: grpo+gtpo_sepa")
+    assert "42.0 % → 42.0 %, maxrl+gtpo_sepa" in data["verdict"]["sentence"]
     assert len(data["runs"]) == 6
 
 

@@ -71,7 +71,7 @@ async function poll() {
   if (!changed) return;
   const empty = !lab.asked && data.runs.some((run) => run.index?.groups && run.index.read === 1);
   keepPlace(render);
-  if (empty || !document.getElementById("filters").children.length) fillFilters();
+  if (empty || before.size !== data.runs.length) fillFilters();
   if (empty) search().catch(() => {}); else if (lab.asked) fillStatus();
   if (!before.size && data.runs.length && view.at) goTo(view.at);
 }

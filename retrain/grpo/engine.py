@@ -24,6 +24,11 @@ SUPPORTED = {
     "pad_token_id", "bos_token_id", "disable_compile", "transformers_version", "use_cache", "_from_model_config",
     "max_length",
 }  # fmt: skip
+# Values of the other settings that change nothing; so do None, False and empty values.
+NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "length_penalty": 1.0, "typical_p": 1.0,
+    "encoder_repetition_penalty": 1.0,
+}  # fmt: skip
 # Their values where sampling is defined; transformers rejects most others.
 VALID: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: value > 0,
@@ -128,12 +133,12 @@ def _fingerprint(model: nn.Module) -> list[tuple[int, ...]]:
     return [*modules, *((id(parameter), parameter.data_ptr()) for parameter in model.parameters())]
 
 
-def read_sampling(trainer_config: Any, model_config: Any, seed: int) -> tuple[Sampling, tuple[int, ...]]:
+def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tuple[int, ...]]:
     """Sampling options and stop tokens, as `generate` takes them from the trainer's and the model's configuration."""
     config = copy.deepcopy(trainer_config)
     config.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    others = sorted(set(given) - SUPPORTED)
+    others = sorted(key for key in set(given) - SUPPORTED if given[key] and given[key] != NEUTRAL.get(key))
     if others:
         raise UnsupportedModelError(f"generation settings {', '.join(others)} are TRL's only")
     invalid = [key for key, is_valid in VALID.items() if key in given and config.do_sample and not is_valid(given[key])]
@@ -147,6 +152,5 @@ def read_sampling(trainer_config: Any, model_config: Any, seed: int) -> tuple[Sa
         top_k=int(config.top_k or 0),
         min_p=float(config.min_p or 0.0),
         repetition_penalty=1.0 if config.repetition_penalty is None else float(config.repetition_penalty),
-        seed=seed,
     )
     return sampling, tuple(stops) if isinstance(stops, list | tuple) else (int(stops),)

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,14 +149,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Sample with retrain's engine. The seed comes from PyTorch, whose state TRL saves in its checkpoints."""
         model = self.accelerator.unwrap_model(self.model)
-        seed = int(torch.randint(1 << 31, ()))
-        sampling, stops = read_sampling(self.generation_config, model.generation_config, seed)
+        sampling, stops = read_sampling(self.generation_config, model.generation_config)
         if self._engine is None or not self._engine.serves(model):
             self._engine = self._build_engine()
             self._check_sampling(self._engine, prompt_ids, stops)
         context = self._engine.engine.policy.context_length
         if max(map(len, prompt_ids)) + sampling.max_tokens > context:
             logger.warning_once(f"Completions end at the model's context of {context} tokens.")
+        # Only now: a call that TRL answers must leave PyTorch's state as TRL would.
+        sampling = replace(sampling, seed=int(torch.randint(1 << 31, ())))
         completions = self._engine.generate(prompt_ids, sampling, stops)
         ids = [_cut_after(completion.token_ids_T.tolist(), self.eos_token_ids) for completion in completions]
         if not only_tempered(sampling) or sampling.is_greedy:

@@ -15,7 +15,15 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    TrainerCallback,
+)
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
@@ -277,8 +285,10 @@ def test_a_plain_trl_config_is_accepted(tmp_path: Path) -> None:
 def test_settings_of_the_model_count_as_in_generate(make: Make) -> None:
     trainer = make()
     trainer.model.generation_config.min_p = 0.9
-    sampling, _ = read_sampling(trainer.generation_config, trainer.model.generation_config, 0)
+    sampling, _ = read_sampling(trainer.generation_config, trainer.model.generation_config)
     assert sampling.min_p == 0.9
+    for neutral in ({"output_attentions": False}, {"num_beams": 1, "typical_p": 1.0}, {"bad_words_ids": []}):
+        read_sampling(trainer.generation_config, GenerationConfig(**neutral))
     trainer.model.generation_config.suppress_tokens = [1, 2]
     trainer.train()
     assert "suppress_tokens" in trainer._reasons["sampling"]
@@ -375,3 +385,16 @@ def test_a_reward_of_none_is_null_in_the_saved_completions(make: Make, tmp_path:
     make(reward=[sometimes, by_length], save_completions_probability=1.0).train()
     rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     assert {row["rewards"]["sometimes"] for row in rows} == {1.0, None}
+
+
+def test_a_model_made_in_memory_is_sampled_by_the_engine(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    args = GRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to=[], beta=0.0, max_steps=1, max_completion_length=4,
+        per_device_train_batch_size=4, num_generations=4, save_strategy="no",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = Dataset.from_dict({"prompt": ROWS})
+    trainer = GRPOTrainer(model, by_length, args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert trainer._reasons == {}

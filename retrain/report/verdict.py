@@ -160,8 +160,9 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
     first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
     if kind == "evaluation":
         low, high = last["low"], last["high"]
-        problems = f" over {plural(last['problems'], 'problem')}" if last["problems"] else ""
-        where = f" ({_percent(low)} to {_percent(high)}{problems}) between steps {first['step']} and {last['step']}"
+        problems = f", {plural(last['problems'], 'problem')}" if last["problems"] else ""
+        steps = f"between steps {first['step']} and {last['step']}"
+        where = f" (95 % interval {_percent(low)} to {_percent(high)}{problems}) {steps}"
         if len(rows) == 1 and first["low"] <= after <= first["high"] and verb != "stayed":
             where += ", which is within the interval of the first evaluation"
     else:

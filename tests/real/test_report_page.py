@@ -102,6 +102,7 @@ def test_the_verdict_comes_first_and_every_metric_has_a_chart(page: Path) -> Non
             assert "Surprisal of execution tokens" in await tab.do(
                 "document.getElementById('chart-exec_entropy_mean').textContent"
             )
+            await wait_for(tab, "document.querySelector('.plot svg') !== null")
             labels = await tab.do(
                 "[...document.querySelectorAll('.plot svg')].map(svg =>"
                 " [...svg.querySelectorAll('text[text-anchor=end]')].map(n => n.textContent))"
@@ -116,8 +117,10 @@ def test_charts_are_zoomed_together_and_keep_their_settings_in_the_address(page:
     async def read() -> None:
         async with open_tab() as tab:
             await tab.open(page.as_uri())
-            lines = await count(tab, "#chart-correct_rate .mean")
-            assert lines == 2
+            # A chart is drawn when it comes near the window.
+            await tab.do("goTo('charts')")
+            await wait_for(tab, "document.querySelectorAll('#chart-correct_rate .mean').length === 2")
+            await wait_for(tab, "document.querySelector('#chart-mean_reward svg') !== null")
             await tab.do(
                 "document.querySelector('#chart-mean_reward svg').dispatchEvent("
                 "new PointerEvent('pointermove', {clientX: 200, clientY: 400}))"

@@ -27,7 +27,7 @@ function matchesView(group) {
 /** A page of groups that match the filters. */
 async function findGroups(from, wanted = null) {
   if (!data.live) {
-    const found = (wanted ? data.groups.filter((group) => group.run === wanted.run && group.step === Number(wanted.step)) : data.groups.filter(matchesView));
+    const found = sorted(wanted ? data.groups.filter((group) => group.run === wanted.run && group.step === Number(wanted.step)) : data.groups.filter(matchesView));
     if (view.sort === "newest") found.sort((one, other) => other.step - one.step);
     return { groups: found.slice(from, from + PAGE), next: from + PAGE < found.length ? from + PAGE : null, places: found.length };
   }
@@ -122,6 +122,7 @@ function fillStatus() {
   const shown = lab.next === null || lab.next === undefined ? `${counted(lab.groups.length, "group")}` : `${counted(lab.groups.length, "group")} shown, ${data.live ? `${show(lab.next)} of ${show(lab.places)} searched` : `${show(lab.places)} match`}`;
   const parts = [lab.busy ? "Searching…" : shown];
   if (!data.live) parts.push(data.groups_note);
+  if (data.live && lab.next !== null && !["newest", "oldest"].includes(view.sort)) parts.push("Sorted among the groups shown");
   if (indexing < 1) parts.push(`Indexing completions: ${Math.floor(100 * indexing)} %.`);
   node.replaceChildren(parts.filter(Boolean).join(". ").replace(/\.\.+/g, ".") + " ", ...(fresh ? [make("button", { type: "button", id: "lab-fresh", onclick: search }, `${counted(fresh, "new group")}: show`)] : []));
 }

@@ -27,7 +27,8 @@ SUPPORTED = {
 # Values of the other settings that change nothing; so do None, False and empty values.
 NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "length_penalty": 1.0, "typical_p": 1.0,
-    "encoder_repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
+    "diversity_penalty": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
 }  # fmt: skip
 # Their values where sampling is defined; transformers rejects most others.
 VALID: dict[str, Callable[[float], bool]] = {
@@ -77,6 +78,8 @@ class TrainerEngine:
                 raise
             raise UnsupportedModelError(f"{type(causal_lm).__name__}: {error}") from error
         assert self.engine.model is not None
+        if type(self.engine.model.causal_lm) is not type(causal_lm):
+            raise UnsupportedModelError(f"{type(causal_lm).__name__} is not the class that transformers has for it")
         if reason := find_attention_fallback(self.engine.model.causal_lm):
             raise UnsupportedModelError(reason)
 
@@ -127,6 +130,11 @@ def _check_model(model: nn.Module) -> Any:
     return causal_lm
 
 
+def _is_neutral(key: str, value: object) -> bool:
+    is_empty = value is False or (isinstance(value, list | dict | str) and not value)
+    return is_empty or (key in NEUTRAL and value == NEUTRAL[key])
+
+
 def _fingerprint(model: nn.Module) -> list[tuple[int, ...]]:
     """What the engine takes from a model once: its modules with their hooks, and the storage of its tensors."""
     modules = [(id(module), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
@@ -138,7 +146,7 @@ def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tup
     config = copy.deepcopy(trainer_config)
     config.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    others = sorted(key for key in set(given) - SUPPORTED if given[key] and given[key] != NEUTRAL.get(key))
+    others = sorted(key for key in set(given) - SUPPORTED if not _is_neutral(key, given[key]))
     if others:
         raise UnsupportedModelError(f"generation settings {', '.join(others)} are TRL's only")
     invalid = [key for key, is_valid in VALID.items() if key in given and config.do_sample and not is_valid(given[key])]

@@ -22,12 +22,13 @@ from transformers import (
     GenerationConfig,
     GenerationMixin,
     PretrainedConfig,
+    Qwen3ForCausalLM,
     TrainerCallback,
 )
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
-from retrain.grpo.engine import read_sampling
+from retrain.grpo.engine import UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch
 
 MODEL = resolve_model("builtin:tiny")
@@ -289,6 +290,8 @@ def test_settings_of_the_model_count_as_in_generate(make: Make) -> None:
     assert sampling.min_p == 0.9
     for neutral in ({"output_attentions": False}, {"num_beams": 1, "typical_p": 1.0}, {"bad_words_ids": []}):
         read_sampling(trainer.generation_config, GenerationConfig(**neutral))
+    with pytest.raises(UnsupportedModelError, match="forced_eos_token_id"):
+        read_sampling(trainer.generation_config, GenerationConfig(forced_eos_token_id=0))
     trainer.model.generation_config.suppress_tokens = [1, 2]
     trainer.train()
     assert "suppress_tokens" in trainer._reasons["sampling"]
@@ -398,3 +401,17 @@ def test_a_model_made_in_memory_is_sampled_by_the_engine(tmp_path: Path) -> None
     trainer = GRPOTrainer(model, by_length, args, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     assert trainer._reasons == {}
+
+
+def test_a_class_of_the_scripts_own_is_sampled_by_trl(tmp_path: Path) -> None:
+    class Louder(Qwen3ForCausalLM):  # type: ignore[misc]
+        def forward(self, *arguments: Any, **others: Any) -> Any:
+            output = super().forward(*arguments, **others)
+            output.logits = output.logits * 3
+            return output
+
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], beta=0.0, top_k=5, max_completion_length=4)
+    rows = Dataset.from_dict({"prompt": ROWS})
+    trainer = GRPOTrainer(Louder.from_pretrained(MODEL), by_length, args, train_dataset=rows)
+    trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
+    assert "Louder is not the class" in trainer._reasons["sampling"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -49,6 +52,8 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
     assert result.first_evaluation is not None and result.last_evaluation is not None
     print_evaluations(result.first_evaluation, result.last_evaluation)
     click.echo(f"\nLogs and checkpoints are in {log_dir}. Next steps:")
+    # `make demo` does not activate its virtual environment.
+    program = "retrain" if shutil.which("retrain") else os.path.relpath(Path(sys.executable).with_name("retrain"))
     for line in (
         f"{f'retrain ui {shlex.quote(log_dir)}':<51}# the report, with every completion",
         "retrain demo --seed 7                              # repeat with another seed",
@@ -57,7 +62,7 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
         "retrain explain my_run.toml                        # what it would do",
         "retrain man --topic quickstart                     # train a larger model, write a reward",
     ):
-        click.echo(f"  {line}")
+        click.echo(f"  {line.replace('retrain', program, 1)}")
     return 0
 
 

@@ -101,7 +101,9 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
             raise ConfigError("the two conditions have no seed in common, so their means cannot be compared.")
         a, b = ([run for run in side if run.seed in seeds] for side in (a, b))
     one, other = mean_values(a), mean_values(b)
-    steps = [sorted({step for series in side.values() for step in series}) for side in (one, other)]
+    # Evaluations are logged after the last step, too.
+    trained = [[series for name, series in side.items() if not name.startswith("eval_")] for side in (one, other)]
+    steps = [sorted({step for series in side for step in series}) for side in trained]
     shared = sorted(set(steps[0]) & set(steps[1]))
     if not shared:
         raise ConfigError("the two sides have no step in common.")
@@ -199,7 +201,7 @@ def _print(data: Difference) -> None:
         f"Metrics that differ, by the first step where they diverge; values at step {data['steps']['last_shared']}"
     )
     table = [(m.metric, f"step {m.first_step}", _show(m.a), _show(m.b), _widest(m)) for m in differing]
-    columns = ("metric", "first step", "A", "B", "largest")
+    columns = ("metric", "first step", "A", "B", "max difference")
     table = table or [("none", "", "", "", "")]
     print_table(columns, table, header=True)
     equal = [m.metric for m in data["metrics"] if m.first_step is None]

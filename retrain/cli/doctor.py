@@ -33,7 +33,11 @@ from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.unsupported import find_unsupported
+from retrain.data import load_examples
+from retrain.errors import RetrainError
 from retrain.modeling.files import find_model
+from retrain.plugins import REGISTRIES, is_plugin
+from retrain.runtime.text import plural
 
 _LOW_DISK_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120
@@ -245,9 +249,27 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
         ("[resume] from", state),
     ):
         if path and Path(path).expanduser().exists():
-            yield Check("files", where, "ok", path)
+            yield _check_rows(config, where, path) if where in _DATA_FILES else Check("files", where, "ok", path)
         elif path:
             yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to an existing path")
+
+
+_DATA_FILES = ("[data] path", "[eval] path")
+
+
+def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
+    """Load a file of problems as the run would."""
+    source = config.data.source if where == "[data] path" else config.held_out_source
+    section = config.data.model_copy(update={"source": source, "path": path})
+    if is_plugin("data", source) or "path" not in REGISTRIES["data"].facts(source).reads:
+        return Check("files", where, "ok", path)
+    try:
+        count = len(load_examples(section))
+    except RetrainError as error:
+        return Check(
+            "files", where, "missing", " ".join(str(error).split()), f"fix the file, or set {where} to another"
+        )
+    return Check("files", where, "ok", f"{path} ({plural(count, 'example')})")
 
 
 def _check_disk(config: TrainConfig) -> Iterator[Check]:

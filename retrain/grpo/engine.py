@@ -148,7 +148,7 @@ def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tup
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
     others = sorted(key for key in set(given) - SUPPORTED if not _is_neutral(key, given[key]))
     if others:
-        raise UnsupportedModelError(f"generation settings {', '.join(others)} are TRL's only")
+        raise UnsupportedModelError(f"the engine does not support {', '.join(others)}")
     invalid = [key for key, is_valid in VALID.items() if key in given and config.do_sample and not is_valid(given[key])]
     if invalid or "max_new_tokens" not in given:
         raise UnsupportedModelError(f"{invalid[0]} = {given[invalid[0]]}" if invalid else "max_new_tokens is not set")

@@ -47,6 +47,8 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
 
 def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
     path = Path(name).expanduser()
+    if path.suffix in FILES and not path.exists():
+        raise ConfigError(f"dataset_id_or_path: there is no file {path} (looked in {Path.cwd()}).")
     try:
         if path.suffix in FILES and path.is_file():
             return load_dataset(FILES[path.suffix], data_files=str(path), split="train")

@@ -37,7 +37,7 @@ SHARED_WITH_DEEPSPEED = {
     "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
 }
 TYPE_NAMES = {
-    str: "a text",
+    str: "a string",
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -105,7 +105,9 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
         raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
     arguments = {field.name for field in dataclasses.fields(CONFIGS[kind]) if field.init}
     _check_names(settings, arguments)
-    values = _check_types(settings, get_type_hints(RunSettings, include_extras=True) | get_type_hints(CONFIGS[kind]))
+    hints = get_type_hints(RunSettings, include_extras=True) | get_type_hints(CONFIGS[kind])
+    # transformers takes `true` for the newest checkpoint, which its annotation leaves out.
+    values = _check_types(settings, hints | {"resume_from_checkpoint": bool | str | None})
     own = {field.name for field in dataclasses.fields(RunSettings)}
     run = RunSettings(**{key: value for key, value in values.items() if key in own})
     _check_run(run)
@@ -179,7 +181,7 @@ def _check_names(settings: Mapping[str, Any], arguments: set[str]) -> None:
 
 
 def _check_types(settings: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, of the declared types: a number that YAML read as a text is a number."""
+    """The values, of the declared types: a number that YAML read as a string is a number."""
     values, issues = {}, []
     for key, value in settings.items():
         try:

@@ -68,7 +68,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             )
         if isinstance(args, GRPOConfig) and (ours := different_defaults(args)):
             listed = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
-            logger.info(f"Defaults of retrain.grpo that differ from TRL's: {listed}.")
+            logger.warning_once(f"Defaults of retrain.grpo that differ from TRL's: {listed}.")
         self._teaching: TeachingRun | None = None
         with _vllm_precision(args.vllm_dtype):
             super().__init__(model, reward_funcs, args, *more, **others)
@@ -77,7 +77,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._engine: TrainerEngine | None = None
         self._attention = AttentionSwitch(self._causal_lm.config)
         # The reference takes the same path: its rounding must not look like a divergence.
-        self._reference = None if self.ref_model is None else AttentionSwitch(self.ref_model.config)
+        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        self._reference = None if reference is None else AttentionSwitch(reference.config)
         self._reasons: dict[str, str] = {}
         """Why TRL's own sampling or log-probs are used, by part."""
         self._is_packing_checked = False

@@ -55,7 +55,7 @@ class Interrupts:
         if self.waiting == 1 and sys.__stderr__ is not None:
             # Not print: a signal may arrive during one. The terminal may be closed.
             with contextlib.suppress(OSError):
-                os.write(2, b"\nFinishing and saving; twice more stops at once.\n")
+                os.write(2, b"\nFinishing the step and saving. Press Ctrl-C twice more to quit immediately.\n")
 
     def hold(self) -> None:
         """Start to defer signals, before `deferring` does."""

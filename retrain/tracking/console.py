@@ -79,7 +79,7 @@ class Console:
             self.print("  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)")
         if metrics["num_datums"] == 0 and not self.warned:
             self.warned = True
-            self.print("  no group had both better and worse answers, so nothing was learnt (shown once)")
+            self.print("  all groups have equal rewards, so nothing was learned in this step (shown once)")
         if self.live:
             self._draw()
 

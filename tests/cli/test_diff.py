@@ -34,6 +34,13 @@ def test_two_runs_part_at_the_first_step_that_differs(tmp_path: Path, capsys: py
     assert tolerant["correct_rate"]["first_step"] is None
 
 
+def test_the_evaluation_after_the_last_step_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [write_run(tmp_path / name, [0.1, 0.2]) for name in "ab"]
+    for side in sides:
+        (side / "eval.jsonl").write_text(json.dumps({"step": 2, "eval_pass_at_1": 0.5}) + "\n")
+    assert as_json(capsys, *sides)["steps"] == {"a": 2, "b": 2, "shared": 2, "last_shared": 1}
+
+
 def test_texts_part_and_have_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [0.1]), write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
     (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]

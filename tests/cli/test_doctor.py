@@ -229,3 +229,20 @@ def test_the_real_torch_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     state = doctor.probe_torch()
     assert set(state) == {"cuda", "available", "gpus"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "status", "detail"),
+    [
+        ('{"prompt": "1+1", "answer": "2"}\n', "ok", "1 example"),
+        ('{"prompt": "1+1"}\n', "missing", "answer"),
+        ("not JSON\n", "missing", "is not JSON"),
+    ],
+)
+def test_a_file_of_problems_is_read_as_the_run_would(
+    rows: str, status: str, detail: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text(rows, encoding="utf-8")
+    _write('[data]\nsource = "jsonl"\npath = "rows.jsonl"\n[model]\nmodel = "builtin:tiny"\n')
+    _, checks = _examine(capsys, "--devices", "cpu")
+    assert checks["[data] path"]["status"] == status and detail in checks["[data] path"]["detail"]

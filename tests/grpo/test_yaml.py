@@ -88,8 +88,8 @@ def test_packages_become_one_table() -> None:
         (["max_val_examples=abc"], "max_val_examples must be a whole number"),
         (["lora_dropout=x"], "lora_dropout must be a number, got 'x'"),
         (["lora_target_modules=[1,2]"], "lora_target_modules must be all-linear or a list of names"),
-        (["prompt_column=3"], "prompt_column must be a text, got 3"),
-        (["train_split=3"], "train_split must be a text"),
+        (["prompt_column=3"], "prompt_column must be a string, got 3"),
+        (["train_split=3"], "train_split must be a string"),
         (["keep_columns=level"], "keep_columns must be a list of names, got 'level'"),
     ],
 )

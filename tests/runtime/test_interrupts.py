@@ -38,7 +38,7 @@ def test_the_first_signal_within_a_step_is_answered(capfd: pytest.CaptureFixture
     with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.deferring():
         strike()
         strike()
-    assert capfd.readouterr().err == "\nFinishing and saving; twice more stops at once.\n"
+    assert capfd.readouterr().err == "\nFinishing the step and saving. Press Ctrl-C twice more to quit immediately.\n"
 
 
 def test_a_closed_terminal_does_not_disturb_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class GuessNumber:
         self.args = read_args(GuessArgs, section)
 
     def examples(self, split: str) -> list[Example]:
-        """Every number once, the same in all splits: what is learnt is the strategy."""
+        """Every number once, the same in all splits: what is learned is the strategy."""
         start = self._start()
         return [
             Example(start, str(number), id=f"1..{self.args.top}:{number}") for number in range(1, self.args.top + 1)

@@ -21,6 +21,10 @@ has_gpu=$(python -c 'import torch; print(int(torch.accelerator.is_available()))'
 if [[ $has_gpu == 0 ]]; then
   export DS_ACCELERATOR=cpu
 fi
+if [[ $config != none ]] && grep -q DEEPSPEED "$config" && ! python -c 'import deepspeed' 2>/dev/null; then
+  echo "$config needs DeepSpeed.  Try: pip install -e \".[deepspeed]\", or ACCELERATE_CONFIG=none for plain data parallelism" >&2
+  exit 2
+fi
 if [[ $config != none ]]; then
   options+=(--config_file "$config")
 elif ((processes > 1)); then

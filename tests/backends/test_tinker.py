@@ -197,7 +197,8 @@ def test_a_run_prints_records_and_keeps_what_it_should(
     assert not any("placeholder" in line for line in printed)
     state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
     assert state["adapter"] in server.states and state["adapter"].startswith("tinker://run-1/weights/step_000004-")
-    assert f"weights in {state['adapter']}" in printed[-1]
+    (done,) = [line for line in printed if line.startswith("Done: ")]
+    assert f"weights in {state['adapter']}" in done
     for row in rows(tmp_path / "logs"):
         # The same weights sampled and trained, both with raw log-probs: temperature 0.9 must not show.
         assert row["ratio_mean"] == pytest.approx(1.0, abs=1e-4)

@@ -68,7 +68,7 @@ class RunProgress:
 def read_progress(folder: Path) -> RunProgress:
     """Read the progress of a run without changing its folder."""
     config, state = _read_config(folder), _read_state(folder)
-    steps = read_tail(folder / METRICS)
+    steps = read_ends(folder / METRICS)
     last = steps[-1] if steps else {}
     training = config.get("training", {})
     # With epochs, the number of steps is known once the data is, so it is in the state and not in the file.
@@ -88,7 +88,7 @@ def read_progress(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
-        health=tuple(check_health(read_ends(folder / METRICS), evaluations, max_tokens)) if steps else (),
+        health=tuple(check_health(steps, evaluations, max_tokens)) if steps else (),
     )
 
 

@@ -261,7 +261,7 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
     """Load a file of problems as the run would."""
     source = config.data.source if where == "[data] path" else config.held_out_source
     section = config.data.model_copy(update={"source": source, "path": path})
-    if is_plugin("data", source) or "path" not in REGISTRIES["data"].facts(source).reads:
+    if is_plugin("data", source) or not REGISTRIES["data"].reads(source, "path"):
         return Check("files", where, "ok", path)
     try:
         count = len(load_examples(section))

@@ -226,6 +226,7 @@ def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: b
         'case "$*" in\n'
         f'  *scripts.vllm_serve*) echo "server $CUDA_VISIBLE_DEVICES $*" >&2; exec {server};;\n'
         '  *accelerate*) echo "trainer $CUDA_VISIBLE_DEVICES $*";;\n'
+        '  *"import deepspeed"*) ;;\n'
         f'  *) exec {sys.executable} "$@";;\n'
         "esac\n"
     )
@@ -254,6 +255,22 @@ def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: b
     assert done.stdout.rstrip().endswith(f"temperature=0.8 use_vllm_server=true vllm_host=127.0.0.1 vllm_port={port}")
     with socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", int(port))) != 0, "the server is stopped"
+
+
+def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path) -> None:
+    (tree / "bin").mkdir()
+    stand_in = f'#!/usr/bin/env bash\n[[ $* == *"import deepspeed"* ]] && exit 1\nexec {sys.executable} "$@"\n'
+    (tree / "bin" / "python").write_text(stand_in)
+    (tree / "bin" / "python").chmod(0o755)
+    path = f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["scripts/launch.sh", "1", "configs/run/tiny.yaml"],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert "needs DeepSpeed" in done.stderr and "ACCELERATE_CONFIG=none" in done.stderr
 
 
 def test_a_named_reward_scores_texts_and_messages() -> None:

@@ -24,8 +24,10 @@ VOCABULARY_BLOCK = 4096
 
 
 @triton.jit
-def _tanh(x):
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+def _cap(scores, softcap, CAPPED: tl.constexpr):
+    if CAPPED:
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * (scores / softcap))) - 1.0)
+    return scores
 
 
 @triton.jit
@@ -62,6 +64,23 @@ def _weigh(scores, best, total):
 
 
 @triton.jit
+def _store_result(
+    gathered, best, total, output, partial_output, partial_stats, at, split, is_head, sizes, SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store a finished row, or what one split of it found, for `_combine`."""
+    is_out = is_head[:, None] & (sizes < SIZE)[None, :]
+    if SPLITS == 1:
+        result = gathered / total[:, None]
+        tl.store(output + at[:, None] * SIZE + sizes[None, :], result.to(output.dtype.element_ty), mask=is_out)
+    else:
+        part = at * SPLITS + split
+        tl.store(partial_stats + part * 2, best, mask=is_head)
+        tl.store(partial_stats + part * 2 + 1, total, mask=is_head)
+        tl.store(partial_output + part[:, None] * SIZE + sizes[None, :], gathered, mask=is_out)
+
+
+@triton.jit
 def _attend(
     query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, cached,
     output, partial_output, partial_stats, scale, window, softcap,
@@ -76,9 +95,8 @@ def _attend(
     heads = tl.arange(0, ROWS)
     sizes = tl.arange(0, SIZE_PAD)
     is_size = sizes < SIZE
-    is_out = (heads < GROUP)[:, None] & is_size[None, :]
     q_at = query + row * query_row + (head * GROUP + heads)[:, None] * query_head + sizes[None, :]
-    q = tl.load(q_at, mask=is_out, other=0.0)
+    q = tl.load(q_at, mask=(heads < GROUP)[:, None] & is_size[None, :], other=0.0)
 
     first = tl.maximum(length + 1 - window, 0)
     per_split = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
@@ -90,8 +108,8 @@ def _attend(
     gathered = tl.zeros((ROWS, SIZE_PAD), tl.float32)
     base = row * cache_row + head * cache_head
     scales_base = base // SIZE
-    for at in range(start, stop, BLOCK):
-        tokens = at + tl.arange(0, BLOCK)
+    for block in range(start, stop, BLOCK):
+        tokens = block + tl.arange(0, BLOCK)
         inside = tokens < stop
         offsets = base + tokens[:, None] * SIZE + sizes[None, :]
         is_held = inside[:, None] & is_size[None, :]
@@ -99,9 +117,7 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SCALED:
             scores *= tl.load(key_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
-        if CAPPED:
-            scores = softcap * _tanh(scores / softcap)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        scores = tl.where(inside[None, :], _cap(scores, softcap, CAPPED), float("-inf"))
         best, total, weights, shrink = _weigh(scores, best, total)
         if SCALED:
             weights *= tl.load(value_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
@@ -115,21 +131,14 @@ def _attend(
         slot = base + length * SIZE + sizes
         k_new = _join(q, k_at, key_cache, key_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
         v_new = _join(q, v_at, value_cache, value_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
-        own = tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale
-        if CAPPED:
-            own = softcap * _tanh(own / softcap)
+        own = _cap(tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale, softcap, CAPPED)
         best, total, weights, shrink = _weigh(own[:, None], best, total)
         gathered = gathered * shrink[:, None] + weights * v_new[None, :]
 
-    rows_at = (row * HEADS + head) * GROUP + heads
-    if SPLITS == 1:
-        result = gathered / total[:, None]
-        tl.store(output + rows_at[:, None] * SIZE + sizes[None, :], result.to(output.dtype.element_ty), mask=is_out)
-    else:
-        part = rows_at * SPLITS + split
-        tl.store(partial_stats + part * 2, best, mask=heads < GROUP)
-        tl.store(partial_stats + part * 2 + 1, total, mask=heads < GROUP)
-        tl.store(partial_output + part[:, None] * SIZE + sizes[None, :], gathered, mask=is_out)
+    at = (row * HEADS + head) * GROUP + heads
+    _store_result(
+        gathered, best, total, output, partial_output, partial_stats, at, split, heads < GROUP, sizes, SIZE, SPLITS
+    )
 
 
 @triton.jit

@@ -27,7 +27,6 @@ from retrain.runtime.interrupts import Interrupts
 from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
-from retrain.storage.logs import EVALS
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
 from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics
@@ -184,7 +183,7 @@ def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics
     """Write the step to the logs, and a checkpoint if one is due."""
     step, training, groups = state.step, parts.config.training, batch.rollouts.groups
     if batch.evaluation:
-        parts.jsonl.write(EVALS, [batch.evaluation.record(step)])
+        parts.jsonl.log_evaluation(step, batch.evaluation)
     if training.record:
         write_recording(parts.folder.path, step, groups)
     parts.tracker.log(step, metrics, batch.credit.of(groups))
@@ -378,5 +377,5 @@ def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | Non
     if parts.evaluator.every:
         # One step further: a sampler that lags by one step then has the last update.
         last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
-        parts.jsonl.write(EVALS, [last.record(state.step)])
+        parts.jsonl.log_evaluation(state.step, last)
     return last, save(parts, state, "finished")

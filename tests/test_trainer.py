@@ -145,6 +145,8 @@ def test_a_run_writes_every_documented_file_and_key(model: Path, tmp_path: Path)
     assert {"step", "prompt", "completion", "reward", "num_tokens"} <= generations[0].keys()
     assert all(row["num_tokens"] == len(row["completion"]) for row in generations)
     assert [row["step"] for row in rows(logs, "eval.jsonl")] == [0, 2, 4]
+    problems = rows(logs, "eval_problems.jsonl")
+    assert len(problems) == len(rows(logs, "eval.jsonl")[0]["counted"]) and problems[0]["prompt"]
     state = json.loads((logs / "trainer_state.json").read_text())
     assert (state["step"], state["status"]) == (4, "finished")
     assert (logs / state["checkpoint"] / "checkpoint.json").exists()

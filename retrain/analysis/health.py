@@ -19,6 +19,15 @@ WINDOW = 10
 SHORTEST = 20
 """Steps before the beginning and the end of a run are compared."""
 SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
+METRIC_KEYS = (
+    "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
+    "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
+)  # fmt: skip
+"""The numbers of metrics.jsonl that the checks read."""
+TOPICS = {
+    "learning": "no-learning", "entropy": "entropy-collapse", "sampler–trainer mismatch": "mismatch",
+}  # fmt: skip
+"""Sections of the manual and of docs/troubleshooting.md that are not named after their check."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,16 @@ class Check:
     """First step beyond the threshold; None if there is none."""
     filter: str = ""
     """Which completions show it: truncated, errors, wrong, longest; empty for all."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it is a warning or a problem."""
+        return SEVERITY[self.level] >= SEVERITY["warning"]
+
+    @property
+    def topic(self) -> str:
+        """The topic of the manual that explains it."""
+        return TOPICS.get(self.name, self.name.replace(" ", "-"))
 
 
 def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_tokens: int | None = None) -> list[Check]:
@@ -51,15 +70,22 @@ def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_to
 
 def worst(checks: Sequence[Check]) -> Check | None:
     """The most severe check; None if nothing is wrong."""
-    bad = [check for check in checks if SEVERITY[check.level] >= SEVERITY["warning"]]
+    bad = [check for check in checks if check.is_bad]
     return max(bad, key=lambda check: SEVERITY[check.level]) if bad else None
 
 
 def summary(checks: Sequence[Check]) -> str:
     """The checks that are not ok, in one line; empty if there are none."""
     bad = sorted(checks, key=lambda check: -SEVERITY[check.level])
-    shown = [f"{check.name} {check.value}" for check in bad if SEVERITY[check.level] >= SEVERITY["warning"]]
-    return ", ".join(shown)
+    return ", ".join(f"{check.name} {check.value}" for check in bad if check.is_bad)
+
+
+def help_line(checks: Sequence[Check]) -> str:
+    """The command that explains the checks that are not ok, most severe first; empty if there are none."""
+    bad = sorted((check for check in checks if check.is_bad), key=lambda check: -SEVERITY[check.level])
+    first, *rest = dict.fromkeys(check.topic for check in bad) or [""]
+    more = f" (also: {', '.join(rest)})" if rest else ""
+    return f"Causes and fixes: retrain man --topic {first}{more}" if first else ""
 
 
 def dead_share(row: Row) -> float | None:

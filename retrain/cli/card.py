@@ -20,14 +20,12 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
 
     The folder has README.md and the plots it shows, for a paper, a pull request or a model card.
     """
-    from retrain.analysis.runs import find_runs  # noqa: PLC0415  (slow to import)
-    from retrain.report import collect  # noqa: PLC0415
+    from retrain.report import collect  # noqa: PLC0415  (slow to import)
     from retrain.report.card import write_card  # noqa: PLC0415
 
-    runs = find_runs(folders, tell_apart=True)
-    if not runs:
-        raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
     data = collect(folders)
+    if not data["runs"]:
+        raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
     target = output or folders[0] / "card"
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -36,7 +34,7 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
             from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
 
             plots = write_plots(data, target)
-        (target / "README.md").write_text(write_card(data, runs[0].config, plots, hub), encoding="utf-8")
+        (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:
         raise explain_write_error(error, target) from error
     click.echo(f"Wrote {target / 'README.md'}" + (f" and {len(plots)} plots" if plots else ""))

@@ -44,6 +44,7 @@ _RUN_FILES = (
     "emergence/generations.jsonl",
     "trainer_state.json",
     "eval.jsonl",
+    "eval_problems.jsonl",
     "checkpoints/step_.../",
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.analysis.health import summary
+from retrain.analysis.health import help_line, summary
 from retrain.campaign.manifest import MANIFEST, Record, read_table
 from retrain.campaign.progress import RunProgress, is_locked, read_progress, seconds_left, taking_turns
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
@@ -138,6 +138,8 @@ def print_entry(entry: Entry) -> None:
     for name, run in entry.runs.items():
         if text := summary(run.health):
             click.echo(f"  {name}: {text}")
+    if text := help_line([check for run in entry.runs.values() for check in run.health]):
+        click.echo(f"  {text}")
 
 
 def heading(entry: Entry) -> str:

@@ -20,17 +20,28 @@ from retrain.errors import ConfigError
 from retrain.manual import SOURCE
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 # Longer defaults are tables or lists of tables and are left out.
 _LONGEST_DEFAULT = 60
 
 
 def fill_manual(text: str) -> str:
     """The manual's source with every generated block replaced."""
-    return _fill(text, {"commands": commands_block, "options": options_block})
+    return _fill(text, {"commands": commands_block, "options": options_block, "troubleshooting": troubleshooting_block})
 
 
 def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
     return _BLOCK.sub(lambda found: f"{found[1]}\n{generators[found[2]]()}\n{found[3]}", text)
+
+
+def troubleshooting_block() -> str:
+    """The docs page, one level of headings lower and without links. The installed package has only the result."""
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    if not page.exists():
+        found = next(found for found in _BLOCK.finditer(SOURCE.read_text(encoding="utf-8")) if found[2] == page.stem)
+        return found[0].removeprefix(found[1] + "\n").removesuffix("\n" + found[3])
+    sections = page.read_text(encoding="utf-8").split("\n## ")[1:]
+    return _LINK.sub(r"\1", "\n".join(f"### {section}" for section in sections))
 
 
 def commands_block() -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.analysis.health import summary
+from retrain.analysis.health import help_line, summary
 from retrain.checks.preflight import check_before_loading
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
@@ -164,8 +164,10 @@ def show_health(log_dir: Path) -> None:
     """Print what is wrong with a run, if anything, and the command that shows it."""
     from retrain.campaign.progress import read_progress  # noqa: PLC0415  (only at the end of a run)
 
-    if text := summary(read_progress(log_dir).health):
+    health = read_progress(log_dir).health
+    if text := summary(health):
         _echo(f"Check: {text}")
+        _echo(help_line(health))
     _echo(f"To see it: retrain ui {shlex.quote(str(log_dir))}")
 
 

@@ -95,8 +95,6 @@ def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObjec
             name, version, epoch, size, rows = entry.split(":")
             known[name] = Known(version, int(epoch), int(size), int(rows))
         return report.poll(known, query.get("head", ""))
-    if path == "/steps.json":
-        return {"steps": report.steps(query["run"])}
     if path == "/window.json":
         return report.window(query["run"], int(query["first"]), int(query["last"]))
     if path == "/groups.json":

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,12 @@ class Section:
         """Its name for `--topic`."""
         return topic_of(self.title)
 
+    def parts(self) -> Iterator[Section]:
+        """What follows each of its headings, as sections."""
+        starts = [index for index, block in enumerate(self.blocks) if block.kind == "heading"]
+        for start, end in pairwise([*starts, len(self.blocks)]):
+            yield Section(self.blocks[start].text, self.blocks[start + 1 : end])
+
     @property
     def commands(self) -> list[str]:
         """The shell commands in its code blocks, without comments."""
@@ -59,12 +66,17 @@ class Manual:
     sections: tuple[Section, ...]
 
     def find(self, topic: str) -> Section:
-        """The section of a topic; raises with a suggestion when there is none."""
-        by_topic = {section.topic: section for section in self.sections}
+        """The section of a topic, or the part under a heading; raises with a suggestion when there is none."""
+        headings = (part for section in self.sections for part in section.parts())
+        by_topic = {part.topic: part for part in (*headings, *self.sections)}
         wanted = topic_of(topic)
         if wanted not in by_topic:
             close = get_close_matches(wanted, by_topic, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Topics: {', '.join(by_topic)}."
+            hint = (
+                f"Did you mean {close[0]!r}?"
+                if close
+                else f"Topics: {', '.join(section.topic for section in self.sections)}."
+            )
             raise ConfigError(f"the manual has no topic {topic!r}.  {hint}")
         return by_topic[wanted]
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from retrain.config import TrainConfig
 from retrain.runtime.text import format_duration
 from retrain.types import JsonObject
 
@@ -15,16 +14,16 @@ PACKAGES = ("retrain", "torch", "transformers", "peft", "vllm", "tinker")
 SHOWN_PLOTS = ("eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
 
 
-def write_card(data: JsonObject, config: TrainConfig, plots: Sequence[Path] = (), hub: bool = False) -> str:
+def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:
     """The card in Markdown; `plots` are files beside it, and `hub` adds the metadata of a model card."""
     verdict = data["verdict"]
     parts = [
-        *(_metadata(config) if hub else ()),
+        *(_metadata(data) if hub else ()),
         f"# {str(data['title']).removeprefix('retrain: ')}",
         "",
         f"**{verdict['sentence']}**",
         "",
-        f"{data['subtitle']}; {config.model.model}. Created by retrain on {data['created']}.",
+        f"{data['subtitle']}; {data['model']}. Created by retrain on {data['created']}.",
         *_pictures(plots),
         *_runs(data),
         *_health(data),
@@ -35,11 +34,11 @@ def write_card(data: JsonObject, config: TrainConfig, plots: Sequence[Path] = ()
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _metadata(config: TrainConfig) -> list[str]:
+def _metadata(data: JsonObject) -> list[str]:
     return [
         "---",
-        f"base_model: {config.model.model}",
-        f"library_name: {'peft' if config.model.lora_rank else 'transformers'}",
+        f"base_model: {data['model']}",
+        f"library_name: {'peft' if data['is_adapter'] else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags: [reinforcement-learning, rlvr, retrain]",
         "---",
@@ -76,7 +75,8 @@ def _health(data: JsonObject) -> list[str]:
         for check in run["health"]:
             if check["level"] in ("warning", "problem"):
                 since = f", first at step {check['step']}" if check["step"] is not None else ""
-                lines.append(f"- {run['name']}: {check['name']}, {check['value']}{since}")
+                hint = f"`retrain man --topic {check['topic']}`"
+                lines.append(f"- {run['name']}: {check['name']}, {check['value']}{since} ({hint})")
     return ["", "## Checks", "", *(lines or ["Nothing to report: " + _checked(data) + "."])]
 
 

@@ -16,6 +16,7 @@ from retrain.config.toml import show_value
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
+from retrain.storage.logs import EVAL_PROBLEMS, parse_rows
 from retrain.storage.recording import FOLDER as RECORDINGS
 from retrain.types import JsonObject
 
@@ -25,6 +26,7 @@ Data = JsonObject
 MAX_COMPLETIONS = 4000
 MAX_BYTES = 8_000_000
 MAX_FLIPS = 500
+PROMPT_CHARACTERS = 600
 
 
 def collect(folders: Sequence[Path]) -> Data:
@@ -62,6 +64,8 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
     return {
         "title": f"retrain: {', '.join(folder.resolve().name for folder in folders)}",
         "subtitle": f"{plural(len(runs), 'run')}, {plural(conditions, 'condition')}",
+        "model": runs[0].config.model.model if runs else "",
+        "is_adapter": bool(runs and runs[0].config.model.lora_rank),
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "verdict": describe_verdict(runs, logs, folders),
         "squeeze": find_squeeze(folders),
@@ -129,9 +133,20 @@ def find_flips(run: RunRecord) -> Data | None:
         for number, (c0, n0, c1, n1) in enumerate(counts)
         if n0 and n1 and (2 * c0 >= n0) != (2 * c1 >= n1)
     ]
+    problems = _read_problems(run.path) if flips else []
+    if len(problems) == len(rows[0]["counted"]):
+        flips = [flip | {"prompt": str(problems[flip["problem"]].get("prompt"))[:PROMPT_CHARACTERS]} for flip in flips]
     steps = {"first": rows[0]["step"], "last": rows[-1]["step"], "problems": len(rows[0]["counted"])}
     gained = sum(flip["gained"] for flip in flips)
     return steps | {"gained": gained, "lost": len(flips) - gained, "list": flips[:MAX_FLIPS]}
+
+
+def _read_problems(path: Path) -> list[Data]:
+    try:
+        # Only a newline ends a row: prompts may contain other Unicode line breaks.
+        return list(parse_rows((path / EVAL_PROBLEMS).read_bytes().split(b"\n")))
+    except OSError:
+        return []
 
 
 def differing_options(runs: Sequence[RunRecord]) -> tuple[list[str], list[Data]]:

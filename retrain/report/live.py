@@ -135,11 +135,6 @@ class LiveReport:
         ends = [index.steps[0], index.steps[-1]] if len(index) else []
         return {"total": index.total, "groups": len(index), "read": round(index.share_read, 3), "ends": ends}
 
-    def steps(self, run_id: str) -> list[list[int]]:
-        """The steps of a run that have completions, with their numbers of groups."""
-        with self._lock:
-            return self._log(run_id).completions.list_steps()
-
     def window(self, run_id: str, first: int, last: int) -> JsonObject:
         """The curves of a range of steps, for a page that zooms in."""
         with self._lock:

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from retrain.analysis.health import check_health
+from retrain.analysis.health import METRIC_KEYS, check_health
 from retrain.analysis.runs import RunRecord
 from retrain.config import TrainConfig, load_config
 from retrain.report.columns import Columns
@@ -22,10 +22,6 @@ PREVIEW_BYTES = 4 << 20
 PREVIEW_ROWS = 600
 _EDGE_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 20
-_HEALTH_KEYS = (
-    "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
-    "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
-)  # fmt: skip
 
 
 class Tail:
@@ -145,9 +141,9 @@ class RunLog:
         """The checks of `retrain.analysis.health`."""
         version = (self.epoch, len(self.columns), len(self.evaluations))
         if self._health[0] != version:
-            rows, limit = self.columns.rows(_HEALTH_KEYS), self.config.training.max_tokens
+            rows, limit = self.columns.rows(METRIC_KEYS), self.config.training.max_tokens
             checks = check_health(rows, list(self.evaluations.values()), limit)
-            self._health = version, [vars(check) | {} for check in checks]
+            self._health = version, [vars(check) | {"topic": check.topic} for check in checks]
         return self._health[1]
 
     def updated(self) -> float | None:

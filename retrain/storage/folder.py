@@ -14,7 +14,7 @@ from retrain.config.options import free_on_resume, options_by_path, values_of
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
-from retrain.storage.logs import FILES, cut_logs, restore_logs
+from retrain.storage.logs import EVAL_PROBLEMS, FILES, cut_logs, restore_logs
 from retrain.storage.recording import drop_recordings
 
 CONFIG_FILE = "config.toml"
@@ -23,7 +23,7 @@ LOCK_FILE = ".lock"
 SEARCH_DEPTH = 4
 
 # Contents of a folder with a run.
-RUN_FILES = (STATE_FILE, *FILES, "checkpoints", "rollouts")
+RUN_FILES = (STATE_FILE, *FILES, EVAL_PROBLEMS, "checkpoints", "rollouts")
 
 
 class RunFolder:

@@ -20,6 +20,7 @@ METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
     "debug.jsonl",
 )
 FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
+EVAL_PROBLEMS = "eval_problems.jsonl"
 
 
 def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
@@ -55,7 +56,7 @@ def restore_logs(log_dir: Path, short: Sequence[str], steps: int, condition: str
         if name in short:
             _restore(log_dir, name, steps, condition, log)
     for name in (name for name in short if name not in (STEPS, METRICS)):
-        _write(log_dir / name, _rows_before(log_dir / name, steps))
+        replace_rows(log_dir / name, _rows_before(log_dir / name, steps))
         log(f"Warning: {log_dir / name} is shorter than at the checkpoint. The lost rows cannot be rebuilt.")
 
 
@@ -64,7 +65,7 @@ def _restore(log_dir: Path, name: str, steps: int, condition: str, log: Callable
     lost = [step for step in range(steps) if step not in rows]
     found = dict(_metrics_rows(log_dir, steps) if name == METRICS else _summaries(log_dir, steps, condition))
     rebuilt = {step: {**found[step], "rebuilt": True} for step in lost if step in found}
-    _write(log_dir / name, [row for _, row in sorted((rows | rebuilt).items())])
+    replace_rows(log_dir / name, [row for _, row in sorted((rows | rebuilt).items())])
     if not lost:
         return
     text = f"Warning: {log_dir / name} lost the rows of {_list_steps(lost)} since the checkpoint."
@@ -123,7 +124,7 @@ def _rows_before(path: Path, steps: int) -> list[JsonObject]:
     return [row for row in parse_rows(lines) if isinstance(row.get("step"), int) and row["step"] < steps]
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Replace a log atomically."""
     draft = path.with_name(f".{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)

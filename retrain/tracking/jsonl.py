@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, emergence/steps.jsonl, emergence/generations.jsonl, eval.jsonl and debug.jsonl."""
+"""Writes the log files: metrics, steps, completions, evaluations with their problems, and debug.jsonl."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact_all
 from retrain.rewards.match import final_answer
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import explain_write_error
-from retrain.storage.logs import DEBUG, FILES, GENERATIONS, METRICS, STEPS
+from retrain.storage.logs import DEBUG, EVAL_PROBLEMS, EVALS, FILES, GENERATIONS, METRICS, STEPS, replace_rows
 from retrain.tracking import prompt_text
 from retrain.tracking.debug import debug_row
 from retrain.types import Group, JsonObject, Metric, StepMetrics
+
+if TYPE_CHECKING:
+    from retrain.evaluate import Evaluation
 
 
 class JsonlTracker:
@@ -28,6 +31,7 @@ class JsonlTracker:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.files: dict[str, BinaryIO] = {}
+        self.has_problems = False
         self.seed = 0
         self.share = 1.0
         self.extract: Callable[[str], str] | None = None
@@ -58,6 +62,19 @@ class JsonlTracker:
             self.write(GENERATIONS, [redact_all(row) for row in rows])
         if DEBUG in self.files:
             self.write(DEBUG, [redact_all(debug_row(step, metrics, groups))])
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Write the counts of an evaluation, and once the problems that they belong to, in the same order."""
+        self.write(EVALS, [evaluation.record(step)])
+        if self.has_problems:
+            return
+        self.has_problems = True
+        examples = (example for example, _ in evaluation.answers)
+        rows = ({"prompt": prompt_text(example), "reference": example.reference} for example in examples)
+        try:
+            replace_rows(self.log_dir / EVAL_PROBLEMS, [redact_all(row) for row in rows])
+        except OSError as error:
+            raise explain_write_error(error, self.log_dir) from error
 
     def keeps_completions(self, step: int) -> bool:
         """Whether this step's completions are written; depends on seed and step, so that a resume agrees."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from retrain.analysis.health import Check, check_health, summary, worst
+from retrain.analysis.health import METRIC_KEYS, Check, check_health, help_line, summary, worst
 
 HEALTHY: dict[str, Any] = {
     "mean_reward": 0.2,
@@ -110,3 +110,28 @@ def test_narrowing_is_pass_at_1_up_while_pass_at_k_falls() -> None:
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     checks = check_health(steps(ratio_mean=float("nan"), exec_entropy_mean=None))
     assert find("sampler–trainer mismatch", checks).level == "ok"
+
+
+class Spy(dict[str, Any]):
+    """A row that remembers what was read from it."""
+
+    read: ClassVar[set[str]] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def test_the_checks_read_the_listed_metrics() -> None:
+    check_health([Spy(row) for row in steps()])
+    assert Spy.read == {*METRIC_KEYS, "step", "uncertainty_kind"}
+
+
+def test_the_help_names_the_topic_of_the_worst_check_first() -> None:
+    checks = check_health(steps(late=0, max_token_hit_rate=0.2, groups_all_right=8))
+    assert help_line(checks) == "Causes and fixes: retrain man --topic dead-groups (also: truncation)"
+    assert help_line(check_health(steps())) == ""

@@ -64,6 +64,12 @@ def test_one_topic_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GLOSSARY" not in text
 
 
+def test_a_heading_within_a_topic_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["man", "--topic", "dead-groups"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("DEAD GROUPS\n") and "resample_dead_groups" in text and "ENTROPY" not in text
+
+
 def test_json_of_a_topic_holds_its_text_and_its_shell_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", "--topic", "quickstart", "--format", "json"]) == 0
     entry = json.loads(capsys.readouterr().out)

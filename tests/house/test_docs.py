@@ -15,9 +15,12 @@ import click
 import pytest
 import yaml
 
+from retrain.analysis.health import check_health
 from retrain.cli import COMMANDS, app, run
 from retrain.cli.sync import generated_files
 from retrain.config import load_config
+from retrain.config.options import all_options
+from retrain.manual import read_manual
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -164,3 +167,16 @@ def test_dependencies_each_have_a_reason() -> None:
     names = set(re.findall(r'^\s*(?:\w+ = \[)?"([a-z][\w-]+)>=', project, re.MULTILINE)) - {"hatchling"}
     assert len(names) > 10
     assert sorted(name for name in names if name not in design) == []
+
+
+def test_troubleshooting_names_real_options_metrics_and_checks() -> None:
+    page = DOCS / "troubleshooting.md"
+    named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", _prose(page)))
+    assert len(named) > 30
+    metrics = set(re.findall(r"`([\w/]+)`", (DOCS / "logging.md").read_text(encoding="utf-8")))
+    assert named - metrics - {option.key for option in all_options()} == set()
+    checks = check_health([])
+    assert set(re.findall(r"The check `([^`]+)`", _prose(page))) == {check.name for check in checks}
+    assert {check.topic for check in checks} <= _anchors(page)
+    manual = read_manual()
+    assert all("Fix" in str(manual.find(check.topic).blocks) for check in checks)

@@ -116,7 +116,11 @@ def test_problems_that_flipped_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a" / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flips = collect([tmp_path / "a"])["runs"][0]["flips"]
     assert (flips["gained"], flips["lost"], flips["problems"]) == (1, 0, 2)
-    assert flips["list"] == [{"problem": 1, "before": [0, 1], "after": [1, 1], "gained": True}]
+    flipped = {"problem": 1, "before": [0, 1], "after": [1, 1], "gained": True}
+    assert flips["list"] == [flipped]
+    problems = ('{"prompt": "1 + 1", "reference": "2"}', '{"prompt": "2 + 3", "reference": "5"}')
+    (tmp_path / "a" / "eval_problems.jsonl").write_text("\n".join(problems))
+    assert collect([tmp_path / "a"])["runs"][0]["flips"]["list"] == [flipped | {"prompt": "2 + 3"}]
 
 
 def test_every_run_has_its_health_checks(campaign: Path) -> None:

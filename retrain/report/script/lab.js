@@ -291,8 +291,8 @@ function renderFlips() {
     const rows = flips.list.map((flip) => [String(flip.problem), `${flip.before[0]} of ${flip.before[1]}`, `${flip.after[0]} of ${flip.after[1]}`, make("span", { class: flip.gained ? "better" : "worse" }, flip.gained ? "▲ gained" : "▼ lost"), ...(flip.prompt === undefined ? [] : [flip.prompt])]);
     const rest = flips.gained + flips.lost - flips.list.length;
     return make("details", { "data-run": run.id, open: opened.has(run.id) }, make("summary", {}, swatch(run.condition), `${data.runs.length > 1 ? `${run.condition}, seed ${run.seed}: ` : "Held-out problems that flipped: "}${flips.gained} gained, ${flips.lost} lost of ${flips.problems}`),
-      make("p", { class: "soft" }, `A problem flips when half or more of its completions are correct in only one of the evaluations at steps ${flips.first} and ${flips.last}. Numbers are positions in eval.jsonl.`),
-      table(["problem", "correct before", "correct after", ""], rows, [0, 1, 2]), rest > 0 ? make("p", { class: "soft" }, `${rest} more in eval.jsonl.`) : null);
+      make("p", { class: "soft" }, `A problem flips when half or more of its completions are correct in only one of the evaluations at steps ${flips.first} and ${flips.last}. Numbers are positions in eval.jsonl and eval_problems.jsonl.`),
+      table(["problem", "correct before", "correct after", "", ...(rows.some((row) => row.length > 4) ? ["prompt"] : [])], rows, [0, 1, 2]), rest > 0 ? make("p", { class: "soft" }, `${rest} more in eval.jsonl.`) : null);
   }));
   document.getElementById("flips-title").hidden = !runs.length;
 }

@@ -131,16 +131,18 @@ function statistics(verdict, opened) {
 const COMPACT_FROM = 4;
 const LEVELS = { ok: ["✓", "ok"], warning: ["!", "warning"], problem: ["✕", "problem"], unknown: ["?", "unknown"] };
 
+const isBad = (check) => check.level === "warning" || check.level === "problem";
+
 function chip(run, check, compact = false) {
   const [icon, word] = LEVELS[check.level];
   const first = check.step === null || check.step === undefined ? "" : `\nFirst at step ${check.step}.`;
-  const docs = check.level === "warning" || check.level === "problem" ? "\nSee docs: troubleshooting." : "";
+  const docs = isBad(check) ? `\nCauses and fixes: retrain man --topic ${check.topic}` : "";
   const tip = `${check.name}: ${word}\n${check.value}\nRule: ${check.rule}.${first}${docs}\nClick to see the completions.`;
   return make("button", {
     type: "button", class: `chip ${check.level}`, "aria-label": tip.replace(/\n/g, ". "), ...withTip(tip),
     onclick: () => openCompletions({ run: run.id, step: check.step ?? "", show: check.filter === "longest" ? "" : check.filter, sort: check.filter === "longest" ? "longest" : "newest" }),
   }, make("span", { class: "icon", "aria-hidden": "true" }, icon), compact ? null : check.name,
-  check.level === "ok" || check.level === "unknown" ? null : make("span", { class: compact ? "brief" : "value" }, check.value + (first ? ` since step ${check.step}` : "")));
+  !isBad(check) ? null : make("span", { class: compact ? "brief" : "value" }, check.value + (first ? ` since step ${check.step}` : "")));
 }
 
 /** Many runs: one column per check, with words only where something is wrong. */
@@ -158,10 +160,12 @@ function renderHealth() {
   const order = ["problem", "warning", "ok", "unknown"];
   const focused = document.activeElement?.classList.contains("chip") && home.contains(document.activeElement);
   if (focused) return;
-  if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable()); return; }
+  const topics = [...new Set(data.runs.flatMap((run) => (run.health || []).filter(isBad).map((check) => check.topic)))];
+  const help = topics.length ? [make("p", { class: "soft" }, "Causes and fixes: ", topics.flatMap((topic, index) => [index ? ", " : "", make("code", {}, `retrain man --topic ${topic}`)]))] : [];
+  if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable(), ...help); return; }
   home.replaceChildren(...data.runs.map((run) => make("div", { class: "strip" },
     make("div", { class: "who" }, swatch(run.condition), make("strong", {}, data.runs.length > 1 ? `${run.condition}, seed ${run.seed}` : run.name)),
-    make("div", { class: "chips" }, [...(run.health || [])].sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level)).map((check) => chip(run, check))))));
+    make("div", { class: "chips" }, [...(run.health || [])].sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level)).map((check) => chip(run, check))))), ...help);
 }
 
 // ---- runs and configuration

@@ -29,7 +29,10 @@ class RunProgress:
     """The state of a run; None where unknown."""
 
     status: str
-    """running, finished, interrupted, dead (the process disappeared) or pending (not started)."""
+    """running, finished, interrupted, dead (the process disappeared) or pending (not started).
+
+    A run of TRL is finished or unfinished: nothing in its folder says whether a process still trains it.
+    """
     step: int = 0
     max_steps: int | None = None
     condition: str = ""
@@ -89,6 +92,24 @@ def read_progress(folder: Path) -> RunProgress:
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
         health=tuple(check_health(steps, evaluations, max_tokens)) if steps else (),
+    )
+
+
+def read_trl_progress(folder: Path) -> RunProgress | None:
+    """The progress of a run of TRL (`retrain grpo`) at its last checkpoint or its end; None where there is neither."""
+    states = [path for path in (*folder.glob(f"checkpoint-*/{STATE_FILE}"), folder / STATE_FILE) if path.is_file()]
+    newest = min(states, key=lambda path: _age(path) or 0.0, default=folder / STATE_FILE)
+    state = _read_state(newest.parent)
+    if "global_step" not in state:
+        return None
+    step, max_steps = state["global_step"], state.get("max_steps")
+    rewards = [row["reward"] for row in state.get("log_history", ()) if "reward" in row]
+    return RunProgress(
+        status="finished" if step == max_steps else "unfinished",
+        step=step,
+        max_steps=max_steps,
+        mean_reward=rewards[-1] if rewards else None,
+        quiet_seconds=_age(newest),
     )
 
 

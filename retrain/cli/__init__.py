@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from retrain.errors import ConfigError, RetrainError
 from retrain.isolation.redaction import redact
+from retrain.runtime.threads import limit_openmp_spinning
 
 __all__ = ["limit_openmp_spinning", "main", "run", "suggest_command"]
 
@@ -135,16 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.excepthook = _show_bug
     limit_openmp_spinning()
     sys.exit(run(arguments))
-
-
-def limit_openmp_spinning() -> None:
-    """Let idle OpenMP threads spin for about 20 µs instead of milliseconds, unless the user set a policy.
-
-    A spinning thread takes the core away from the thread it waits for. On two shared cores this made sampling more
-    than ten times slower.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _show_bug(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

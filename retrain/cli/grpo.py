@@ -10,12 +10,12 @@ import click
 
 from retrain.builtin import resolve_model
 from retrain.cli.train import load_environment
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, RetrainError
 
 STARTER = Path(__file__).parents[1] / "grpo" / "starter"
 
 
-@click.command("grpo", context_settings={"max_content_width": 110})
+@click.command("grpo", context_settings={"max_content_width": 110, "ignore_unknown_options": True})
 @click.option("--show", metavar="KEY,…", help="Print these composed settings, one per line, and do not train.")
 @click.argument("config")
 @click.argument("settings", nargs=-1)
@@ -41,9 +41,17 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         values = [composed.get(key) for key in show.split(",")]
         click.echo("\n".join("" if value is None else str(value) for value in values))
         return 0
-    from retrain.grpo import run_settings  # noqa: PLC0415  (loads PyTorch)
+    from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
+    from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
 
-    run_settings(composed, click.echo)
+    try:
+        # Whatever is wrong is said before TRL is imported.
+        load_rewards(read_settings(composed)[0].reward_funcs)
+        from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
+
+        run_settings(composed, click.echo)
+    except RetrainError as error:
+        raise type(error)(name_settings(str(error))) from error
     return 0
 
 

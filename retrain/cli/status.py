@@ -12,7 +12,14 @@ import click
 
 from retrain.analysis.health import help_line, summary
 from retrain.campaign.manifest import MANIFEST, Record, read_table
-from retrain.campaign.progress import RunProgress, is_locked, read_progress, seconds_left, taking_turns
+from retrain.campaign.progress import (
+    RunProgress,
+    is_locked,
+    read_progress,
+    read_trl_progress,
+    seconds_left,
+    taking_turns,
+)
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_table
 from retrain.errors import ConfigError, RetrainError
@@ -51,7 +58,8 @@ def command(logs: str, as_json: bool) -> int:
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
     turns, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An unfinished run is
-    dead when no process holds the lock of its folder.
+    dead when no process holds the lock of its folder. Runs of `retrain grpo` are shown as of TRL's last checkpoint:
+    finished or unfinished.
     """
     entries = find_entries(Path(logs).expanduser())
     if as_json:
@@ -77,6 +85,8 @@ def _search(folder: Path, depth: int) -> Iterator[Entry]:
     elif (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES):
         progress = read_progress(folder)
         yield Entry(str(folder), "run", progress.status, progress.status == "running", {folder.name: progress})
+    elif trl_progress := read_trl_progress(folder):
+        yield Entry(str(folder), "run", trl_progress.status, False, {folder.name: trl_progress})
     elif depth:
         with os.scandir(folder) as inside:
             below = [Path(item.path) for item in inside if item.is_dir() and not item.name.startswith(".")]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from retrain.errors import MissingExtraError
+from retrain.grpo.settings import INSTALL
+from retrain.runtime.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
     from retrain.grpo.config import GRPOConfig
-    from retrain.grpo.settings import run_settings
+    from retrain.grpo.run import run_settings
     from retrain.grpo.trainer import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "run_settings"]
 
-MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "run_settings": "settings"}
+if "torch" not in sys.modules:
+    limit_openmp_spinning()
+
+MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "run_settings": "run"}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +30,5 @@ def __getattr__(name: str) -> Any:
     try:
         import_module("trl")
     except ImportError as error:
-        raise MissingExtraError(
-            'retrain.grpo needs the package trl, which is not installed.  Try: pip install -e ".[grpo]"'
-        ) from error
+        raise MissingExtraError(f"retrain.grpo needs the package trl, which is not installed.  {INSTALL}") from error
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

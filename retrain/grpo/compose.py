@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import ConfigError, MissingExtraError
+from retrain.grpo.settings import INSTALL
 
 try:
     from hydra import compose, initialize_config_dir
@@ -20,12 +21,10 @@ try:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 except ImportError as error:
-    raise MissingExtraError(
-        'retrain grpo needs the package hydra-core, which is not installed.  Try: pip install -e ".[grpo]"'
-    ) from error
+    raise MissingExtraError(f"retrain grpo needs the package hydra-core, which is not installed.  {INSTALL}") from error
 
-GROUPS = ("model", "data", "trainer")
-RUN = "run"
+PACKAGES = ("model", "data", "trainer", "run")
+"""Groups and the run itself; later ones override earlier ones."""
 
 
 def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -35,12 +34,12 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if path.suffix != ".yaml":
         raise ConfigError(f"{str(path)!r} does not end in .yaml, the only ending that Hydra reads.")
     folder = path.resolve().parent
-    root = folder.parent if folder.name == RUN else folder
-    words = [_as_hydra(root, given) for given in overrides]
+    root = folder.parent if folder.name == "run" else folder
+    words = [_as_hydra(root, given, after) for given, after in zip(overrides, [*overrides[1:], ""], strict=False)]
     name: str | None = path.stem
     if root != folder:
         # As a global file, so that it overrides its groups and they can be selected by name.
-        name, words = None, [f"+{RUN}@_global_={path.stem}", *words]
+        name, words = None, [f"+run@_global_={path.stem}", *words]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(root)):
@@ -53,28 +52,20 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
-    """One table: groups first, then the run, then global settings; later ones override earlier ones."""
-    settings: dict[str, Any] = {}
-    packages = [name for name in (*GROUPS, RUN) if isinstance(tables.get(name), Mapping)]
-    for package in packages:
-        settings = merge(settings, flatten(tables[package]))
-    return merge(settings, {str(key): value for key, value in tables.items() if key not in packages})
+    """One table of groups, run and global settings, in which a table inside replaces only the keys that it has."""
+    packages = [name for name in PACKAGES if isinstance(tables.get(name), Mapping)]
+    rest = {str(key): value for key, value in tables.items() if key not in packages}
+    merged = OmegaConf.to_container(OmegaConf.merge(*(flatten(tables[name]) for name in packages), rest))
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}
 
 
-def merge(settings: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Both as one; a table in `later` replaces only the keys that it has."""
-    merged = dict(settings)
-    for key, value in later.items():
-        before = merged.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            value = merge(before, value)
-        merged[key] = value
-    return merged
-
-
-def _as_hydra(root: Path, given: str) -> str:
+def _as_hydra(root: Path, given: str, after: str) -> str:
     """`key=value` sets a key whether or not the files have it; `group=file` and Hydra's own syntax stay unchanged."""
-    key, sign, _ = given.partition("=")
+    key, sign, value = given.partition("=")
+    if key.startswith("-"):
+        value = value or ("" if "=" in after else after) or "VALUE"
+        raise ConfigError(f"{key} is not an option of retrain grpo.  Try: {key.lstrip('-').replace('-', '_')}={value}")
     if not sign:
         raise ConfigError(f"{given!r} is no setting.  Try: key=value")
     if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():

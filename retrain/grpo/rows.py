@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
 from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
-from retrain.errors import ConfigError, ConfigIssue
-
-if TYPE_CHECKING:
-    from retrain.grpo.settings import RunSettings
+from retrain.errors import ConfigError
+from retrain.grpo.settings import FILES, RunSettings
 
 OWN_SETS = ("arithmetic", "gsm8k", "math")
-FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 PROMPTS = (*PROMPT_FIELDS, "text")
 ANSWERS = (*ANSWER_FIELDS, "ground_truth")
 COMPLETIONS = ("completion", *ANSWERS)
@@ -47,8 +44,6 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
 
 def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
     path = Path(name).expanduser()
-    if path.suffix in FILES and not path.exists():
-        raise ConfigError(f"dataset_id_or_path: there is no file {path} (looked in {Path.cwd()}).")
     try:
         if path.suffix in FILES and path.is_file():
             return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
@@ -105,23 +100,3 @@ def _pick(
     if is_required and not found:
         raise ConfigError(f"row {number} has none of {', '.join(names)}; it has {', '.join(row)}.")
     return found
-
-
-def find_idle_splits(run: RunSettings) -> list[ConfigIssue]:
-    """Splits of a file, or of a dataset saved without them: each would be the full dataset again."""
-    path = Path(run.dataset_id_or_path).expanduser()
-    idle = {"train_split": run.train_split, "val_split": run.val_split, "dataset_config": run.dataset_config}
-    if path.is_file() and path.suffix in FILES:
-        what = "a file, which has no splits or configurations"
-    elif (path / "dataset_dict.json").exists():
-        what, idle = "a saved dataset, which has no configurations", {"dataset_config": run.dataset_config}
-    elif (path / "dataset_info.json").exists():
-        what = "a saved dataset without splits or configurations"
-    else:
-        return []
-    # A file is loaded as the split "train".
-    given = {name: value for name, value in idle.items() if value and (name, value) != ("train_split", "train")}
-    return [
-        ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null")
-        for name, value in given.items()
-    ]

@@ -1,51 +1,65 @@
-"""Composed settings into a training run: GRPO or SFT, with its model, adapter, data and rewards."""
+"""Settings of a YAML run, checked before PyTorch and TRL are imported, which takes many seconds."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import ast
+import builtins
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_type_hints
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-import torch
-import trl
-from datasets import Dataset
-from peft import LoraConfig
-from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
-from transformers import AutoTokenizer
+from annotated_types import Ge, Le
+from packaging.version import Version
+from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from retrain.builtin import resolve_model
-from retrain.config.schema import Reward as RewardSection
-from retrain.data.rows import gsm8k_answer
-from retrain.errors import ConfigError, ConfigIssue, PluginError
-from retrain.grpo.config import GRPOConfig, rename_dtype
-from retrain.grpo.rows import find_idle_splits, load_rows
-from retrain.grpo.trainer import GRPOTrainer
-from retrain.modeling.tokens import explain_missing_model
-from retrain.plugins import REGISTRIES, import_path, make_importable
-from retrain.rewards import BatchReward, Item, build_reward
-from retrain.runtime.text import plural
+from retrain.errors import ConfigError, ConfigIssue, MissingExtraError
+from retrain.plugins import REGISTRIES, import_path
 
-CONFIGS = {"grpo": GRPOConfig, "sft": trl.SFTConfig}
-SHARED_WITH_DEEPSPEED = {
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
+TESTED = ("1.16", "1.17")
+"""From the first of these TRL versions up to, but not including, the second."""
+INSTALL = 'Try: pip install -c constraints.txt -e ".[grpo]"'
+FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Endings of dataset files, and the builders of `datasets` for them."""
+CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
+# Files that declare the arguments of these classes; earlier ones override later ones.
+SHARED = (("trl", "trainer/base_config.py"), ("transformers", "training_args.py"))
+DECLARATIONS = {
+    "grpo": (("retrain", "grpo/config.py"), ("trl", "trainer/grpo_config.py"), *SHARED),
+    "sft": (("trl", "trainer/sft_config.py"), *SHARED),
 }
+Share = Annotated[float, Ge(0), Le(1)]
 TYPE_NAMES = {
     str: "a string",
     int: "a whole number",
     float: "a number",
+    FiniteFloat: "a number",
     bool: "true or false",
     PositiveInt: "a whole number of at least 1",
-    NonNegativeInt: "a whole number, 0 for the full model",
+    NonNegativeInt: "a whole number of at least 0",
+    NonNegativeFloat: "a number of at least 0",
+    Share: "a number between 0 and 1",
     list[str]: "a list of names",
+    list[float]: "a list of numbers",
     dict[str, Any]: "a table",
-    Literal["all-linear"]: "all-linear",
+}
+# Names in messages of the parts that TOML runs share.
+TOML_NAMES = {
+    "[model] model": "model_name_or_path",
+    "[model] init_kwargs": "model_init_kwargs",
+    "[lora] target_modules": "lora_target_modules",
+    "[training] max_tokens": "max_completion_length",
+    "[training] max_prompt_tokens": "max_prompt_length",
+    "[training] max_examples": "max_train_examples",
+    "[reward] type": "reward_funcs",
+    "[data] source": "dataset_id_or_path",
+    "[data] split": "train_split",
+    "[teaching] ": "",
+    'name its folder in [plugins] search_paths = ["folder"]': "add its folder to PYTHONPATH",
 }
 
 
@@ -77,204 +91,132 @@ class RunSettings:
     reward_weights: list[float] | None = None
 
 
-def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any:
-    """Train with the trainer that the settings describe, and save the model to output_dir."""
-    trainer = build_trainer(settings)
-    is_main = trainer.accelerator.is_main_process
-    if is_main:
-        label = settings.get("name") or settings["model_name_or_path"]
-        log(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
-    name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
-    with contextlib.ExitStack() as pools:
-        for function in trainer.reward_funcs if name == "reward" else ():
-            if isinstance(function, NamedReward):
-                pools.callback(function.close)
-        result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    trainer.save_model()
-    found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
-    held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
-    if is_main:
-        log(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {trainer.args.output_dir}.")
-    return trainer
-
-
-def build_trainer(settings: Mapping[str, Any]) -> Any:
-    """A GRPOTrainer or TRL's SFTTrainer. Unknown settings and unusable values raise ConfigError."""
+def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Any]]:
+    """The run and the arguments of its trainer; one ConfigError lists all unknown settings and wrong values."""
     kind = settings.get("trainer_type", "grpo")
-    if kind not in CONFIGS:
+    if kind not in DECLARATIONS:
         raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
-    arguments = {field.name for field in dataclasses.fields(CONFIGS[kind]) if field.init}
-    _check_names(settings, arguments)
-    hints = get_type_hints(RunSettings, include_extras=True) | get_type_hints(CONFIGS[kind])
-    # transformers takes `true` for the newest checkpoint, which its annotation leaves out.
-    values = _check_types(settings, hints | {"resume_from_checkpoint": bool | str | None})
-    own = {field.name for field in dataclasses.fields(RunSettings)}
+    arguments, own = read_arguments(kind), get_type_hints(RunSettings, include_extras=True)
+    known = arguments | own
+    values, issues = check_types({key: value for key, value in settings.items() if key in known}, known)
+    issues += [_unknown(key, list(known)) for key in settings if key not in known]
     run = RunSettings(**{key: value for key, value in values.items() if key in own})
-    _check_run(run)
-    given = {key: value for key, value in values.items() if key in arguments}
+    issues = issues or [*_find_issues(run), *_find_data_issues(run)]
+    if issues:
+        raise ConfigError("the composed settings cannot be run:", tuple(issues))
+    return run, {key: value for key, value in values.items() if key in arguments}
+
+
+def is_tested(trl_version: str) -> bool:
+    """Whether this is one of the versions of TRL that retrain was tested with."""
+    return Version(TESTED[0]) <= Version(trl_version) < Version(TESTED[1])
+
+
+@cache
+def read_arguments(kind: str) -> dict[str, Any]:
+    """Types of a trainer's arguments by name, from the source of its configuration classes.
+
+    A type that only they know is `Any` here; TRL and transformers check those values.
+    """
+
+    class Names(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            return vars(builtins).get(name, Any)
+
     try:
-        return _build(run, CONFIGS[kind], _complete(given, run))
-    except (ValueError, TypeError, ImportError, ZeroDivisionError, OSError) as error:
-        # TRL, transformers and accelerate explain what they cannot use.
-        raise ConfigError(f"the composed settings cannot be run: {' '.join(str(error).split())}") from error
+        if not is_tested(version("trl")):
+            return get_type_hints(import_path(CLASSES[kind], "trainer"), include_extras=True)
+    except PackageNotFoundError as error:
+        raise MissingExtraError(f"retrain.grpo needs the package trl, which is not installed.  {INSTALL}") from error
+    names, found = Names(globals()), {}
+    for package, file in reversed(DECLARATIONS[kind]):
+        (folder,) = find_spec(package).submodule_search_locations  # type: ignore[union-attr, misc]
+        tree = ast.parse((Path(folder) / file).read_text(encoding="utf-8"))
+        for line in (line for part in tree.body if isinstance(part, ast.ClassDef) for line in part.body):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                found[line.target.id] = eval(ast.unparse(line.annotation), {}, names)
+    # transformers takes `true` for the newest checkpoint, which its annotation leaves out.
+    found["resume_from_checkpoint"] = bool | str | None
+    return {name: hint for name, hint in found.items() if not name.startswith("_")}
 
 
-def _build(run: RunSettings, config_class: Any, arguments: dict[str, Any]) -> Any:
-    is_sft = run.trainer_type == "sft"
-    more = {} if is_sft else {"reward_funcs": load_rewards(run.reward_funcs)}
-    # Before the model: with ZeRO-3, models that are loaded later are sharded at once.
-    args = config_class(**arguments)
-    train_rows = load_rows(run, run.train_split or "train", run.max_train_examples, is_sft)
-    held_out = load_rows(run, run.val_split, run.max_val_examples, is_sft) if run.val_split else []
-    return (trl.SFTTrainer if is_sft else GRPOTrainer)(
-        model=resolve_model(run.model_name_or_path),
-        args=args,
-        train_dataset=Dataset.from_list(train_rows),
-        eval_dataset=Dataset.from_list(held_out) if held_out else None,
-        processing_class=load_tokenizer(run.model_name_or_path, run.tokenizer_kwargs),
-        peft_config=read_lora(run),
-        **more,
-    )
-
-
-def _complete(arguments: dict[str, Any], run: RunSettings) -> dict[str, Any]:
-    """Arguments that follow from other settings or from this machine."""
-    under_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if not torch.accelerator.is_available():
-        arguments.setdefault("bf16", False)
-        # accelerate ignores DeepSpeed with use_cpu, and without a backend it counts one process.
-        arguments |= {"use_cpu": False, "ddp_backend": "gloo"} if under_deepspeed else {"use_cpu": True}
-    for name, variable in SHARED_WITH_DEEPSPEED.items() if under_deepspeed else ():
-        # transformers requires equal values in both; the run overrides accelerate's file.
-        if name in arguments:
-            os.environ[variable] = str(arguments[name])
-        elif os.environ.get(variable, "auto") != "auto":
-            arguments[name] = json.loads(os.environ[variable])
-    if run.val_split and "eval_strategy" not in arguments:
-        # Before the first step and after the last one; a fraction is of all steps, rounded up.
-        arguments |= {"eval_strategy": "steps", "eval_steps": 1 - 1e-9, "eval_on_start": True}
-    if run.trainer_type == "grpo":
-        rows = arguments.get("per_device_train_batch_size", 8)
-        generations = arguments.get("num_generations_eval") or arguments.get("num_generations", 8)
-        # Groups must not be split; TRL's default of 8 rows would be slow, or too few for a group.
-        return {"per_device_eval_batch_size": max(1, rows // generations) * generations, **arguments}
-    arguments["model_init_kwargs"] = rename_dtype(arguments.get("model_init_kwargs"))
-    if run.completion_only_training is not None:
-        arguments["completion_only_loss"] = run.completion_only_training
-    arguments["num_train_epochs"] = arguments.get("num_train_epochs", 3) * run.artificial_epochs
-    return arguments
-
-
-def _check_names(settings: Mapping[str, Any], arguments: set[str]) -> None:
-    known = [*arguments, *(field.name for field in dataclasses.fields(RunSettings))]
-    issues = []
-    for key in settings:
-        if key in known:
-            continue
-        close = get_close_matches(key[:60], known, n=1)
-        hint = f"Did you mean {close[0]}?" if close else "docs/trl.md lists all settings."
-        others = [kind for kind in CONFIGS if key in get_type_hints(CONFIGS[kind])]
-        text = f"unknown setting {key!r}." if not others else f"{key} is a setting of trainer_type: {others[0]}."
-        issues.append(ConfigIssue(text, "", "" if others else hint))
-    if issues:
-        raise ConfigError("the composed settings cannot be run:", tuple(issues))
-
-
-def _check_types(settings: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, of the declared types: a number that YAML read as a string is a number."""
-    values, issues = {}, []
-    for key, value in settings.items():
+def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
+    """The values of the declared types, and what is wrong: a number that YAML read as a string is a number."""
+    checked, issues = {}, []
+    for key, value in values.items():
         try:
-            values[key] = TypeAdapter(hints[key]).validate_python(value)
+            checked[key] = TypeAdapter(hints[key]).validate_python(value)
         except ValidationError as error:
-            parts = [hints[key], *get_args(hints[key])]
-            names = [TYPE_NAMES[part] for part in parts if part in TYPE_NAMES]
-            wanted = " or ".join(names) or str(error.errors()[0]["msg"])
+            *words, last = _type_words(hints[key]) or [str(error.errors()[0]["msg"])]
+            wanted = f"{', '.join(words)} or {last}" if words else last
             issues.append(ConfigIssue(key, f"must be {wanted}, got {value!r}."))
-    if issues:
-        raise ConfigError("the composed settings cannot be run:", tuple(issues))
-    return values
+    return checked, issues
 
 
-def _check_run(run: RunSettings) -> None:
-    issues = []
+def _type_words(hint: Any) -> list[str]:
+    if isinstance(hint, str):
+        return [hint]
+    if hint in TYPE_NAMES:
+        return [TYPE_NAMES[hint]]
+    return [word for part in get_args(hint) for word in _type_words(part)]
+
+
+def _unknown(key: str, known: list[str]) -> ConfigIssue:
+    others = [kind for kind in DECLARATIONS if key in read_arguments(kind)]
+    if others:
+        return ConfigIssue(key, f"is a setting of trainer_type: {others[0]}.")
+    close = get_close_matches(key[:60], known, n=1)
+    hint = f"Did you mean {close[0]}?" if close else "docs/trl.md lists all settings."
+    return ConfigIssue(f"unknown setting {key!r}.", "", hint)
+
+
+def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     is_grpo = run.trainer_type == "grpo"
     required = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic"}
-    for name, example in (required | {"reward_funcs": "match"} if is_grpo else required).items():
-        if not getattr(run, name):
-            issues.append(ConfigIssue(name, "is missing.", f"Try: {name}={example}"))
+    required |= {"reward_funcs": "match"} if is_grpo else {}
+    given = {field.name: getattr(run, field.name) for field in fields(run)}
+    issues = [
+        ConfigIssue(name, "is missing.", f"Try: {name}={example}")
+        for name, example in required.items()
+        if not given[name]
+    ]
+    names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
+    unknown = [REGISTRIES["reward"].explain_unknown(name) for name in names if ":" not in name]
+    issues += [ConfigIssue("reward_funcs:", text) for text in unknown if text]
     if is_grpo and run.completion_only_training is False:
         text = "= false cannot be used: GRPO trains on sampled tokens, never on prompts."
         issues.append(ConfigIssue("completion_only_training", text, "Leave it out."))
-    for field in dataclasses.fields(RunSettings):
-        value = getattr(run, field.name)
-        if field.name.startswith("lora_") and not run.lora_rank and value != field.default:
-            issues.append(ConfigIssue(field.name, f"= {value!r} has no effect: it needs lora_rank."))
-    issues += find_idle_splits(run)
-    if issues:
-        raise ConfigError("the composed settings cannot be run:", tuple(issues))
+    for field in fields(run) if not run.lora_rank else ():
+        if field.name.startswith("lora_") and given[field.name] != field.default:
+            text = f"= {given[field.name]!r} has no effect: it needs lora_rank."
+            issues.append(ConfigIssue(field.name, text))
+    return issues
 
 
-def read_lora(run: RunSettings) -> LoraConfig | None:
-    """The adapter, or None to train the full model."""
-    if not run.lora_rank:
-        return None
-    return LoraConfig(
-        r=run.lora_rank,
-        lora_alpha=2 * run.lora_rank if run.lora_alpha is None else run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        target_modules=run.lora_target_modules,
-        task_type="CAUSAL_LM",
-    )
+def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:
+    """A missing file, and splits of data that has none: each would be the full dataset again."""
+    path = Path(run.dataset_id_or_path).expanduser()
+    if path.suffix in FILES and not path.exists():
+        return [ConfigIssue("dataset_id_or_path:", f"there is no file {path} (looked in {Path.cwd()}).")]
+    idle = {"train_split": run.train_split, "val_split": run.val_split, "dataset_config": run.dataset_config}
+    if path.is_file() and path.suffix in FILES:
+        what = "a file, which has no splits or configurations"
+    elif (path / "dataset_dict.json").exists():
+        what, idle = "a saved dataset, which has no configurations", {"dataset_config": run.dataset_config}
+    elif (path / "dataset_info.json").exists():
+        what = "a saved dataset without splits or configurations"
+    else:
+        return []
+    return [
+        ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null")
+        for name, value in idle.items()
+        # A file is loaded as the split "train".
+        if value and (name, value) != ("train_split", "train")
+    ]
 
 
-def load_tokenizer(model: str, kwargs: dict[str, Any] | None) -> Any:
-    """The model's tokenizer, made with the given arguments."""
-    try:
-        return AutoTokenizer.from_pretrained(resolve_model(model), **(kwargs or {}))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(explain_missing_model(model, error)) from error
-
-
-class NamedReward:
-    """One of retrain's rewards as a reward function of TRL: compares completions with the column `answer`."""
-
-    def __init__(self, name: str) -> None:
-        problem = REGISTRIES["reward"].explain_unknown(name)
-        if problem:
-            raise ConfigError(f"reward_funcs: {problem}")
-        self.__name__ = name
-
-    @functools.cached_property
-    def pool(self) -> BatchReward:
-        """The worker processes, started for the first batch."""
-        return build_reward(RewardSection(type=self.__name__))
-
-    def __call__(self, completions: list[Any], answer: list[Any] | None = None, **columns: Any) -> list[float | None]:
-        """The rewards of a batch; None where a completion could not be scored."""
-        if answer is None:
-            raise ConfigError(f"reward_funcs: {self.__name__} needs reference answers.  Try: answer_column=…")
-        texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
-        items = [Item(text, gsm8k_answer(str(one)) or str(one)) for text, one in zip(texts, answer, strict=True)]
-        return [score.value if score.counts else None for score in self.pool.score(items)]
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if "pool" in vars(self):
-            self.pool.close()
-            del self.pool
-
-
-def load_rewards(given: str | list[str] | None) -> list[Any]:
-    """Reward functions: retrain's by name, `module:function` from the working directory or an installed package."""
-    rewards: list[Any] = []
-    for name in [given] if isinstance(given, str) else given or []:
-        if ":" not in name:
-            rewards.append(NamedReward(name))
-            continue
-        make_importable((".",))
-        try:
-            rewards.append(import_path(name, "reward"))
-        except PluginError as error:
-            raise ConfigError(f"reward_funcs: {error}") from error
-    return rewards
+def name_settings(text: str) -> str:
+    """A message with the names of YAML settings in place of TOML options."""
+    for option, setting in TOML_NAMES.items():
+        text = text.replace(option, setting)
+    return text

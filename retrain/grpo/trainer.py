@@ -20,7 +20,6 @@ from unittest import mock
 import datasets
 import torch
 import trl
-from packaging.version import Version
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,13 +30,12 @@ from retrain.builtin import resolve_model
 from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
 from retrain.grpo.engine import PromptLengthError, TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch, pack_rows
+from retrain.grpo.settings import TESTED, is_tested
 from retrain.grpo.teaching import TeachingRun
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.logprobs import only_tempered
 from retrain.types import Sampling
 
-TESTED = ("1.16", "1.17")
-"""From the first of these TRL versions up to, but not including, the second."""
 # Completions and tokens per completion that sampling is checked with.
 ROWS_CHECKED, TOKENS_CHECKED = 2, 16
 # Largest mean difference of log-probs to TRL's forward pass, by precision.
@@ -83,7 +81,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """Why TRL's own sampling or log-probs are used, by part."""
         self._is_packing_checked = False
         self._cut_prompts = 0
-        if not _is_tested():
+        if not is_tested(trl.__version__):
             for part in ("sampling", "log-probs"):
                 self._use_trl(part, f"retrain was tested with TRL {TESTED[0]}, this is {trl.__version__}")
         elif reason := self._attention.reason or _find_special_adapter(self.accelerator.unwrap_model(self.model)):
@@ -376,10 +374,6 @@ def _find_special_adapter(model: Any) -> str:
     adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
     is_activated = any(vars(adapter).get("alora_invocation_tokens") for adapter in adapters)
     return "its adapter uses alora_invocation_tokens" if is_activated else ""
-
-
-def _is_tested() -> bool:
-    return Version(TESTED[0]) <= Version(trl.__version__) < Version(TESTED[1])
 
 
 def _cut_after(ids: list[int], stops: Sequence[int]) -> list[int]:

@@ -37,6 +37,24 @@ def status_of(folder: Path, capsys: Captured) -> list[dict[str, Any]]:
     return entries
 
 
+def test_a_run_of_trl_is_listed_as_of_its_last_checkpoint(tmp_path: Path, capsys: Captured) -> None:
+    for step, folder in ((4, "tiny/checkpoint-4"), (8, "tiny/checkpoint-8")):
+        state = {
+            "global_step": step,
+            "max_steps": 10,
+            "log_history": [{"step": step, "reward": step / 10}, {"loss": 1}],
+        }
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "trainer_state.json").write_text(json.dumps(state))
+        os.utime(tmp_path / folder / "trainer_state.json", (step, step))
+    (entry,) = status_of(tmp_path, capsys)
+    progress = entry["runs"]["tiny"]
+    assert (entry["status"], progress["step"], progress["mean_reward"]) == ("unfinished", 8, 0.8)
+    (tmp_path / "tiny" / "trainer_state.json").write_text(json.dumps({"global_step": 10, "max_steps": 10}))
+    (entry,) = status_of(tmp_path, capsys)
+    assert (entry["status"], entry["live"], entry["runs"]["tiny"]["step"]) == ("finished", False, 10)
+
+
 def test_a_finished_run_shows_its_last_numbers(tmp_path: Path, capsys: Captured) -> None:
     write_run(tmp_path / "logs" / "train", [0.1, 0.4], {2: [1, 0, 0, 0]})
     (entry,) = status_of(tmp_path / "logs", capsys)

@@ -61,10 +61,11 @@ def test_the_old_name_of_the_precision_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_prompt_length": 0}, "max_prompt_length must be at least 1"),
-        ({"artificial_epochs": 0}, "artificial_epochs must be at least 1"),
-        ({"max_probe_tokens": 0}, "max_probe_tokens must be at least 1"),
-        ({"efficiency_weight": -1.0}, "efficiency_weight must be at least 0"),
+        ({"max_prompt_length": 0}, "max_prompt_length must be a whole number of at least 1"),
+        ({"max_prompt_length": "x"}, "max_prompt_length must be a whole number of at least 1, got 'x'"),
+        ({"artificial_epochs": 0}, "artificial_epochs must be a whole number of at least 1"),
+        ({"max_probe_tokens": 0}, "max_probe_tokens must be a whole number of at least 1"),
+        ({"efficiency_weight": -1.0}, "efficiency_weight must be a number of at least 0"),
         ({"save_completions_probability": 1.5}, "between 0 and 1"),
         ({"generation_aggregation_steps": 2, "steps_per_generation": 2}, "two names of one setting"),
         ({"backprop_accumulation_steps": 2, "backprop_accumulation_micro_batch_size": 2}, "alternatives"),
@@ -97,5 +98,7 @@ def test_a_missing_trl_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("retrain.grpo")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(MissingExtraError, match=r'trl, which is not installed.  Try: pip install -e "\.\[grpo\]"'):
+    with pytest.raises(
+        MissingExtraError, match=r'trl, which is not installed.  Try: pip install -c constraints.txt -e "\.\[grpo\]"'
+    ):
         importlib.import_module("retrain.grpo").GRPOTrainer  # noqa: B018

@@ -17,8 +17,10 @@ import yaml
 from retrain.cli import run
 from retrain.grpo import GRPOConfig, GRPOTrainer
 from retrain.grpo.compose import compose_settings
+from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
-from retrain.grpo.settings import NamedReward, RunSettings, build_trainer
+from retrain.grpo.run import build_trainer
+from retrain.grpo.settings import RunSettings
 from tests.cases import slow
 
 ROOT = Path(__file__).parents[2]
@@ -179,13 +181,19 @@ def test_the_documented_model_and_data_files_train(tree: Path, capsys: pytest.Ca
 
 def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    words = ["max_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
+    words = ["max_steps=2", "save_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
     assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
     assert "tiny on arithmetic: 16 prompts" in shown
     last = shown.splitlines()[-1]
     assert re.fullmatch(r"Done: 2 steps, held-out reward \S+ before and \S+ after, logs in logs/tiny\.", last)
     assert Path("logs/tiny/adapter_model.safetensors").is_file()
+    assert "earlier run" not in shown
+    assert run(["status", "logs"]) == 0
+    assert "logs/tiny: run, finished" in (listed := capsys.readouterr().out) and "2/2" in listed
+    assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
+    shown = capsys.readouterr().out
+    assert "Warning: logs/tiny holds an earlier run" in shown and "resume_from_checkpoint=true" in shown
 
 
 def test_teacher_sft_trains_on_completions_only(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,19 +265,21 @@ def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: b
         assert client.connect_ex(("127.0.0.1", int(port))) != 0, "the server is stopped"
 
 
-def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path) -> None:
+@pytest.mark.parametrize("command", [["launch.sh", "1"], ["launch_with_server.sh", "1", "1"]])
+def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path, command: list[str]) -> None:
     (tree / "bin").mkdir()
     stand_in = f'#!/usr/bin/env bash\n[[ $* == *"import deepspeed"* ]] && exit 1\nexec {sys.executable} "$@"\n'
     (tree / "bin" / "python").write_text(stand_in)
     (tree / "bin" / "python").chmod(0o755)
     path = f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    name, *counts = command
     done = subprocess.run(
-        ["scripts/launch.sh", "1", "configs/run/tiny.yaml"],
+        [f"scripts/{name}", *counts, "configs/run/tiny.yaml"],
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and not done.stdout
+    assert done.returncode == 2 and not done.stdout and not (tree / "logs").exists()
     assert "needs DeepSpeed" in done.stderr and "ACCELERATE_CONFIG=none" in done.stderr
 
 

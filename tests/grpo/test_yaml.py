@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import trl
 import yaml
 
 from retrain.cli import run
 from retrain.errors import ConfigError
+from retrain.grpo import GRPOConfig, settings
 from retrain.grpo.compose import compose_settings, flatten
+from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
-from retrain.grpo.settings import NamedReward, RunSettings, build_trainer, load_rewards
+from retrain.grpo.run import build_trainer
+from retrain.grpo.settings import RunSettings, read_arguments
 
 
 @pytest.fixture
@@ -69,12 +76,19 @@ def test_packages_become_one_table() -> None:
         (["num_generations=6"], "generation_batch_size (64) must be divisible by num_generations (6)"),
         (["model=nope"], "Could not find 'model/nope'"),
         (["learning_rate"], "'learning_rate' is no setting.  Try: key=value"),
+        (["--learning_rate", "1e-5"], "--learning_rate is not an option of retrain grpo.  Try: learning_rate=1e-5"),
+        (["--num-generations=4"], "Try: num_generations=4"),
         (["learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
         (["completion_only_training=false"], "completion_only_training = false cannot be used"),
         (["lora_rank=0"], "lora_alpha = 32 has no effect: it needs lora_rank"),
         (["lora_rank=-1"], "lora_rank must be a whole number"),
         (["reward_funcs=maths"], "Did you mean 'math'?"),
         (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
+        (["reward_funcs=my_rewards:score"], "or add its folder to PYTHONPATH"),
+        (["model_name_or_path=nowhere/model"], "error: model_name_or_path = 'nowhere/model' could not be loaded"),
+        (["model_name_or_path=builtin:huge"], "error: model_name_or_path: there is no built-in model 'builtin:huge'"),
+        (["max_prompt_length=x"], "max_prompt_length must be a whole number of at least 1, got 'x'"),
+        (["vllm_device=cuda:1"], "vllm_device = 'cuda:1': TRL runs vLLM on the training GPU"),
         (["dataset_id_or_path=''"], "dataset_id_or_path is missing"),
         (["tokenizer_kwargs=3"], "tokenizer_kwargs must be a table"),
         (["output_dir=${nothing}"], "cannot be composed"),
@@ -170,3 +184,39 @@ def test_a_file_that_is_no_yaml_is_refused(text: bytes, configs: Path, capsys: p
     (configs / "run" / "odd.yaml").write_bytes(text)
     assert run(["grpo", "configs/run/odd.yaml"]) == 2
     assert "odd.yaml cannot be composed: " in capsys.readouterr().err
+
+
+EARLY = """
+import sys
+from retrain.cli import run
+
+assert run(["grpo", "configs/run/tiny.yaml", *sys.argv[1:]]) == 2
+print(*({"torch", "transformers", "trl", "datasets"} & set(sys.modules)))
+"""
+
+
+def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path) -> None:
+    words = ["learning_rate=fast", "num_generation=4", "max_prompt_length=0", "lora_rank=x"]
+    for given in (
+        words,
+        ["reward_funcs=maths", "lora_rank=0"],
+        ["dataset_id_or_path=no.jsonl"],
+        ["reward_funcs=no:no"],
+    ):
+        done = subprocess.run([sys.executable, "-c", EARLY, *given], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == "", given
+        assert given[0].partition("=")[0] in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_arguments_read_from_source_are_those_of_the_class(kind: str) -> None:
+    config_class = {"grpo": GRPOConfig, "sft": trl.SFTConfig}[kind]
+    assert set(read_arguments(kind)) == {field.name for field in dataclasses.fields(config_class) if field.init}
+
+
+def test_another_version_of_trl_is_asked_for_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "version", lambda package: "1.99")
+    read_arguments.cache_clear()
+    assert "learning_rate" in read_arguments("sft")
+    read_arguments.cache_clear()

@@ -2,6 +2,7 @@
 # Train with N processes on this machine, by `accelerate launch`:
 #   scripts/launch.sh N configs/run/x.yaml key=value …
 # ACCELERATE_CONFIG selects another configuration: accelerate/zero3.yaml, or none for plain data parallelism.
+# With CHECK_ONLY=1, nothing is started.
 set -euo pipefail
 if [[ $# -lt 2 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
   echo "Usage: scripts/launch.sh N configs/run/x.yaml key=value …" >&2
@@ -22,9 +23,10 @@ if [[ $has_gpu == 0 ]]; then
   export DS_ACCELERATOR=cpu
 fi
 if [[ $config != none ]] && grep -q DEEPSPEED "$config" && ! python -c 'import deepspeed' 2>/dev/null; then
-  echo "$config needs DeepSpeed.  Try: pip install -e \".[deepspeed]\", or ACCELERATE_CONFIG=none for plain data parallelism" >&2
+  echo "$config needs DeepSpeed.  Try: pip install -c constraints.txt -e \".[deepspeed]\", or ACCELERATE_CONFIG=none for plain data parallelism" >&2
   exit 2
 fi
+if [[ -n ${CHECK_ONLY:-} ]]; then exit 0; fi
 if [[ $config != none ]]; then
   options+=(--config_file "$config")
 elif ((processes > 1)); then

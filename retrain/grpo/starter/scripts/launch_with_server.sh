@@ -23,6 +23,8 @@ if is_up; then
   echo "Port $port has a server already.  Try: VLLM_PORT=8001 scripts/launch_with_server.sh …" >&2
   exit 2
 fi
+# What the run needs is checked before the server loads its model, which takes minutes.
+CHECK_ONLY=1 "$scripts/launch.sh" "$train_gpus" "$@"
 settings=(model_name_or_path vllm_gpu_memory_utilization vllm_max_model_len vllm_dtype)
 options=(--model --gpu_memory_utilization --max_model_len --dtype)
 # The last lines: some packages print to stdout when they are imported.

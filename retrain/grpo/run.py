@@ -1,0 +1,136 @@
+"""A YAML run: GRPO or SFT with its model, adapter, data and rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer
+from transformers.trainer import TRAINER_STATE_NAME
+
+from retrain.builtin import resolve_model
+from retrain.errors import ConfigError
+from retrain.grpo.config import GRPOConfig, rename_dtype
+from retrain.grpo.rewards import NamedReward, load_rewards
+from retrain.grpo.rows import load_rows
+from retrain.grpo.settings import RunSettings, read_settings
+from retrain.grpo.trainer import GRPOTrainer
+from retrain.modeling.tokens import explain_missing_model
+from retrain.runtime.text import plural
+
+SHARED_WITH_DEEPSPEED = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "max_grad_norm": "ACCELERATE_GRADIENT_CLIPPING",
+}
+
+
+def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any:
+    """Train with the trainer that the settings describe, and save the model to output_dir."""
+    trainer = build_trainer(settings)
+    args = trainer.args
+    if not trainer.accelerator.is_main_process:
+        log = _ignore
+    label = settings.get("name") or settings["model_name_or_path"]
+    log(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
+    is_resumable = any(Path(args.output_dir).glob("checkpoint-*"))
+    if not args.resume_from_checkpoint and (is_resumable or (Path(args.output_dir) / TRAINER_STATE_NAME).exists()):
+        resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
+        log(f"Warning: {args.output_dir} holds an earlier run and is written to again.  Try: {resume}output_dir=…")
+    name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
+    with contextlib.ExitStack() as pools:
+        for function in trainer.reward_funcs if name == "reward" else ():
+            if isinstance(function, NamedReward):
+                pools.callback(function.close)
+        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
+    held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
+    log(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
+    return trainer
+
+
+def _ignore(line: str) -> None:
+    """Only the main process prints."""
+
+
+def build_trainer(settings: Mapping[str, Any]) -> Any:
+    """A GRPOTrainer or TRL's SFTTrainer. Unknown settings and unusable values raise ConfigError."""
+    run, arguments = read_settings(settings)
+    is_sft = run.trainer_type == "sft"
+    more = {} if is_sft else {"reward_funcs": load_rewards(run.reward_funcs)}
+    try:
+        # Before the model: with ZeRO-3, models that are loaded later are sharded at once.
+        args = (trl.SFTConfig if is_sft else GRPOConfig)(**_complete(arguments, run))
+        train_rows = load_rows(run, run.train_split or "train", run.max_train_examples, is_sft)
+        held_out = load_rows(run, run.val_split, run.max_val_examples, is_sft) if run.val_split else []
+        return (trl.SFTTrainer if is_sft else GRPOTrainer)(
+            model=resolve_model(run.model_name_or_path),
+            args=args,
+            train_dataset=Dataset.from_list(train_rows),
+            eval_dataset=Dataset.from_list(held_out) if held_out else None,
+            processing_class=load_tokenizer(run),
+            peft_config=read_lora(run),
+            **more,
+        )
+    except (ValueError, TypeError, ImportError, ZeroDivisionError, OSError) as error:
+        # TRL, transformers and accelerate explain what they cannot use.
+        raise ConfigError(f"the composed settings cannot be run: {' '.join(str(error).split())}") from error
+
+
+def _complete(arguments: dict[str, Any], run: RunSettings) -> dict[str, Any]:
+    """Arguments that follow from other settings or from this machine."""
+    under_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if not torch.accelerator.is_available():
+        arguments.setdefault("bf16", False)
+        # accelerate ignores DeepSpeed with use_cpu, and without a backend it counts one process.
+        arguments |= {"use_cpu": False, "ddp_backend": "gloo"} if under_deepspeed else {"use_cpu": True}
+    for name, variable in SHARED_WITH_DEEPSPEED.items() if under_deepspeed else ():
+        # transformers requires equal values in both; the run overrides accelerate's file.
+        if name in arguments:
+            os.environ[variable] = str(arguments[name])
+        elif os.environ.get(variable, "auto") != "auto":
+            arguments[name] = json.loads(os.environ[variable])
+    if run.val_split and "eval_strategy" not in arguments:
+        # Before the first step and after the last one; a fraction is of all steps, rounded up.
+        arguments |= {"eval_strategy": "steps", "eval_steps": 1 - 1e-9, "eval_on_start": True}
+    if run.trainer_type == "grpo":
+        rows = arguments.get("per_device_train_batch_size", 8)
+        generations = arguments.get("num_generations_eval") or arguments.get("num_generations", 8)
+        # Groups must not be split; TRL's default of 8 rows would be slow, or too few for a group.
+        return {"per_device_eval_batch_size": max(1, rows // generations) * generations, **arguments}
+    arguments["model_init_kwargs"] = rename_dtype(arguments.get("model_init_kwargs"))
+    if run.completion_only_training is not None:
+        arguments["completion_only_loss"] = run.completion_only_training
+    arguments["num_train_epochs"] = arguments.get("num_train_epochs", 3) * run.artificial_epochs
+    return arguments
+
+
+def read_lora(run: RunSettings) -> LoraConfig | None:
+    """The adapter, or None to train the full model."""
+    if not run.lora_rank:
+        return None
+    return LoraConfig(
+        r=run.lora_rank,
+        lora_alpha=2 * run.lora_rank if run.lora_alpha is None else run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=run.lora_target_modules,
+        task_type="CAUSAL_LM",
+    )
+
+
+def load_tokenizer(run: RunSettings) -> Any:
+    """The model's tokenizer, made with the given arguments."""
+    name = run.model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(resolve_model(name), **(run.tokenizer_kwargs or {}))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(explain_missing_model(name, error, "model_name_or_path")) from error

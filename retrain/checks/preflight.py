@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.errors import ConfigError, ConfigIssue
+from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.files import find_model, hub_cache, read_context_length
-from retrain.plugins import REGISTRIES
+from retrain.modeling.sampling import training_distribution
+from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 HUB_S = 4.0
 """Timeout in seconds of the check that the Hub can be reached."""
@@ -43,6 +45,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     for where, name in models_of(config).items():
         yield from _missing_model(where, name)
     yield from _too_long(config)
+    yield from _unsupported_sampling(config)
 
 
 def models_of(config: TrainConfig) -> dict[str, str]:
@@ -99,6 +102,13 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
             f"= {config.training.max_tokens} and a prompt do not fit the model's context of {context}.",
             f"Try: max_tokens = {context // 2}",
         )
+
+
+def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Sampling options that the kind of server lacks; a custom engine checks its own."""
+    if config.backend.backend == "local" and config.inference.engine in SERVER_ENGINES:
+        server: ServerSpec = REGISTRIES["engine"].load(config.inference.engine)
+        yield from server.find_unsupported(training_distribution(config))
 
 
 def known_context(config: TrainConfig) -> int | None:

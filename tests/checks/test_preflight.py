@@ -70,6 +70,10 @@ def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
             '[eval] path = "no.jsonl": there is no file no.jsonl',
         ),
         ({"logging__wandb_project": "p"}, '[logging] wandb_project = "p" needs a key'),
+        (
+            {"inference__engine": "openai", "training__top_k": 5},
+            '[training] top_k = 5 is not supported by engine = "openai"',
+        ),
         ({"backend__backend": "tinker"}, '[backend] backend = "tinker" needs a key, and TINKER_API_KEY is not set.'),
     ],
 )

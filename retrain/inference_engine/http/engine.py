@@ -21,7 +21,7 @@ from retrain.inference_engine.http.adapters import AdapterFolder
 from retrain.inference_engine.http.client import Client, gather_all
 from retrain.inference_engine.http.fleet import Fleet, Server
 from retrain.inference_engine.http.proof import PolicyScorer, Row, State, Surplus, Verdict, identify_weights
-from retrain.inference_engine.http.spec import OPTIONS, Adapter, CompletionRequest, ServerSpec
+from retrain.inference_engine.http.spec import Adapter, CompletionRequest, ServerSpec
 from retrain.inference_engine.http.startup import Startup, Survey
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
@@ -59,7 +59,7 @@ class HttpEngine:
 
     def check(self, sampling: Sampling, log: Callable[[str], None]) -> int:
         """Before training, raise for servers that are down, serve another model or lack a capability."""
-        self._check_options(sampling)
+        self.spec.check_sampling(sampling)
         startup = Startup(self.spec, self.fleet, self.tokenizer, self.scorer, self.prompt_text)
         self.survey = startup.survey(sampling, log)
         startup.check_adapters(self.sync)
@@ -79,7 +79,7 @@ class HttpEngine:
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Sample completions: all requests at once, distributed over the servers."""
-        self._check_options(sampling)
+        self.spec.check_sampling(sampling)
         requests = [request for at, prompt in enumerate(prompts) for request in self._requests(prompt, sampling, at)]
         drawn = self.client.run(self._draw(requests, len(prompts) * sampling.n))
         self._prove(drawn, sampling)
@@ -264,23 +264,6 @@ class HttpEngine:
             )
             for row, text in zip(rows, texts, strict=True)
         ]
-
-    def _check_options(self, sampling: Sampling) -> None:
-        defaults = Sampling(max_tokens=1)
-        changed = [option for option in OPTIONS if getattr(sampling, option) != getattr(defaults, option)]
-        for option in changed:
-            value, default = getattr(sampling, option), getattr(defaults, option)
-            if option not in self.spec.options:
-                raise ConfigError(
-                    f'[training] {option} = {value} is not supported by engine = "{self.spec.name}": it lacks the '
-                    f"option or interprets it differently.  Try: {option} = {default}"
-                )
-        both = [option for option in changed if option in self.spec.exclusive]
-        if len(both) > 1:
-            raise ConfigError(
-                f'[training] {" and ".join(both)} cannot be combined with engine = "{self.spec.name}": it applies '
-                f"them in another order than the trainer.  Try: {both[-1]} = {getattr(defaults, both[-1])}"
-            )
 
 
 def _some(rows: Sequence[Row], seed: int) -> list[Row]:

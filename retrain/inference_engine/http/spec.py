@@ -5,15 +5,16 @@ The meaning of a server's log-probs is not declared but measured at start-up, si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import IntArray, JsonObject, Sampling
 
 OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS = {option: getattr(Sampling(max_tokens=1), option) for option in OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,31 @@ class ServerSpec:
                 f'Try: {start}, and url = "http://localhost:{self.port}"'
             )
         return list(dict.fromkeys(named)) or [f"http://127.0.0.1:{self.port}"]
+
+    def find_unsupported(self, sampling: Sampling) -> Iterator[ConfigIssue]:
+        """Options of `[training]` under which this server would sample from another distribution than retrain."""
+        changed = {option: default for option, default in _DEFAULTS.items() if getattr(sampling, option) != default}
+        for option, default in changed.items():
+            if option not in self.options:
+                yield ConfigIssue(
+                    f"[training] {option}",
+                    f'= {getattr(sampling, option)} is not supported by engine = "{self.name}": it lacks the option or '
+                    "interprets it differently.",
+                    f"Try: {option} = {default}",
+                )
+        both = [option for option in changed if option in self.exclusive]
+        if len(both) > 1:
+            yield ConfigIssue(
+                f"[training] {' and '.join(both)}",
+                f'cannot be combined with engine = "{self.name}": it applies them in another order than the trainer.',
+                f"Try: {both[-1]} = {changed[both[-1]]}",
+            )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise for options that this server does not support."""
+        issues = tuple(self.find_unsupported(sampling))
+        if issues:
+            raise ConfigError("the server cannot sample like this:", issues)
 
 
 def completions_request(model: str, adapter: Adapter | None, request: CompletionRequest) -> JsonObject:

@@ -107,7 +107,8 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
 def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Sampling options that the kind of server lacks; a custom engine checks its own."""
     if config.backend.backend == "local" and config.inference.engine in SERVER_ENGINES:
-        server: ServerSpec = REGISTRIES["engine"].load(config.inference.engine)
+        server = REGISTRIES["engine"].load(config.inference.engine)
+        assert isinstance(server, ServerSpec)
         yield from server.find_unsupported(training_distribution(config))
 
 

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "card": ("retrain.cli.card", "Write a Markdown card of runs and campaigns, with plots."),
     "ui": ("retrain.cli.ui", "Serve the HTML report locally, with live updates."),
     "doctor": ("retrain.cli.doctor", "Check this machine and show how to fix each problem."),
+    "import-gguf": ("retrain.cli.import_gguf", "Convert a GGUF file to a model folder that can be trained."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of the configuration."),
     "grpo": ("retrain.cli.grpo", "Train from Hydra YAML files (`retrain grpo init` writes a set)."),
     "man": ("retrain.cli.man", "Read the manual."),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrain.builtin import resolve_model
 
@@ -50,21 +50,6 @@ def widen_heads(folder: Path) -> Path:
             tensor = spread(tensor * (head / WIDE) ** 0.5, 0)
         weights[name] = tensor.contiguous()
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    return folder
-
-
-def convert_gguf(file: Path, folder: Path) -> Path:
-    """A Llama model in GGUF, such as SmolLM2-135M-Instruct, as safetensors with a configuration that servers read."""
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.hf_quantizer, model.is_quantized = None, False
-    if "quantization_config" in model.config.to_dict():
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    path = folder / "config.json"
-    settings = json.loads(path.read_text())
-    theta = settings["rope_parameters"]["rope_theta"]
-    path.write_text(json.dumps(settings | {"architectures": ["LlamaForCausalLM"], "rope_theta": theta}, indent=1))
     return folder
 
 

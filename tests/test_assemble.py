@@ -8,26 +8,40 @@ from pathlib import Path
 import pytest
 
 from retrain.assemble import assemble
-from retrain.config import load_config
+from retrain.config import TrainConfig, load_config
 from retrain.errors import ConfigError
 
 
-def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:
+def with_two_examples(folder: Path, batch_size: int) -> TrainConfig:
     rows = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "1+2=?", "answer": "3"}]
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = load_config(
+    (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_config(
         None,
         {
             "model.model": "builtin:tiny",
             "backend.devices": "cpu",
             "data.source": "jsonl",
-            "data.path": str(tmp_path / "two.jsonl"),
-            "training.batch_size": 1_000_000,
+            "data.path": str(folder / "two.jsonl"),
+            "training.batch_size": batch_size,
             "training.max_tokens": 32,
-            "logging.log_dir": str(tmp_path / "logs"),
+            "logging.log_dir": str(folder / "logs"),
             "reward.workers": 1,
         },
     )
+
+
+@pytest.mark.parametrize(("size", "notes"), [(2, 0), (3, 1)])
+def test_a_batch_with_repeated_prompts_is_noted(
+    size: int, notes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with assemble(with_two_examples(tmp_path, size)):
+        pass
+    note = f"Note: [training] batch_size = {size} repeats prompts within a step: there are only 2 examples."
+    assert capsys.readouterr().out.count(note) == notes
+
+
+def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:
+    config = with_two_examples(tmp_path, 1_000_000)
     message = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"
     with pytest.raises(ConfigError, match=message), assemble(config):
         pass

@@ -36,6 +36,8 @@ BOOTSTRAP_DRAWS = 9999
 # With three or four values of a bimodal distribution a t-test at 5 % has 6.1 % false positives.
 FIRST_LOOK = 5
 MAX_SEEDS = 1000
+ENOUGH_SEEDS = 5
+"""With fewer, the spread between seeds is too uncertain to plan with."""
 POWER = 0.8
 
 
@@ -77,7 +79,7 @@ class Comparison:
         if count < 2:
             return (
                 f"{self.condition} and {self.baseline} share only one seed: there is no interval, and a difference "
-                f"of {self.test.difference:+.4g} may be noise. Run at least 5 seeds."
+                f"of {self.test.difference:+.4g} may be noise. Run at least {ENOUGH_SEEDS} seeds."
             )
         if self.verdict != "insufficient_evidence":
             word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
@@ -91,6 +93,8 @@ class Comparison:
             return f"{start} The difference is {self.test.difference:+.4g} in every seed."
         if not self.test.cohens_d:
             return f"{start} The mean difference is zero."
+        if count < ENOUGH_SEEDS:
+            return f"{start} That is too few to estimate how many it takes. Run at least {ENOUGH_SEEDS} seeds."
         more = f"about {plural(self.more_seeds, 'more seed')}" if self.more_seeds else f"more than {MAX_SEEDS} seeds"
         return f"{start} If the true difference equals the observed one, 80 % power needs {more}."
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from retrain.checks.reward_module import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.errors import ConfigError, ConfigIssue
@@ -21,6 +22,7 @@ from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.files import find_model, hub_cache, read_context_length
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
+from retrain.runtime.packages import install_command
 
 HUB_S = 4.0
 """Timeout in seconds of the check that the Hub can be reached."""
@@ -38,10 +40,11 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
 
 
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Missing packages, keys, files and models, and completions that do not fit the context."""
+    """Missing packages, keys, files, rewards and models, and completions that do not fit the context."""
     yield from _missing_packages(config)
     yield from (issue for _, issue in missing_keys(config))
     yield from _missing_files(config)
+    yield from find_reward_issues(config)
     for where, name in models_of(config).items():
         yield from _missing_model(where, name)
     yield from _too_long(config)
@@ -147,7 +150,7 @@ def _missing_packages(config: TrainConfig) -> Iterator[ConfigIssue]:
         needed = next((where for where, is_set in settings.items() if is_set), "")
         if needed and not _is_importable(package.replace("-", "_")):
             text = f"needs the package {package}, which is not installed."
-            yield ConfigIssue(needed, text, f"Try: pip install {package}")
+            yield ConfigIssue(needed, text, f"Try: {install_command(package)}")
 
 
 def _is_importable(name: str) -> bool:

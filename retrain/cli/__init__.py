@@ -86,8 +86,9 @@ class _Commands(click.Group):
             return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
-            if len(args) > 1 and not first.startswith("-") and not os.path.exists(first) and suggest_command(first):
-                raise ConfigError(f"there is no file or command {first!r}.  {suggest_command(first)}")
+            hint, is_name = suggest_command(first), not first.startswith("-") and not os.path.exists(first)
+            if is_name and len(args) > 1 and (hint or not args[1].startswith("-")):
+                raise ConfigError(f"there is no file or command {first!r}.  {hint or 'Try: retrain --help'}")
             args = [_TRAIN, *args]
         return super().parse_args(ctx, args)
 
@@ -126,6 +127,8 @@ app = _Commands(
 
 def suggest_command(word: str) -> str:
     """A sentence that suggests the closest command, or ""."""
+    if word in ("eval", "evaluate"):
+        return "To evaluate a trained run: retrain --resume logs/train --eval-every 1"
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     if close == [_TRAIN]:
         return "Did you mean train? It needs no command.  Try: retrain my_run.toml"

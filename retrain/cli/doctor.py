@@ -27,7 +27,6 @@ from retrain.checks.preflight import (
     packages_by_option,
 )
 from retrain.cli.console import print_heading, print_json, print_table
-from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig, load_config
@@ -37,6 +36,7 @@ from retrain.data import load_examples
 from retrain.errors import RetrainError
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin
+from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.text import plural
 
 _LOW_DISK_SPACE = 5_000_000_000
@@ -151,9 +151,9 @@ def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
         if not problem:
             yield Check("packages", name, "ok", found)
         elif needed:
-            yield Check("packages", name, "missing", f"{problem}; needed by {why}", pip_install(text))
+            yield Check("packages", name, "missing", f"{problem}; needed by {why}", install_command(name))
         else:
-            fix = pip_install(text) if core or config is None else ""
+            fix = install_command(name) if core or config is None else ""
             yield Check("packages", name, "warning" if core else "unused", f"{problem}; for {why}", fix)
 
 
@@ -162,7 +162,7 @@ def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
     devices = config.backend.devices if config is not None and config.backend.backend == "local" else ""
     requested = [int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")]
     if isinstance(state, str):
-        yield Check("system", "torch", "missing" if requested else "warning", state, pip_install("torch"))
+        yield Check("system", "torch", "missing" if requested else "warning", state, install_command("torch"))
         return
     cuda = f"CUDA {state['cuda']}" if state["cuda"] else "built without CUDA"
     yield Check("system", "torch CUDA", "ok", f"{cuda}, {'a GPU' if state['available'] else 'no GPU'} available")
@@ -177,7 +177,7 @@ def _fix_gpu(state: TorchState) -> str:
     if state["gpus"]:
         return 'set [backend] devices = "gpu:0", or --devices gpu:0'
     if shutil.which("nvidia-smi") and not state["cuda"]:
-        return f"{pip_install('torch')} --force-reinstall --index-url https://pypi.org/simple"
+        return f"{install_command('torch')} --force-reinstall --index-url https://pypi.org/simple"
     return 'set [backend] devices = "cpu", or --devices cpu'
 
 

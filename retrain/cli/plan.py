@@ -107,6 +107,7 @@ class Plan(TypedDict):
 
     file: str
     backend: str
+    devices: str
     model: Model
     card: dict[str, str | float] | None
     memory: dict[str, int | bool | None] | None
@@ -144,11 +145,11 @@ def command(
 ) -> None:
     """Show the memory, time and cost of CONFIG (default: ./retrain.toml). Takes the same flags as training.
 
-    The JSON has these keys, null where unknown: file, backend, model (name, parameters, parameters_from), card (name,
-    tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits, total, fits;
-    bytes), training (micro_batch_tokens, recomputed_layers), largest_batch_size, step (completions, tokens, seconds,
-    seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds), campaign (conditions, seeds,
-    runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
+    The JSON has these keys, null where unknown: file, backend, devices, model (name, parameters, parameters_from), card
+    (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits, total,
+    fits; bytes), training (micro_batch_tokens, recomputed_layers), largest_batch_size, step (completions, tokens,
+    seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds), campaign (conditions,
+    seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
     train_tokens and price per step, tokens_from, run_price, campaign_price; prices need all of --prefill-price,
     --sample-price and --train-price).
     """
@@ -182,6 +183,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     return {
         "file": file,
         "backend": config.backend.backend,
+        "devices": config.backend.devices,
         "model": {
             "name": config.model.model,
             "parameters": facts.parameters,
@@ -317,8 +319,10 @@ def why_unknown(model: Model) -> str:
 
 def _print(data: Plan) -> None:
     card, backend, memory, training = data["card"], data["backend"], data["memory"], data["training"]
-    gpu = f"{card['name']}, {card['memory']:.0f} GB" if card and card["memory"] else "an unknown GPU (try --card H100)"
-    click.echo(f"{data['file']}: {data['model']['name']} on {gpu if backend == 'local' else backend}")
+    device = "the CPU" if is_on_cpu(data["devices"]) else "an unknown GPU (try --card H100)"
+    if card and card["memory"]:
+        device = f"{card['name']}, {card['memory']:.0f} GB"
+    click.echo(f"{data['file']}: {data['model']['name']} on {device if backend == 'local' else backend}")
     print_heading("Peak memory")
     if backend != "local":
         click.echo(f"  managed by {backend}")
@@ -345,6 +349,8 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
     rows = [("per step", size)]
     if step["seconds"] is None or run["seconds"] is None:
         reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
+        if is_on_cpu(data["devices"]):
+            reason = "CPUs differ too much to estimate one.  Try: a run of 5 steps"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
         rows.append(("seconds per step", f"unknown: no step has been measured, and {reason}"))

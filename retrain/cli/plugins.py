@@ -9,9 +9,9 @@ from typing import Literal
 import click
 
 from retrain.cli.console import print_heading, print_json, print_table
-from retrain.cli.packages import check_package, pip_install, requirements
 from retrain.config.options import all_options
 from retrain.plugins import REGISTRIES, Part, Registry
+from retrain.runtime.packages import check_package, install_command, requirements
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def _check_builtin(name: str, part: Part) -> ListedPart:
         text = declared.text if declared is not None else package
         _, problem = check_package(package, text)
         if problem:
-            return ListedPart(name, "missing", "built in", part.target, f"{package} {problem}: {pip_install(text)}")
+            return ListedPart(
+                name, "missing", "built in", part.target, f"{package} {problem}: {install_command(package)}"
+            )
     return ListedPart(name, "ok", "built in", part.target)
 
 

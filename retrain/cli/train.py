@@ -133,6 +133,9 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
 
         squeeze(config.squeeze, _echo, config.model.lora_rank, config.model.base_url)
         return 0
+    if text := explain_finished(config):
+        _echo(text)
+        return 0
     # Before PyTorch is imported, which takes seconds; runs from Python check it too.
     check_before_loading(config, _echo)
     try:
@@ -158,6 +161,27 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     _echo(f"Done: {plural(result.steps, 'step')}{held_out}, logs in {result.log_dir}{where}.")
     show_health(Path(result.log_dir))
     return 0
+
+
+def explain_finished(config: TrainConfig) -> str:
+    """Why there is nothing to resume and how to continue, or ""."""
+    if not config.resume.from_:
+        return ""
+    from retrain.campaign.progress import read_progress  # noqa: PLC0415  (only a resume needs it)
+    from retrain.storage.folder import has_work_left  # noqa: PLC0415
+
+    folder = Path(config.resume.from_).expanduser()
+    progress = read_progress(folder)
+    if progress.status != "finished" or has_work_left(config, progress.step):
+        return ""
+    held_out = f", held-out {100 * progress.held_out:.1f}%" if progress.held_out is not None else ""
+    longer = (
+        f"--epochs {2 * config.training.epochs:g}" if config.training.epochs else f"--max-steps {2 * progress.step}"
+    )
+    return (
+        f"{folder} is finished: {plural(progress.step, 'step')}{held_out}.\n"
+        f"To train longer: retrain --resume {shlex.quote(str(folder))} {longer}"
+    )
 
 
 def show_health(log_dir: Path) -> None:

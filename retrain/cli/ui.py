@@ -105,10 +105,11 @@ def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObjec
 
 
 @click.command("ui", context_settings={"max_content_width": 110})
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @click.option("--port", default=8765, show_default=True, help="Port on 127.0.0.1; 0 picks a free one.")
 def command(folders: tuple[Path, ...], port: int) -> int:
-    """Serve the report on the runs in DIR locally, with live updates. Press Ctrl-C to quit."""
+    """Serve the report on the runs in DIR (default: ./logs) locally, with live updates. Press Ctrl-C to quit."""
+    folders = folders or (Path("logs"),)
     missing = [folder for folder in folders if not folder.expanduser().is_dir()]
     if missing:
         raise ConfigError(f"there is no folder {missing[0]}.")

@@ -161,8 +161,8 @@ def _import_package() -> Any:
         if error.name != "reasoning_gym":
             raise
         raise MissingExtraError(
-            '[environment] provider = "reasoning_gym" needs a package that is not installed.  '
-            'Try: pip install -e ".[reasoning-gym]" in a checkout, or pip install reasoning-gym'
+            '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is not installed.  '
+            'Try: pip install -e ".[reasoning-gym]"'
         ) from error
     return reasoning_gym
 

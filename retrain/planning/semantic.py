@@ -114,8 +114,8 @@ def load_encoder(model: str) -> Encoder:
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415 - an optional extra, slow to import
     except ImportError as error:
         raise MissingExtraError(
-            '[planning] detector = "semantic" needs sentence-transformers, which is not installed.  '
-            "Try: pip install sentence-transformers"
+            '[planning] detector = "semantic" needs the package sentence-transformers, which is not installed.  '
+            'Try: pip install -e ".[semantic]"'
         ) from error
     try:
         encoder = SentenceTransformer(resolve_model(model))

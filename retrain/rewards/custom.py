@@ -35,6 +35,11 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     keywords = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     extras = tuple(name for name in EXTRAS if takes_all or name in keywords)
+    if "completions" in keywords:
+        raise PluginError(
+            f"the reward function {function!r} takes a list of completions, like one of TRL.  "
+            "Try: def score(response, reference), which scores one response; `retrain grpo` takes those of TRL"
+        )
     try:
         signature.bind("response", "reference", **dict.fromkeys(extras))
     except TypeError as error:

@@ -144,6 +144,18 @@ def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str
     ]
 
 
+def has_work_left(config: TrainConfig, steps: int) -> bool:
+    """Whether a resume of a run that finished after `steps` steps has steps to train, or something to evaluate."""
+    resumed, log_dir = Path(config.resume.from_).expanduser(), Path(config.logging.log_dir).expanduser()
+    stored, wanted = with_absolute_paths(load_config(resumed / CONFIG_FILE)), with_absolute_paths(config)
+    training = wanted.training
+    # The number of steps of an epoch is not known here.
+    longer = training.epochs != stored.training.epochs if training.epochs else training.max_steps > steps
+    is_other = bool(meaningful_differences(stored, _with_seed(wanted, stored.training.seed)))
+    has_weights = Path(wanted.backend.adapter_path).exists() or wanted.backend.backend != "local"
+    return longer or is_other or stored.eval != wanted.eval or resumed.resolve() != log_dir.resolve() or not has_weights
+
+
 def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
     """Set the seed of a run without one."""
     if config.training.seed >= 0:

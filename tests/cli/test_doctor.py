@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from retrain.cli import doctor, packages, run
+from retrain.cli import doctor, run
 from retrain.cli.trial import Trial
 from retrain.config.reference import starter
+from retrain.runtime import packages
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
 _KEYS = ("HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_MODE", "HF_HUB_OFFLINE")
@@ -97,8 +97,7 @@ def test_a_missing_package_comes_with_the_command_that_installs_it(
     _write('[backend]\ndevices = "cpu"\n[planning]\ndetector = "semantic"\n')
     code, checks = _examine(capsys)
     assert code == 1
-    wanted = next(line for line in requires("retrain") or [] if line.startswith("sentence-transformers"))
-    assert f"-m pip install '{wanted.split(';')[0].strip()}'" in checks["sentence-transformers"]["fix"]
+    assert checks["sentence-transformers"]["fix"] == 'pip install -e ".[semantic]"'
 
 
 def test_a_package_that_is_not_needed_is_not_missed(

@@ -201,6 +201,13 @@ def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--devices", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "./model on the CPU" in text and "Try: a run of 5 steps" in text
+    assert "GPU" not in text and "--card" not in text
+
+
 def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     data = plan(capsys, "--card", "H100")
     assert run(["plan", "--help"]) == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from retrain.cli import run
-from retrain.cli.packages import requirements
 from retrain.plugins import REGISTRIES
+from retrain.runtime.packages import requirements
 
 
 @pytest.fixture

@@ -42,6 +42,22 @@ def test_a_page_holds_all_its_data_and_names_no_other_host(campaign: Path) -> No
     assert not re.search(r'(src|href)="https?:', page)
 
 
+def test_without_a_folder_the_runs_in_logs_are_shown(
+    campaign: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("home"))
+    Path("logs").symlink_to(campaign)
+    assert run(["report"]) == 0
+    assert len(data_of(Path("logs/report.html").read_text())["runs"]) == 6
+    monkeypatch.chdir(campaign)
+    for command in ("report", "ui", "card"):
+        assert run([command]) == 2
+        assert "there is no folder logs" in capsys.readouterr().err
+
+
 def test_a_folder_of_folders_is_searched_and_runs_alike_are_distinguished(tmp_path: Path) -> None:
     for name in ("train", "train.1", "sweeps/2026/grpo_s1"):
         write_run(tmp_path / name, 1)

@@ -26,6 +26,5 @@ def require_sdk(what: str) -> None:
     """Raise if the SDK, which `what` requires, is not installed."""
     if importlib.util.find_spec("tinker") is None:
         raise MissingExtraError(
-            f'{what} needs the Tinker SDK, which is not installed.  Try: pip install -e ".[tinker]" in a checkout, '
-            'or pip install "tinker>=0.36"'
+            f'{what} needs the package tinker, which is not installed.  Try: pip install -e ".[tinker]"'
         )

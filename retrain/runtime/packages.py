@@ -22,7 +22,7 @@ class Requirement:
 
 
 def requirements() -> dict[str, Requirement]:
-    """Every declared dependency by name; core ones take precedence over extras."""
+    """Every declared dependency by name; core ones take precedence over extras, and those over `dev`."""
     try:
         declared = requires("retrain") or []
     except PackageNotFoundError:
@@ -32,7 +32,10 @@ def requirements() -> dict[str, Requirement]:
         text, _, marker = line.partition(";")
         name = _NAME.match(text.strip())
         extra = _EXTRA.search(marker)
-        if name is not None and (name[0].lower() not in found or extra is None):
+        if name is None:
+            continue
+        earlier = found.get(name[0].lower())
+        if earlier is None or extra is None or earlier.extra == "dev":
             found[name[0].lower()] = Requirement(text.strip(), extra[1] if extra else "")
     return found
 
@@ -58,8 +61,10 @@ def _satisfies(found: str, wanted: str) -> bool:
         return True
 
 
-def pip_install(requirement: str) -> str:
-    """The command that installs it into the current Python."""
-    on_path = shutil.which("python")
-    python = "python" if on_path == sys.executable else sys.executable
-    return f"{shlex.quote(python)} -m pip install {shlex.quote(requirement)}"
+def install_command(name: str) -> str:
+    """The command that installs a package: the extra that it belongs to, else the package into the current Python."""
+    declared = requirements().get(name)
+    if declared is not None and declared.extra:
+        return f'pip install -e ".[{declared.extra}]"'
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return f"{shlex.quote(python)} -m pip install {shlex.quote(declared.text if declared is not None else name)}"

@@ -1,0 +1,102 @@
+"""Checks of custom rewards that import nothing: the module exists, and the function has the expected signature.
+
+The training process never imports a reward's module, and its worker processes start seconds later. They report what
+cannot be seen in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from retrain.config import TrainConfig
+from retrain.config.schema import Reward, RewardTerm
+from retrain.errors import ConfigIssue
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Custom rewards whose module or function does not exist, or whose function is one for TRL."""
+    if config.environment.provider:
+        return
+    reward = config.reward
+    terms: list[Reward | RewardTerm] = [*reward.terms] or [reward]
+    for index, term in enumerate(terms):
+        where = f"[reward] terms[{index}]." if reward.terms else "[reward] "
+        if term.type == "custom" and term.custom_module:
+            if not _exists(term.custom_module, config.plugins.search_paths):
+                text = f"= {json.dumps(term.custom_module)}: there is no such module (looked in {Path.cwd()})."
+                name = term.custom_module.split(".")[0]
+                hint = f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
+                yield ConfigIssue(f"{where}custom_module", text, hint)
+            elif file := find_source(term.custom_module, config.plugins.search_paths):
+                yield from _check_function(f"{where}custom_function", term.custom_function, file)
+
+
+def _exists(module: str, search_paths: Sequence[str]) -> bool:
+    """Whether the module or its outermost package can be found, by any of Python's finders."""
+    outermost = module.split(".")[0]
+    try:
+        return bool(_find_spec(outermost, search_paths) or importlib.util.find_spec(outermost))
+    except ValueError:
+        return True  # in use without a spec, like __main__
+
+
+def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
+    """The Python file of a module; None if there is none, or if only an import can find it."""
+    spec = _find_spec(module, search_paths)
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
+    paths = [str(Path(folder).expanduser().resolve()) for folder in (*search_paths, *sys.path)]
+    parts, spec = module.split("."), None
+    for count in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:count]), paths)
+        if spec is None:
+            return None
+        paths = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
+        return
+    outermost = name.split(".")[0]
+    found = next((node for node in body if isinstance(node, _DEFINITIONS) and node.name == outermost), None)
+    known = _defined_names(body)
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        every = found.args
+        if "completions" in [each.arg for each in (*every.posonlyargs, *every.args, *every.kwonlyargs)]:
+            text = f"= {json.dumps(name)} takes a list of completions, like a reward function of TRL."
+            hint = f"Try: def {name}(response, reference), which scores one response; `retrain grpo` takes those of TRL"
+            yield ConfigIssue(where, text, hint)
+    elif found is None and known is not None and outermost not in known:
+        close = get_close_matches(outermost, known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"It defines {', '.join(sorted(known)) or 'nothing'}."
+        yield ConfigIssue(where, f"= {json.dumps(name)}: {file.name} has no such function.", hint)
+
+
+def _defined_names(body: Sequence[ast.stmt]) -> set[str] | None:
+    """The names that a module defines; None if they cannot all be seen in its source."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, _DEFINITIONS):
+            names.add(node.name)
+        elif isinstance(node, _IMPORTS):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        elif not isinstance(node, ast.Expr):
+            return None
+    return None if names & {"*", "__getattr__"} else names

@@ -1,0 +1,92 @@
+"""Custom rewards, checked without importing them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from retrain.checks.reward_module import find_reward_issues
+from retrain.cli import run
+from retrain.config import load_config
+from retrain.errors import PluginError
+from retrain.rewards.custom import named_extras
+
+SOURCE = '''
+"""Rewards."""
+import math as maths
+from functools import partial
+
+def score(response, reference): ...
+async def graded(response, reference, meta): ...
+class Length:
+    def score(self, response, reference): ...
+bound = partial(score)
+def of_trl(completions, **kwargs): ...
+def of_trl_with_prompts(prompts, completions, answer, **kwargs): ...
+def of_trl_by_name(*, completions, **kwargs): ...
+'''
+
+
+def issues(module: str, function: str) -> list[str]:
+    options = {"reward.type": "custom", "reward.custom_module": module, "reward.custom_function": function}
+    return [f"{issue.where} {issue.text} {issue.hint}" for issue in find_reward_issues(load_config(None, options))]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SOURCE)
+    Path("star.py").write_text("from mine import *\n")
+    Path("broken.py").write_text("def score(:\n")
+    Path("package").mkdir()
+    Path("package/grading.py").write_text(SOURCE)
+
+
+@pytest.mark.parametrize("function", ["score", "graded", "Length", "Length.score", "bound", "partial", "maths"])
+@pytest.mark.parametrize("module", ["mine", "package.grading"])
+def test_whatever_a_module_defines_may_be_the_reward(module: str, function: str) -> None:
+    assert issues(module, function) == []
+
+
+@pytest.mark.parametrize("module", ["star", "broken", "json", "sys", "package.elsewhere"])
+def test_what_only_an_import_can_tell_is_left_to_it(module: str) -> None:
+    assert issues(module, "loads") == []
+
+
+def test_a_missing_module_is_reported_with_the_folder() -> None:
+    (issue,) = issues("nowhere.rewards", "score")
+    assert issue.startswith('[reward] custom_module = "nowhere.rewards": there is no such module')
+    assert str(Path.cwd()) in issue and "put nowhere.py into this folder" in issue
+
+
+def test_a_missing_function_is_reported_with_the_closest() -> None:
+    (issue,) = issues("mine", "scores")
+    assert issue == "[reward] custom_function = \"scores\": mine.py has no such function. Did you mean 'score'?"
+
+
+@pytest.mark.parametrize("function", ["of_trl", "of_trl_with_prompts", "of_trl_by_name"])
+def test_a_reward_function_of_trl_is_explained(function: str) -> None:
+    (issue,) = issues("mine", function)
+    assert "takes a list of completions, like a reward function of TRL" in issue
+    assert f"Try: def {function}(response, reference)" in issue and "retrain grpo" in issue
+
+
+def test_a_worker_rejects_a_function_of_trl_that_comes_from_elsewhere() -> None:
+    def reward(prompts: list[str], completions: list[str], **kwargs: object) -> list[float]:
+        return []
+
+    with pytest.raises(PluginError, match="takes a list of completions"):
+        named_extras(reward)
+
+
+def test_the_command_line_reports_it_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "retrain.trainer", None)
+    Path("retrain.toml").write_text(
+        '[reward]\ntype = "custom"\ncustom_module = "nowhere"\n[backend]\ndevices = "cpu"\n'
+    )
+    assert run(["--model", "builtin:tiny", "--max-tokens", "8", "--data.source", "arithmetic"]) == 2
+    assert "there is no such module" in capsys.readouterr().err

@@ -139,8 +139,7 @@ def add_missing_fields(args: trl.GRPOConfig) -> None:
 def different_defaults(args: trl.GRPOConfig) -> dict[str, tuple[Any, Any]]:
     """Arguments that have our default where TRL's is another one: name, ours and TRL's."""
     theirs = {each.name: each.default for each in fields(trl.GRPOConfig)}
-    return {
-        each.name: (each.default, theirs[each.name])
-        for each in fields(GRPOConfig)
-        if each.name in theirs and theirs[each.name] != (each.default or 0) and getattr(args, each.name) == each.default
+    own = {
+        each.name: each.default for each in fields(GRPOConfig) if theirs.get(each.name, each.default) != each.default
     }
+    return {name: (default, theirs[name]) for name, default in own.items() if getattr(args, name) == default}

@@ -90,9 +90,8 @@ class TrainerEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
         """One completion per prompt; equal neighbours are prefilled once."""
         if not all(0 < len(prompt) < self.engine.policy.context_length for prompt in prompts):
-            raise PromptLengthError(
-                f"a prompt is empty or fills the context of {self.engine.policy.context_length} tokens"
-            )
+            context = self.engine.policy.context_length
+            raise PromptLengthError(f"a prompt is empty or fills the context of {context} tokens")
         if self.engine.policy.stop_ids != tuple(stops):
             self.engine.policy.stop_ids = tuple(stops)
             self.engine.shutdown()
@@ -150,8 +149,10 @@ def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tup
     if others:
         raise UnsupportedModelError(f"the engine does not support {', '.join(others)}")
     invalid = [key for key, is_valid in VALID.items() if key in given and config.do_sample and not is_valid(given[key])]
-    if invalid or "max_new_tokens" not in given:
-        raise UnsupportedModelError(f"{invalid[0]} = {given[invalid[0]]}" if invalid else "max_new_tokens is not set")
+    if invalid:
+        raise UnsupportedModelError(f"{invalid[0]} = {given[invalid[0]]}")
+    if "max_new_tokens" not in given:
+        raise UnsupportedModelError("max_new_tokens is not set")
     stops = given.get("eos_token_id", [])
     sampling = Sampling(
         max_tokens=int(given["max_new_tokens"]),

@@ -17,47 +17,29 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from retrain.modeling.attention import attention_forward
-from retrain.modeling.packing import MIN_SHARED, Layout
-from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
-from retrain.types import IntArray
+from retrain.modeling.packing import lay_out
+from retrain.modeling.prefix import SharedPrefixAttention
+from retrain.types import Datum, IntArray
 
 PREFIX = "retrain-"
+NONE = np.empty(0)
 _is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of a padded batch as one row, and where their scored tokens are in both."""
+    """Rows of a padded batch as one row."""
 
-    token_ids: IntArray
-    positions: IntArray
-    labels: IntArray
-    """The token that each position predicts; -100 where none is scored."""
-    spans: list[TokenSpan]
-    scored: IntArray
-    """Indices into the packed row, in the order of `rows` and `columns`."""
-    rows: IntArray
-    columns: IntArray
+    inputs: dict[str, object]
+    """Keyword arguments of the model."""
+    scored: Tensor
+    """Indices of the row that predict the scored tokens, in the order of `mask`."""
+    mask: Tensor
+    """Scored tokens of the padded batch."""
 
-    def inputs(self, device: torch.device) -> dict[str, object]:
-        """Keyword arguments of the model."""
-
-        def tensor(values: IntArray) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.long).to(device)[None]
-
-        return {
-            "input_ids": tensor(self.token_ids),
-            "position_ids": tensor(self.positions),
-            "shift_labels": tensor(self.labels),
-            "attend": SharedPrefixAttention(self.spans, device),
-        }
-
-    def unpack(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    def unpack(self, values: Tensor) -> Tensor:
         """Values of the packed row in the shape of the padded batch; 0 where nothing is scored."""
-        scored, rows, columns = (
-            torch.as_tensor(index, device=values.device) for index in (self.scored, self.rows, self.columns)
-        )
-        return values.new_zeros(shape).index_put((rows, columns), values[0].index_select(0, scored))
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values[0].index_select(0, self.scored))
 
 
 def pack_rows(input_ids: Tensor, attention_mask: Tensor, completion_width: int) -> PackedRows | None:
@@ -68,44 +50,27 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, completion_width: int) 
     completions = [row[seen] for row, seen in zip(ids[:, cut:], mask[:, cut:], strict=True)]
     if not all(map(len, prompts)) or not any(map(len, completions)):
         return None
-    layout, prefixes = Layout(), _shared_prefixes(prompts, completions)
-    shared = {key: layout.add(prompt) for key, prompt in prefixes.items()}
-    scored, rows, columns, labels = [], [], [], []
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        if not len(completion):
-            continue
-        # The last token of a shared prompt is repeated: a position can predict one label only.
-        prefix = shared.get(prompt.tobytes())
-        own = prompt if prefix is None else prompt[-1:]
-        span = layout.add(np.concatenate([own, completion[:-1]]), before=prefix)
-        scored.append(span.start + len(own) - 1 + np.arange(len(completion)))
-        rows.append(np.full(len(completion), row))
-        columns.append(np.flatnonzero(mask[row, cut:]))
-        labels.append(completion)
-    at = np.concatenate(scored)
-    targets = np.full(layout.tokens, -100)
-    targets[at] = np.concatenate(labels)
-    return PackedRows(
-        np.concatenate(layout.token_ids),
-        np.concatenate(layout.positions),
-        targets,
-        layout.spans,
-        at,
-        np.concatenate(rows),
-        np.concatenate(columns),
-    )
+    # A position can predict one label only, so the last token of a shared prompt is repeated in every row.
+    datums = [
+        Datum(prompt[:-1], np.concatenate([prompt[-1:], completion]), NONE, NONE, NONE.astype(bool))
+        for prompt, completion in zip(prompts, completions, strict=True)
+        if len(completion)
+    ]
+    layout = lay_out(datums, share=True)
+    scored = np.concatenate([predicting[1:] for predicting in layout.predicting])
+    labels = np.full(layout.tokens, -100)
+    labels[scored] = np.concatenate(completions)
 
+    def tensor(values: IntArray) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.long).to(input_ids.device)
 
-def _shared_prefixes(prompts: list[IntArray], completions: list[IntArray]) -> dict[bytes, IntArray]:
-    """Prompts of several rows without their last token; none where sharing saves too little."""
-    counts: dict[bytes, list[IntArray]] = {}
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if len(completion):
-            counts.setdefault(prompt.tobytes(), []).append(prompt)
-    several = {key: group for key, group in counts.items() if len(group) > 1 and len(group[0]) > 1}
-    saved = sum((len(group) - 1) * (len(group[0]) - 1) for group in several.values())
-    tokens = sum(map(len, prompts)) + sum(map(len, completions))
-    return {key: group[0][:-1] for key, group in several.items()} if saved >= MIN_SHARED * tokens else {}
+    inputs = {
+        "input_ids": tensor(np.concatenate(layout.token_ids))[None],
+        "position_ids": tensor(np.concatenate(layout.positions))[None],
+        "shift_labels": tensor(labels)[None],
+        "attend": SharedPrefixAttention(layout.spans, input_ids.device),
+    }
+    return PackedRows(inputs, tensor(scored), attention_mask[:, cut:] > 0)
 
 
 class AttentionSwitch:
@@ -146,10 +111,8 @@ class AttentionSwitch:
 
     def fits(self, config: Any) -> bool:
         """Whether this switch was made for a configuration as it is now."""
-        return config.get_text_config() is self.config and self.config._attn_implementation in (
-            self.original,
-            self.name,
-        )
+        selected = self.config._attn_implementation
+        return config.get_text_config() is self.config and selected in (self.original, self.name)
 
 
 def _find_obstacle(config: Any) -> str:

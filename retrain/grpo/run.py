@@ -36,14 +36,13 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     """Train with the trainer that the settings describe, and save the model to output_dir."""
     trainer = build_trainer(settings)
     args = trainer.args
-    if not trainer.accelerator.is_main_process:
-        log = _ignore
+    say = log if trainer.accelerator.is_main_process else lambda line: None
     label = settings.get("name") or settings["model_name_or_path"]
-    log(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
+    say(f"{label} on {settings['dataset_id_or_path']}: {len(trainer.train_dataset)} prompts")
     is_resumable = any(Path(args.output_dir).glob("checkpoint-*"))
     if not args.resume_from_checkpoint and (is_resumable or (Path(args.output_dir) / TRAINER_STATE_NAME).exists()):
         resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
-        log(f"Warning: {args.output_dir} holds an earlier run and is written to again.  Try: {resume}output_dir=…")
+        say(f"Warning: {args.output_dir} holds an earlier run and is written to again.  Try: {resume}output_dir=…")
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
     with contextlib.ExitStack() as pools:
         for function in trainer.reward_funcs if name == "reward" else ():
@@ -54,12 +53,8 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     trainer.save_state()
     found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
     held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
-    log(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
+    say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
     return trainer
-
-
-def _ignore(line: str) -> None:
-    """Only the main process prints."""
 
 
 def build_trainer(settings: Mapping[str, Any]) -> Any:

@@ -47,19 +47,12 @@ TYPE_NAMES = {
     list[float]: "a list of numbers",
     dict[str, Any]: "a table",
 }
-# Names in messages of the parts that TOML runs share.
+# In messages of parts that TOML runs share: what an option is called here.
 TOML_NAMES = {
     "[model] model": "model_name_or_path",
-    "[model] init_kwargs": "model_init_kwargs",
-    "[lora] target_modules": "lora_target_modules",
-    "[training] max_tokens": "max_completion_length",
-    "[training] max_prompt_tokens": "max_prompt_length",
-    "[training] max_examples": "max_train_examples",
-    "[reward] type": "reward_funcs",
-    "[data] source": "dataset_id_or_path",
-    "[data] split": "train_split",
-    "[teaching] ": "",
+    '[data] source = "jsonl" and path': "dataset_id_or_path",
     'name its folder in [plugins] search_paths = ["folder"]': "add its folder to PYTHONPATH",
+    'max_tokens, or [inference] kv_cache_dtype = "int8"': "max_completion_length or per_device_train_batch_size",
 }
 
 
@@ -175,11 +168,8 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     required = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic"}
     required |= {"reward_funcs": "match"} if is_grpo else {}
     given = {field.name: getattr(run, field.name) for field in fields(run)}
-    issues = [
-        ConfigIssue(name, "is missing.", f"Try: {name}={example}")
-        for name, example in required.items()
-        if not given[name]
-    ]
+    missing = {name: example for name, example in required.items() if not given[name]}
+    issues = [ConfigIssue(name, "is missing.", f"Try: {name}={example}") for name, example in missing.items()]
     names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
     unknown = [REGISTRIES["reward"].explain_unknown(name) for name in names if ":" not in name]
     issues += [ConfigIssue("reward_funcs:", text) for text in unknown if text]
@@ -188,8 +178,7 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
         issues.append(ConfigIssue("completion_only_training", text, "Leave it out."))
     for field in fields(run) if not run.lora_rank else ():
         if field.name.startswith("lora_") and given[field.name] != field.default:
-            text = f"= {given[field.name]!r} has no effect: it needs lora_rank."
-            issues.append(ConfigIssue(field.name, text))
+            issues.append(ConfigIssue(field.name, f"= {given[field.name]!r} has no effect: it needs lora_rank."))
     return issues
 
 

@@ -36,21 +36,16 @@ class TeachingRun:
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer, args = trainer, trainer.args
-        policy = _student(trainer)
         tokenizer = trainer.processing_class
         if args.student_model is not None:
             tokenizer = load_tokenizer(args.student_model, "student_model")
+        policy = _student(trainer)
         encoder = PromptEncoder(tokenizer, "", args.max_prompt_length or 0, logger.warning)
         self.templates = Templates.of(args)
         with _unsharded(args.deepspeed_plugin):
             engine = FrozenEngine(policy, Inference(), tokenizer, lambda *_: None)
-        self.student = Student(
-            engine,
-            Reader(encoder, policy.context_length),
-            self.templates,
-            args.max_probe_tokens,
-            args.seed,
-        )
+        reader = Reader(encoder, policy.context_length)
+        self.student = Student(engine, reader, self.templates, args.max_probe_tokens, args.seed)
         self.rows: list[Row] = []
         self.baselines: list[Baseline] = []
 
@@ -59,25 +54,26 @@ class TeachingRun:
         self.rows = rows
         examples = [_example(row) for row in rows]
         self.baselines = self.student.baseline(examples, self._sampling())
-        asked = [
-            ask(self.templates.teacher, example, approach=baseline.probe)
-            for example, baseline in zip(examples, self.baselines, strict=True)
-        ]
-        return [{**row, "prompt": _prompt(new)} for row, new in zip(rows, asked, strict=True)]
+        asked = []
+        for row, example, baseline in zip(rows, examples, self.baselines, strict=True):
+            new = ask(self.templates.teacher, example, approach=baseline.probe).prompt
+            asked.append({**row, "prompt": new if isinstance(new, str) else [dict(message) for message in new]})
+        return asked
 
     def rewards(self, teaching: Sequence[Any], lengths: Sequence[int], score: Any) -> Tensor:
         """Rewards of this batch of teaching, one column per reward function.
 
         `score(rows, prompts, completions, completion_ids)` calls the reward functions, on all processes.
         """
-        texts = [_text(completion) for completion in teaching]
+        texts = [one if isinstance(one, str) else str(one[-1]["content"] or "") for one in teaching]
         lessons = [(_example(row), text) for row, text in zip(self.rows, texts, strict=True)]
         answers = self.student.answer(lessons, self._sampling())
         alone, taught = self._score([one.answer for one in self.baselines], score), self._score(answers, score)
         tokens = self.trainer.accelerator.gather(torch.tensor(lengths, device=taught.device)).tolist()
         rewards = torch.full_like(taught, torch.nan)
         for row, column in (~(alone.isnan() | taught.isnan())).nonzero().tolist():
-            before, after = (_score_of(float(each[row, column])) for each in (alone, taught))
+            values = (float(each[row, column]) for each in (alone, taught))
+            before, after = (Score(value, outcome_of(value, 1.0)) for value in values)
             rewards[row, column] = teaching_reward(before, after, tokens[row], self.trainer.args)
         self._log(alone, taught)
         return rewards
@@ -131,18 +127,6 @@ def _student(trainer: GRPOTrainer) -> Policy:
 def _example(row: Row) -> Example:
     prompt = row["prompt"]
     return Example(prompt if isinstance(prompt, str) else tuple(prompt), "")
-
-
-def _prompt(example: Example) -> Any:
-    return example.prompt if isinstance(example.prompt, str) else [dict(message) for message in example.prompt]
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
-
-
-def _score_of(value: float) -> Score:
-    return Score(value, outcome_of(value, 1.0))
 
 
 @contextmanager

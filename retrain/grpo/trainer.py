@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin
 from transformers.utils import logging
+from trl.trainer.utils import pad
 
 from retrain.builtin import resolve_model
 from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
@@ -59,7 +60,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             args = GRPOConfig(f"{name.rstrip('/').rpartition('/')[2]}-GRPO")
         elif not isinstance(args, GRPOConfig):
             add_missing_fields(args)
-        if args.beta and isinstance(args, GRPOConfig) and _is_unnamed(model) and not others.get("peft_config"):
+        is_unnamed = not isinstance(model, str | PeftModel) and not model.config.name_or_path
+        if args.beta and isinstance(args, GRPOConfig) and is_unnamed and not others.get("peft_config"):
             raise ValueError(
                 f"beta = {args.beta} needs a reference model, which is loaded by the name of the model; this model was "
                 "made in memory and has none.  Try: beta=0.0, or a model loaded with from_pretrained"
@@ -97,8 +99,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     @property
     def _has_own_generate(self) -> bool:
-        """Whether somebody replaced the model's `generate`, which then must be called."""
-        is_replaced = "generate" in vars(self.accelerator.unwrap_model(self.model))
+        """Whether somebody replaced the model's `generate`, which then must be called. FSDP does so, too."""
+        is_replaced = "generate" in vars(self.accelerator.unwrap_model(self.model)) and not self.is_sharded
         return is_replaced or type(self._causal_lm).generate is not GENERATE
 
     @property
@@ -177,20 +179,17 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """Compare the engine's log-probs with TRL's forward pass, once per model, on a few tokens without filters."""
         prompts = prompt_ids[:ROWS_CHECKED]
         drawn = engine.generate(prompts, Sampling(max_tokens=TOKENS_CHECKED, temperature=self.temperature), stops)
-        start, keep = max(map(len, prompts)), max(len(one.token_ids_T) for one in drawn)
-        ids = torch.zeros(len(prompts), start + keep, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        own = torch.zeros(len(prompts), keep)
-        for row, (prompt, one) in enumerate(zip(prompts, drawn, strict=True)):
-            sequence = torch.tensor([*prompt, *one.token_ids_T.tolist()])
-            begin = start - len(prompt)
-            ids[row, begin : begin + len(sequence)] = sequence
-            mask[row, begin : begin + len(sequence)] = 1
-            own[row, : len(one.logprobs_T)] = torch.as_tensor(one.logprobs_T)
-        device = self.accelerator.device
+        left = [torch.tensor(prompt) for prompt in prompts]
+        right = [torch.as_tensor(one.token_ids_T) for one in drawn]
+        own = pad([torch.as_tensor(one.logprobs_T) for one in drawn]).to(self.accelerator.device)
+        ids, mask = (
+            torch.cat([pad(before, padding_side="left"), pad(after)], 1).to(self.accelerator.device)
+            for before, after in ((left, right), ([*map(torch.ones_like, left)], [*map(torch.ones_like, right)]))
+        )
+        keep = own.shape[1]
         with torch.no_grad(), _evaluating(self.model):
-            theirs = super()._get_per_token_logps_and_entropies(self.model, ids.to(device), mask.to(device), keep)[0]
-        if reason := self._find_difference(own.to(device), theirs.float(), mask[:, -keep:].to(device)):
+            theirs = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
+        if reason := self._find_difference(own, theirs, mask[:, -keep:]):
             raise UnsupportedModelError(reason)
 
     # Log-probs.
@@ -205,7 +204,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             return theirs()
         given = inspect.signature(super()._get_per_token_logps_and_entropies).bind(model, *more, **others).arguments
         ids, mask, keep = (given.pop(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
-        rows, entropy = given.pop("batch_size", None) or self._part_size(ids), given.pop("compute_entropy", False)
+        parts = self.args.backprop_accumulation_steps or 1
+        most = self.args.backprop_accumulation_micro_batch_size or -(-len(ids) // parts)
+        rows, entropy = given.pop("batch_size", None) or most, given.pop("compute_entropy", False)
         if any(value is not None and value is not False for name, value in given.items() if name != "model"):
             return theirs()
         if not self._is_packing_checked and self._is_policy(model):
@@ -222,37 +223,25 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """Whether this is the trained model, not a separate reference model."""
         return self.accelerator.unwrap_model(model) is self.accelerator.unwrap_model(self.model)
 
-    def _part_size(self, input_ids: Tensor) -> int:
-        """Rows per forward pass of a training batch."""
-        rows = len(input_ids)
-        if self.args.backprop_accumulation_steps:
-            return -(-rows // int(self.args.backprop_accumulation_steps))
-        most: int = self.args.backprop_accumulation_micro_batch_size or rows
-        return most
-
     def _packed(
         self, model: Any, attention: AttentionSwitch, batch: tuple[Tensor, Tensor, int], rows: int
     ) -> tuple[Tensor, Tensor | None] | None:
         """Log-probs and entropies of the completions, `rows` rows per forward pass; None if one cannot be packed."""
         input_ids, attention_mask, keep = batch
-        parts = []
-        for start in range(0, len(input_ids), rows):
-            ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
-            packed = pack_rows(ids, mask, keep)
-            if packed is None:
-                return None
-            parts.append((packed, (len(ids), keep)))
+        spans = [slice(start, start + rows) for start in range(0, len(input_ids), rows)]
+        packs = [pack_rows(input_ids[span], attention_mask[span], keep) for span in spans]
+        parts = [packed for packed in packs if packed is not None]
+        if len(parts) < len(packs):
+            return None
         logps, entropies = [], []
-        for packed, shape in parts:
-            forward = functools.partial(self._forward, model, attention, packed.inputs(input_ids.device))
-            if len(parts) > 1 and torch.is_grad_enabled():
-                # Recomputed in the backward pass, so that only one part's activations exist at a time.
-                logprobs, entropy = checkpoint(forward, use_reentrant=False)
-            else:
-                logprobs, entropy = forward()
-            logps.append(packed.unpack(logprobs, shape))
-            if entropy is not None:
-                entropies.append(packed.unpack(entropy, shape))
+        for packed in parts:
+            forward = functools.partial(self._forward, model, attention, packed.inputs)
+            # Recomputed in the backward pass, so that only one part's activations exist at a time.
+            is_recomputed = len(parts) > 1 and torch.is_grad_enabled()
+            logprobs, entropy = checkpoint(forward, use_reentrant=False) if is_recomputed else forward()
+            logps.append(packed.unpack(logprobs))
+            # TRL computes no entropy of a reference model.
+            entropies += [] if entropy is None else [packed.unpack(entropy)]
         if not torch.is_grad_enabled():
             attention.restore()
         return torch.cat(logps), torch.cat(entropies) if entropies else None
@@ -282,11 +271,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             finally:
                 self._attention.restore()
         assert found is not None, "every row has a prompt and a completion"
-        if reason := self._find_difference(found[0].float(), theirs.float(), mask[:, -keep:]):
+        if reason := self._find_difference(found[0], theirs, mask[:, -keep:]):
             self._use_trl("log-probs", reason)
 
     def _find_difference(self, own: Tensor, theirs: Tensor, mask: Tensor) -> str:
-        gap = float(((own - theirs).abs() * mask).sum() / mask.sum().clamp(min=1))
+        gap = float(((own.float() - theirs.float()).abs() * mask).sum() / mask.sum().clamp(min=1))
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self._causal_lm.dtype
         if gap <= TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]):
             return ""
@@ -321,7 +310,14 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
                 self._teaching = TeachingRun(self)
             inputs = self._teaching.ask_teacher(inputs)
         output = super()._generate_and_score_completions(inputs)
-        self._report(len(inputs), output)
+        if self.args.activate_debugging_logs:
+            lengths = output["completion_mask"].sum(1).tolist()
+            advantages = [round(value, 4) for value in output["advantages"].flatten().tolist()][: len(inputs)]
+            where = f"step {self.state.global_step}, process {self.accelerator.process_index}"
+            print(f"{where}: {len(inputs)} completions, tokens {lengths}, advantages {advantages}", flush=True)
+        draw = random.Random(f"{self.args.seed}/{self.state.global_step}/{self.model.training}").random()
+        if draw < (self.args.save_completions_probability or 0) and self.accelerator.is_main_process:
+            self._save_completions(len(inputs) * self.accelerator.num_processes)
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -331,31 +327,16 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             return rewards
         return self._teaching.rewards(completions, list(map(len, completion_ids_list)), score)
 
-    def _report(self, rows: int, output: dict[str, Any]) -> None:
-        """Debugging output and saved completions of a generated batch; `rows` are those of this process."""
-        if self.args.activate_debugging_logs:
-            lengths = output["completion_mask"].sum(1).tolist()
-            advantages = [round(value, 4) for value in output["advantages"].flatten().tolist()][:rows]
-            print(
-                f"step {self.state.global_step}, process {self.accelerator.process_index}: {rows} completions, "
-                f"tokens {lengths}, advantages {advantages}",
-                flush=True,
-            )
-        share = self.args.save_completions_probability
-        draw = random.Random(f"{self.args.seed}/{self.state.global_step}/{self.model.training}").random()
-        if not share or draw >= share or not self.accelerator.is_main_process:
-            return
+    def _save_completions(self, count: int) -> None:
+        """Append the newest completions of all processes to completions.jsonl."""
         path = Path(self.args.output_dir) / "completions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # TRL's logs have the rows of all processes.
-        rows *= self.accelerator.num_processes
-        newest = {key: list(self._logs[key])[-rows:] for key in ("prompt", "completion", "advantages")}
-        rewards = {name: list(values)[-rows:] for name, values in self._logs["rewards"].items()}
         with path.open("a", encoding="utf-8") as file:
-            for at in range(len(newest["completion"])):
-                row = {"step": self.state.global_step, **{key: values[at] for key, values in newest.items()}}
+            for at in range(-min(count, len(self._logs["completion"])), 0):
+                row = {"step": self.state.global_step}
+                row |= {key: self._logs[key][at] for key in ("prompt", "completion", "advantages")}
                 # A reward of None is NaN by now, which JSON does not have.
-                scores = {name: float(values[at]) for name, values in rewards.items()}
+                scores = {name: float(values[at]) for name, values in self._logs["rewards"].items()}
                 row["rewards"] = {name: None if math.isnan(score) else score for name, score in scores.items()}
                 file.write(json.dumps(row, default=float) + "\n")
 
@@ -363,10 +344,6 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if part not in self._reasons:
             self._reasons[part] = reason
             logger.warning(f"Using TRL for {part}: {reason}.")
-
-
-def _is_unnamed(model: Any) -> bool:
-    return not isinstance(model, str | PeftModel) and not model.config.name_or_path
 
 
 def _find_special_adapter(model: Any) -> str:
@@ -385,25 +362,22 @@ def _cut_after(ids: list[int], stops: Sequence[int]) -> list[int]:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Run without dropout; every module's mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
-@contextmanager
-def _vllm_precision(dtype: str) -> Iterator[None]:
+def _vllm_precision(dtype: str) -> AbstractContextManager[Any]:
     """Let TRL create vLLM with this precision, which it has no argument for."""
     if dtype == "auto":
-        yield
-        return
+        return nullcontext()
     from trl.generation import vllm_generation  # noqa: PLC0415  (vLLM is optional)
 
-    with mock.patch.object(vllm_generation, "LLM", functools.partial(vllm_generation.LLM, dtype=dtype)):
-        yield
+    return mock.patch.object(vllm_generation, "LLM", functools.partial(vllm_generation.LLM, dtype=dtype))
 
 
 def _offload(models: Sequence[object], device: torch.device) -> None:

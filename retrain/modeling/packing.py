@@ -156,7 +156,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, shar
 
     Without `share` every sequence is complete, as models with their own attention require.
     """
-    layout = _lay_out(datums, share)
+    layout = lay_out(datums, share)
     lengths = [span.length for span in layout.spans]
 
     def joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
@@ -205,7 +205,7 @@ class Layout:
         return span
 
 
-def _lay_out(datums: Sequence[Datum], share: bool) -> Layout:
+def lay_out(datums: Sequence[Datum], share: bool) -> Layout:
     """Shared prompts first, then the rest in the order of the datums."""
     layout, prompts, groups = Layout(), dict[bytes, TokenSpan](), by_prompt(datums)
     if share and functools.reduce(operator.add, map(BatchLoad.of, groups)).saved:

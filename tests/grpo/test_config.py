@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from retrain.errors import ConfigError, MissingExtraError
 from retrain.grpo import GRPOConfig
-from retrain.grpo.config import add_missing_fields
+from retrain.grpo.config import add_missing_fields, different_defaults
 
 DEFAULTS: dict[str, Any] = {
     "model_init_kwargs": None, "remove_unused_columns": False, "num_generations": 8, "max_prompt_length": 512,
@@ -92,6 +92,16 @@ def test_a_plain_trl_config_gets_no_limit_and_no_extras(tmp_path: Path) -> None:
     add_missing_fields(plain)
     assert (plain.max_prompt_length, plain.adaptive_teaching, plain.artificial_epochs) == (None, False, 1)
     assert (plain.beta, plain.temperature) == (0.0, 1.0)
+
+
+def test_only_defaults_that_differ_are_listed(tmp_path: Path) -> None:
+    assert different_defaults(config(tmp_path, ref_model_sync_steps=512, temperature=1.0)) == {
+        "max_completion_length": (256, 512),
+        "beta": (0.04, 0.0),
+        "vllm_gpu_memory_utilization": (0.9, 0.3),
+        "vllm_server_timeout": (120.0, 240.0),
+        "ref_model_mixup_alpha": (0.9, 0.6),
+    }
 
 
 def test_a_missing_trl_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

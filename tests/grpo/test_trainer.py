@@ -194,6 +194,15 @@ def test_a_generate_of_the_script_is_called(make: Make, monkeypatch: pytest.Monk
     assert ids == [[5, 6, 7]] * 2 and logprobs is None and trainer._reasons == {}
 
 
+def test_a_sharded_model_is_sampled_by_trl_and_a_line_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make()
+    monkeypatch.setattr(GRPOTrainer, "is_sharded", True)
+    # As FSDP does.
+    trainer.model.generate = trainer.model.generate
+    trainer.train()
+    assert trainer._reasons == {"sampling": "the weights are sharded (FSDP or ZeRO-3)"}
+
+
 def test_another_version_of_trl_runs_as_trl_runs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", "1.99.0")
     trainer = make()

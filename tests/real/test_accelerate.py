@@ -35,6 +35,38 @@ def length(completions, **columns):
 GRPO = ["max_completion_length=16", "reward_funcs=lengths:length", "warmup_steps=0", "learning_rate=1e-3"]
 RUNS = {"teacher_sft": ["learning_rate=1e-3"], "tiny": GRPO, "teacher_rcl": [*GRPO, "max_probe_tokens=8"]}
 
+# accelerate has no FSDP on the CPU: there it trains with DDP, whatever is asked for. So two CPUs pass for two GPUs.
+FSDP = """\
+import sys
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+start = PartialState.__init__
+
+
+def start_as_gpus(self, *given, **others):
+    start(self, *given, **others)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+
+PartialState.__init__ = start_as_gpus
+torch.cuda.current_device = lambda: torch.device("cpu")
+
+from datasets import Dataset
+from retrain.grpo import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig(
+    sys.argv[1], use_cpu=True, bf16=False, report_to=[], max_steps=2, per_device_train_batch_size=4, num_generations=4,
+    max_completion_length=8, beta=0.0, gradient_checkpointing=False, save_strategy="no",
+)
+rows = Dataset.from_dict({"prompt": [f"{number} + {number} =" for number in range(8)]})
+trainer = GRPOTrainer("builtin:tiny", lambda completions, **_: [len(text) for text in completions], args, rows)
+trainer.train()
+print(type(trainer.model).__name__, trainer._reasons)
+"""
+
 
 @pytest.fixture(scope="module")
 def environment(side_venv: Prepare, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -123,6 +155,15 @@ def test_settings_of_the_run_override_those_of_accelerate(
     words = [*SHORT, *RUNS["teacher_sft"], "gradient_accumulation_steps=2", "max_grad_norm=0.9"]
     command = ["scripts/launch.sh", "2", "configs/run/teacher_sft.yaml", *words, "per_device_train_batch_size=2"]
     assert held_out(launch(environment, "accelerate/zero1.yaml", command)) == pytest.approx(alone, abs=2e-3)
+
+
+def test_weights_sharded_by_fsdp_are_sampled_by_trl(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "script.py").write_text(FSDP)
+    options = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    options += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = ["python", "-m", "accelerate.commands.launch", *options, str(tmp_path / "script.py"), str(tmp_path)]
+    printed = launch(environment | {"MASTER_PORT": "29577"}, "", command)
+    assert printed.count("FSDPQwen3ForCausalLM {'sampling': 'the weights are sharded (FSDP or ZeRO-3)'}") == 2
 
 
 @pytest.mark.parametrize("words", [[], ["2"], ["x", "configs/run/tiny.yaml"], ["0", "configs/run/tiny.yaml"]])

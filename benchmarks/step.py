@@ -1,14 +1,15 @@
 """One RLVR step, ours against a peer's, on the same workload in one process tree.
 
-    python benchmarks/step.py --workload w1 [--peer trl] [--steps 3] [--peer-steps 1] [--rounds 1] [--json FILE]
+    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--steps 3] [--rounds 1] [--json FILE]
 
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
 of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
-model, adapter, prompts and lengths, the peer with its usual settings. `trl-retrain` is the peer's script with retrain's
-import. Numbers are of the last step of each; with
-several rounds the two take turns and the median counts. A peer cut off by --peer-timeout shows what it had done.
-`CPU s` is what a step cost all threads of its process, which tells more than seconds on a machine that others use.
+model, adapter, prompts and lengths, the peer with its usual settings. With `--peer trl`, `trl-retrain` is the same
+script with retrain's import; vLLM only samples, with the adapter. `--free` holds memory back, as on a smaller GPU.
+Numbers are of the last step of each; with several rounds the sides take turns and the median counts. A peer cut off by
+--peer-timeout shows what it had done. `CPU s` is what a step cost all threads of its process, which tells more than
+seconds on a machine that others use.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from workloads import PROMPT, WORKLOADS, NoText, Workload, random_model, stop_tokens
+from workloads import PROMPT, WORKLOADS, NoText, Workload, hold_back, random_model, random_prompts, stop_tokens
 
 Numbers = dict[str, float]
 UNKNOWN = math.nan
+held_back_gib = 0.0
+"""Set from --free; not part of a peak."""
 
 
 def synchronise(device: str) -> float:
@@ -43,7 +46,7 @@ def synchronise(device: str) -> float:
 
 
 def peak_gib(device: str) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else UNKNOWN
+    return torch.cuda.max_memory_allocated() / 2**30 - held_back_gib if device == "cuda" else UNKNOWN
 
 
 def report(numbers: dict[str, Any]) -> None:
@@ -80,7 +83,7 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
     policy.stop_ids = tuple(stop_tokens(workload, vocabulary))
     learner = Learner(policy, config, print)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(workload.prompts)]
+    prompts = random_prompts(workload, vocabulary)
     backend = (
         None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, NoText(), lambda *_: None))
     )
@@ -187,6 +190,47 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, 
     trainer.train()
 
 
+def run_vllm(workload: Workload, steps: int, device: str) -> None:
+    """Sampling only, as a trainer asks for it: token ids in, token ids and their log-probs out, an adapter applied."""
+    from peft import LoraConfig, get_peft_model
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    folder = Path(tempfile.mkdtemp())
+    model = random_model(workload.model, "sdpa", device)
+    vocabulary = model.config.vocab_size
+    model.save_pretrained(folder / "model")
+    adapter = get_peft_model(
+        model, LoraConfig(r=workload.rank, lora_alpha=2 * workload.rank, target_modules="all-linear")
+    )
+    adapter.save_pretrained(folder / "adapter")
+    del model, adapter
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        # What --free holds back counts as used by others.
+        share = {"gpu_memory_utilization": 0.92 * free / total}
+    else:
+        share = {}
+    engine = LLM(
+        model=str(folder / "model"), skip_tokenizer_init=True, enable_lora=True, max_lora_rank=workload.rank,
+        max_model_len=PROMPT + workload.tokens, max_num_seqs=workload.prompts * workload.group,
+        dtype="bfloat16" if device == "cuda" else "float32", **share,
+    )  # fmt: skip
+    sampling = SamplingParams(
+        n=workload.group, max_tokens=workload.tokens, temperature=0.7, logprobs=0, detokenize=False,
+        stop_token_ids=stop_tokens(workload, vocabulary), ignore_eos=True,
+    )  # fmt: skip
+    prompts: Any = [{"prompt_token_ids": ids.tolist()} for ids in random_prompts(workload, vocabulary)]
+    for _ in range(steps):
+        begin = time.perf_counter()
+        groups = engine.generate(
+            prompts, sampling, use_tqdm=False, lora_request=LoRARequest("adapter", 1, str(folder / "adapter"))
+        )
+        lengths = [len(completion.token_ids) for group in groups for completion in group.outputs]
+        report({"sample_s": time.perf_counter() - begin, "tokens": sum(lengths), "longest": max(lengths)})
+
+
 def measure(side: str, command: list[str], timeout: float, threads: int) -> Numbers:
     """Run one side; the last numbers it reported, NaN where it did not get that far."""
     environment = dict(os.environ)
@@ -222,13 +266,14 @@ def print_table(title: str, rows: dict[str, Numbers]) -> None:
     print(f"\n{title}")
     heads = ("sample", "train", "step", "tokens", "tokens/s", "CPU s", "peak GiB", "ratio")
     print(" " * 12 + "".join(f"{head:>{width}}" for head, width in zip(heads, (9, 9, 9, 9, 10, 9, 10, 8), strict=True)))
-    ours = rows["retrain"].get("step_s", UNKNOWN)
+    ours = rows["retrain"]
     for name, row in rows.items():
         times = "".join(f"{row.get(key, UNKNOWN):9.2f}" for key in ("sample_s", "train_s", "step_s"))
-        # A step that was cut off took at least as long as its sampling.
-        least = row.get("step_s", row.get("sample_s", UNKNOWN))
-        tokens, mark = row.get("tokens", UNKNOWN), "" if "step_s" in row else ">"
-        ratio = f"{mark}{least / ours:.1f}"
+        # A side that only samples is compared with our sampling; a step that was cut off took at least that long.
+        whole = "step_s" if "step_s" in row or name != "vllm" else "sample_s"
+        least = row.get(whole, row.get("sample_s", UNKNOWN))
+        tokens, mark = row.get("tokens", UNKNOWN), "" if whole in row else ">"
+        ratio = f"{mark}{least / ours.get(whole, UNKNOWN):.1f}"
         cost = f"{row.get('step_cpu_s', UNKNOWN):9.1f}{row.get('peak_gib', UNKNOWN):10.1f}"
         print(f"{name:12}{times}{tokens:9.0f}{tokens / least:10.0f}{cost}{ratio:>8}")
 
@@ -237,7 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="w1")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--peer", choices=["trl"], default=None)
+    parser.add_argument("--peer", choices=["trl", "vllm"], default=None)
     parser.add_argument("--peer-steps", type=int, default=1)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has the peer installed")
     parser.add_argument(
@@ -247,16 +292,27 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each side; 0 leaves them be")
     parser.add_argument("--deterministic", choices=["auto", "true", "false"], default="auto", help="ours only")
     parser.add_argument("--unchecked", action="store_true", help="ours without comparing every row's log-probs")
+    parser.add_argument("--free", type=float, default=0.0, help="GiB of GPU memory to leave free; 0 leaves all")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
-    parser.add_argument("--side", choices=["retrain", "trl", "trl-retrain"], default=None, help="run one side only")
+    parser.add_argument(
+        "--side", choices=["retrain", "trl", "trl-retrain", "vllm"], default=None, help="run one side only"
+    )
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     device = "cuda" if torch.cuda.is_available() and args.workload != "w4" else "cpu"
     if device == "cpu" and args.workload != "w4":
         print(f"{args.workload} needs a GPU, and there is none here.  Try: --workload w4", file=sys.stderr)
         return 2
+    if args.free and device != "cuda":
+        parser.error("--free holds back GPU memory, and this workload runs on the CPU")
+    ballast = hold_back(args.free) if args.side and args.free else None
+    global held_back_gib
+    held_back_gib = 0.0 if ballast is None else ballast.nbytes / 2**30
+    if args.side == "vllm":
+        run_vllm(workload, args.steps, device)
+        return 0
     if args.side == "retrain":
         run_ours(workload, args.steps, device, args.deterministic, args.unchecked)
         return 0
@@ -265,19 +321,21 @@ def main() -> int:
         run_trl(workload, args.steps, device, args.tokenizer, package)
         return 0
     sides = {"retrain": (sys.executable, args.steps, 0.0)}
-    if args.peer:
+    if args.peer == "trl":
         sides["trl-retrain"] = (args.peer_python, args.steps, 0.0)
+    if args.peer:
         sides[args.peer] = (args.peer_python, args.peer_steps, args.peer_timeout)
     rounds_by_side: dict[str, list[Numbers]] = {side: [] for side in sides}
     for _ in range(args.rounds):
         for side, (python, steps, timeout) in sides.items():
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
-            command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic]
+            command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic, "--free", str(args.free)]
             command += ["--unchecked"] if args.unchecked else []
             rounds_by_side[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in rounds_by_side.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    title = f"{args.workload} on {card}, torch {torch.__version__}"
+    memory = f", {args.free:g} GiB free" if args.free else ""
+    title = f"{args.workload} on {card}{memory}, torch {torch.__version__}"
     print_table(title, rows)
     if args.json:
         text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": rounds_by_side}, indent=2)

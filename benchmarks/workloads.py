@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 PROMPT = 67
@@ -63,6 +64,7 @@ WORKLOADS = {
     "w2": Workload("qwen3-4b", 8, 16, 2048, stops=240),
     "w3": Workload("qwen3-0.6b", 32, 16, 1024),
     "w4": Workload("smollm2-135m", 4, 4, 64),
+    "w5": Workload("qwen3-4b", 8, 16, 10_240, stops=76),
     "full": Workload("qwen3-0.6b", 8, 16, 512, rank=0),
     "full-4b": Workload("qwen3-4b", 8, 16, 512, rank=0),
     "long": Workload("qwen3-4b", 1, 1, 16_384 - PROMPT),
@@ -84,6 +86,21 @@ def random_model(name: str, attention: str, device: str) -> Any:
             return Qwen3ForCausalLM(Qwen3Config(eos_token_id=NEVER, **common))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def random_prompts(workload: Workload, vocabulary: int) -> list[Any]:
+    """Token ids, the same for us and for a peer that samples from ids."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(workload.prompts)]
+
+
+def hold_back(free_gib: float) -> Any:
+    """Take GPU memory until this much is free, as on a smaller card; returns what keeps it taken."""
+    free, _ = torch.cuda.mem_get_info()
+    taken = int(free - free_gib * 2**30)
+    if taken < 0:
+        raise SystemExit(f"--free {free_gib:g}: this GPU has only {free / 2**30:.1f} GiB free.")
+    return torch.empty(taken, dtype=torch.uint8, device="cuda")
 
 
 def stop_tokens(workload: Workload, vocabulary: int) -> list[int]:

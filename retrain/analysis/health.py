@@ -174,6 +174,7 @@ def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
     is_far = len(means) >= SHORTEST and start > 0 and not start / 3 <= last <= 3 * start
     tails = _means(metrics, lambda row: row.get("completion_tokens_p95"))
     is_full = max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
+    value += f", p95 {tails[-1][1]:.0f} of {max_tokens}" if is_full else ""
     far = [step for step, mean in means[WINDOW:] if not start / 3 <= mean <= 3 * start] if is_far else []
     far += [step for step, mean in tails if mean >= 0.9 * (max_tokens or 0)] if is_full else []
     first = min(far, default=None)

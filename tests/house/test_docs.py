@@ -152,13 +152,9 @@ def test_make_targets_in_the_docs_exist() -> None:
 
 def test_the_python_of_the_readme_works() -> None:
     reward: dict[str, Any] = {}
-    transform: dict[str, Any] = {}
-    for text, names in zip(_fences(ROOT / "README.md", "python"), (reward, transform, {}), strict=True):
+    for text, names in zip(_fences(ROOT / "README.md", "python"), (reward, {}), strict=True):
         exec(text, names)
     assert [reward["score"](text, "5") for text in ("3 + 2 = 5", "6", "none")] == [1.0, 0.0, 0.0]
-    halved = transform["halve_execution"]([2.0, 2.0], [True, False], 0.0)
-    assert halved == [2.0, 1.0]
-    assert transform["make_transform_spec"]().entropy_transform is transform["halve_execution"]
 
 
 def test_dependencies_each_have_a_reason() -> None:

@@ -29,6 +29,8 @@ from retrain.analysis.stats import (
 # Metrics where lower is better.
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
 COLUMNS = ("condition", "seeds", "mean", "difference", "95 % interval", "p", "p (Holm)", "d", "verdict")
+NARROW = ("condition", "mean", "difference", "95 % interval", "p (Holm)")
+"""On a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,16 @@ def table_rows(report: ComparisonReport) -> list[tuple[str, ...]]:
 
 def _p(value: float | None) -> str:
     return "none" if value is None else "<0.0001" if value < 0.0001 else f"{value:.4f}"
+
+
+def fit_table(report: ComparisonReport, width: int | None) -> list[tuple[str, ...]]:
+    """The table with its header, with fewer columns if it is wider than `width`; None is unlimited."""
+    rows = [COLUMNS, *table_rows(report)]
+    # The console's tables have three characters between columns and one at each end.
+    needed = sum(max(map(len, column)) + 3 for column in zip(*rows, strict=True)) - 1
+    if width is None or needed <= width:
+        return rows
+    return [tuple(row[COLUMNS.index(name)] for name in NARROW) for row in rows]
 
 
 def explanation_lines(report: ComparisonReport) -> list[str]:

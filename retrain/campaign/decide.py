@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from retrain.analysis.comparison import COLUMNS, compare_runs, explanation_lines, table_rows
+from retrain.analysis.comparison import compare_runs, explanation_lines, fit_table
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
 from retrain.analysis.stats import FIRST_LOOK, sequential_test
 from retrain.campaign.manifest import Manifest
@@ -81,8 +81,8 @@ def finished_runs(manifest: Manifest) -> list[RunRecord]:
     return [run for run in find_runs([manifest.folder]) if run.path.name in finished] if finished else []
 
 
-def summarise(manifest: Manifest) -> list[str]:
-    """The comparison of all conditions with the first as lines, or why there is none."""
+def summarise(manifest: Manifest, width: int | None = None) -> list[str]:
+    """The comparison of all conditions with the first as lines of at most `width`, or why there is none."""
     runs = finished_runs(manifest)
     names = list(dict.fromkeys(run.condition for run in runs))
     if len(names) < 2:
@@ -91,9 +91,9 @@ def summarise(manifest: Manifest) -> list[str]:
         report = compare_runs(runs)
     except ConfigError as error:
         return [f"No comparison: {error}"]
-    rows = [COLUMNS, *table_rows(report)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
-    table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = fit_table(report, width)
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
     return [f"\n{report.metric} at step {report.step}, paired by seed:", *table, *explanation_lines(report)]
 
 

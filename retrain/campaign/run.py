@@ -229,7 +229,7 @@ class Campaign:
         folder = self.manifest.folder
         if not stopped:
             self.squeeze.collect(self.screen.log, wait=True)
-            for line in (*summarise(self.manifest), *stopped_early(self.manifest.table)):
+            for line in (*summarise(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
                 self.screen.log(line)
         if complete:
             self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "health", "last step")
+COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "health", "idle")
 LIVE_EVERY_S = 1.0
 _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "finished": 3, "skipped": 4, "pending": 5}
 _STYLES = {"running": "bold", "failed": "bold red", "dead": "bold red", "interrupted": "yellow", "finished": "green"}
@@ -46,6 +46,11 @@ class Screen:
     ) -> None:
         if self.live is not None:
             self.live.stop()
+
+    @property
+    def width(self) -> int | None:
+        """The number of columns of the terminal; None in a pipe."""
+        return self.live.console.width if self.live is not None else None
 
     def log(self, line: str) -> None:
         """Print a line, above the table if there is one."""
@@ -83,7 +88,7 @@ class Screen:
 
 
 def cells(run: RunProgress) -> tuple[str, ...]:
-    """State, step, ETA, correct rate, held-out rate, health and time since the last step, as table cells."""
+    """State, step, ETA, correct rate, held-out rate, health and time since the last step ("idle"), as table cells."""
     bad = worst(run.health)
     return (
         run.status,
@@ -92,7 +97,7 @@ def cells(run: RunProgress) -> tuple[str, ...]:
         format_rate(run.correct_rate),
         format_rate(run.held_out),
         bad.name if bad else "ok" if run.health else "-",
-        f"{format_seconds(run.quiet_seconds)} ago" if run.quiet_seconds is not None else "-",
+        format_seconds(run.quiet_seconds) if run.quiet_seconds is not None else "-",
     )
 
 
@@ -102,7 +107,7 @@ def draw_table(rows: Sequence[Sequence[str]], caption: str) -> Table:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.cli.console import print_json, print_table
+from retrain.cli.console import print_json, print_line, print_table, terminal_width
 from retrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ def command(
 
 
 def _print(data: ComparisonReport) -> None:
-    from retrain.analysis.comparison import COLUMNS, explanation_lines, table_rows  # noqa: PLC0415
+    from retrain.analysis.comparison import explanation_lines, fit_table  # noqa: PLC0415
 
     direction = "higher" if data.higher_is_better else "lower"
     click.echo(f"{data.metric} at step {data.step}, {direction} is better, paired by seed\n")
-    rows = table_rows(data)
-    print_table(COLUMNS, rows, header=True)
+    columns, *rows = fit_table(data, terminal_width())
+    print_table(columns, rows, header=True)
     click.echo()
     for line in explanation_lines(data):
-        click.echo(line)
+        print_line(line)

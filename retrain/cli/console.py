@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 import click
 
@@ -21,6 +23,17 @@ def can_ask() -> bool:
     # Either is None when the program was started with it closed.
     streams = (sys.stdin, sys.stdout)
     return all(stream is not None and stream.isatty() for stream in streams) and not os.environ.get("CI")
+
+
+def terminal_width() -> int | None:
+    """The number of columns of the terminal; None in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_line(text: str) -> None:
+    """Print a line, on a terminal wrapped at words with its continuation indented; in a pipe as it is."""
+    width, start = terminal_width(), len(text) - len(text.lstrip())
+    click.echo(fill(text, width, subsequent_indent=" " * (start + 2), break_on_hyphens=False) if width else text)
 
 
 def print_heading(text: str) -> None:
@@ -50,10 +63,12 @@ def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
+    # Padding on one side only, and no column without values: most tables then fit 80 columns.
+    kept = [at for at in range(len(columns)) if not rows or any(row[at] != "-" for row in rows)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for at in kept:
+        table.add_column(columns[at], overflow="fold")
+    for row in ([cells[at] for at in kept] for cells in rows):
         # Text, because brackets such as [training] must not be parsed as markup.
         table.add_row(*(Text(cell, style=MARKS.get(cell, "")) for cell in row))
     Console().print(table)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -279,6 +282,8 @@ def _plain(value: object) -> object:
 
 def _shorten(value: object) -> str:
     """A value for the table; the conditions of a campaign do not fit a line, and runs are listed below."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return plural(len(value), "table")
     text = format_value(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -289,8 +294,10 @@ def _print(data: Explanation) -> None:
         click.echo(f"cannot run here: {blocker}")
     print_heading("Changes from the defaults")
     options = options_by_path()
+    # A pipe has no header that says so.
+    word = "" if sys.stdout.isatty() else "default "
     rows = [
-        (options[change["path"]].where, _shorten(change["value"]), f"default {_shorten(change['default'])}")
+        (options[change["path"]].where, _shorten(change["value"]), f"{word}{_shorten(change['default'])}")
         for change in data["changed"]
     ]
     print_table(("option", "value", "default"), rows or [("none", "", "")])
@@ -300,8 +307,22 @@ def _print(data: Explanation) -> None:
         print_heading(f"Runs ({len(data['runs'])}, {data['runs_at_once']} at a time)")
         print_table(("run", "condition", "seed"), [(r["name"], r["condition"], str(r["seed"])) for r in data["runs"]])
     print_heading("Files that will be written")
-    for file in data["files"] or ["none: the analysis is printed"]:
-        click.echo(f"  {file}")
+    _print_files(data["files"])
+
+
+def _print_files(files: Sequence[str]) -> None:
+    """The files by folder, which is named once."""
+    if not files:
+        click.echo("  none: the analysis is printed")
+    folder = max((os.path.dirname(file) for file in files), key=[*map(os.path.dirname, files)].count, default="")
+    inside = [file.removeprefix(f"{folder}/") for file in files if folder and file.startswith(f"{folder}/")]
+    for file in files:
+        if not folder or not file.startswith(f"{folder}/"):
+            click.echo(f"  {file}")
+    if inside:
+        click.echo(f"  {folder}/")
+    for name in inside:
+        click.echo(f"    {name}")
 
 
 def _summary(data: Explanation) -> list[tuple[str, str]]:
@@ -331,19 +352,19 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
         ("backend", f"{engine['backend']} on {engine['devices']}"),
         ("completions", f"{step['completions']:,} per step ({plural(step['prompts'], 'prompt')})"),
         ("tokens", f"at most {step['max_tokens']:,} sampled per step"),
-        *_memory_rows(memory),
         ("time", duration),
+        *_memory_rows(memory),
     ]
 
 
 def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:
     if memory["total_bytes"] is None:
         return [("memory", f"unknown; weights: {format_bytes(memory['weights_bytes'])}")]
-    parts = [(f"memory: {label}", format_bytes(memory[f"{part}_bytes"])) for part, label in MEMORY_LABELS.items()]
+    parts = [(f"  {label}", format_bytes(memory[f"{part}_bytes"])) for part, label in MEMORY_LABELS.items()]
     recomputed = memory["recomputed_layers"]
     layers = f", {plural(recomputed, 'layer')} recomputed" if recomputed else ""
     return [
+        ("memory", f"{format_bytes(memory['total_bytes'])}; `retrain plan` shows what fits a GPU"),
         *parts,
-        ("memory: total", f"{format_bytes(memory['total_bytes'])}; `retrain plan` shows what fits a GPU"),
         ("micro-batches", f"{memory['micro_batch_tokens']:,} tokens{layers}"),
     ]

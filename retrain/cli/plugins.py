@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint
 from typing import Literal
@@ -43,11 +45,29 @@ def command(as_json: bool) -> None:
         return
     for kind, parts in found.items():
         print_heading(f"{kind}  {', '.join(_options(kind))}")
+        if sys.stdout.isatty():
+            _print_short(parts)
+            continue
         rows = [(kind, part.name, part.status, part.source, f"{part.target}  {part.reason}".rstrip()) for part in parts]
         print_table(
             ("kind", "name", "status", "from", "where"),
             rows or [(kind, "-", "ok", "-", "a dotted path to your own code")],
         )
+
+
+def _print_short(parts: Sequence[ListedPart]) -> None:
+    """What a reader needs: the status only where something is wrong, the package only where it is another one."""
+    if not parts:
+        click.echo("  a dotted path to your own code")
+        return
+    rows = []
+    for part in parts:
+        source = "" if part.source == "built in" else f" ({part.source})"
+        rows.append((part.name, part.status, f"{part.target}{source}  {part.reason}".rstrip()))
+    if all(part.status == "ok" for part in parts):
+        print_table(("name", "where"), [(name, where) for name, _, where in rows])
+    else:
+        print_table(("name", "status", "where"), rows)
 
 
 def list_parts(registry: Registry) -> list[ListedPart]:

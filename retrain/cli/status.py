@@ -21,7 +21,7 @@ from retrain.campaign.progress import (
     taking_turns,
 )
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
-from retrain.cli.console import print_json, print_table
+from retrain.cli.console import print_json, print_line, print_table
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
@@ -147,9 +147,9 @@ def print_entry(entry: Entry) -> None:
         print_table(COLUMNS, rows, header=True)
     for name, run in entry.runs.items():
         if text := summary(run.health):
-            click.echo(f"  {name}: {text}")
+            print_line(f"  {name}: {text}")
     if text := help_line([check for run in entry.runs.values() for check in run.health]):
-        click.echo(f"  {text}")
+        print_line(f"  {text}")
 
 
 def heading(entry: Entry) -> str:

@@ -7,8 +7,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Tests use one process per core, so each process gets one thread. Tests marked `threads` run with two threads.
 # GOMP_SPINCOUNT makes waiting threads sleep early: spinning would take the core from the thread they wait for.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PYTEST_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest -m 'threads and not slow'
+# Bytecode is written even where an image forbids it: otherwise each of hundreds of processes compiles its sources.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST_THREADS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest
 
 .PHONY: demo test test-slow test-lowest test-gpu test-real check format docs bench sync clean
 
@@ -19,8 +20,8 @@ test: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n auto --durations=30 -m 'not slow and not gpu and not real and not threads'
-	$(PYTEST_THREADS)
+	$(PYTEST) -n auto --dist loadfile --durations=30 -m 'not slow and not gpu and not real and not threads'
+	$(PYTEST_THREADS) -m 'threads and not slow' $$(grep -rl --include='test_*.py' 'pytest.mark.threads' tests)
 
 test-slow: $(DEV_STAMP)
 	$(PYTEST) -n auto -m slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow
 from e2e.runs import rows, rows_without_times, write_problems
 from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
 from safetensors.torch import load_file
@@ -93,7 +94,7 @@ def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) ->
     assert len(set(losses)) == len(losses)
 
 
-@pytest.mark.parametrize("every", [0, 3])
+@pytest.mark.parametrize("every", [0, *slow(3)])
 def test_how_often_steps_are_logged_does_not_change_the_turns(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

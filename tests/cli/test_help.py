@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import pytest
+from click.shell_completion import BashComplete
 
-from retrain.cli import COMMANDS, run
+from retrain.cli import COMMANDS, app, run
 from retrain.config.options import all_options
 from retrain.config.reference import json_schema
 
@@ -20,13 +21,8 @@ _RETRAIN = "import sys; sys.argv[0] = 'retrain'; from retrain.cli import main; m
 
 def _complete(*words: str) -> list[str]:
     """What bash would be offered for the last word."""
-    environment = os.environ | {
-        "_RETRAIN_COMPLETE": "bash_complete",
-        "COMP_WORDS": " ".join(["retrain", *words]),
-        "COMP_CWORD": str(len(words)),
-    }
-    done = subprocess.run([sys.executable, "-c", _RETRAIN], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    complete = BashComplete(app, {}, "retrain", "_RETRAIN_COMPLETE")
+    return [complete.format_completion(item) for item in complete.get_completions(list(words[:-1]), words[-1])]
 
 
 def test_help_is_the_whole_reference(capsys: pytest.CaptureFixture[str]) -> None:

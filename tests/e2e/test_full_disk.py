@@ -62,7 +62,7 @@ def resize(disk: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "share", [0.3, 0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.5, 0.9))]
+    "share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.1, 0.3, 0.5, 0.9))]
 )
 def test_a_full_disk_ends_the_run_and_loses_nothing(
     model: Path, uncut: Path, disk: Path, tmp_path: Path, share: float, capfd: pytest.CaptureFixture[str]

@@ -285,6 +285,7 @@ def test_ten_runs_in_split_mode_killed_at_random_end_as_the_run_that_was_never_i
     cut_at_random(split_bench, 10, seed=2)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_scoring_process_behind(bench: Bench) -> None:
     _, code = cut_after(bench, 0.3 * bench.seconds)
     assert code == -signal.SIGKILL

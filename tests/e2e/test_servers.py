@@ -115,6 +115,7 @@ def test_a_swapped_adapter_stops_the_run_within_a_step_and_the_run_can_be_resume
     assert [row["step"] for row in rows(result.log_dir)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_with_a_checkpoint_and_exit_code_one(
     server: Loopback, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow
 
 from retrain.config.schema import Environment as Section
 from retrain.environments import build_environment
@@ -59,7 +60,7 @@ def outcomes(groups: Sequence[Group]) -> list[str]:
     return [score.outcome for group in groups for score in group.scores_G]
 
 
-@pytest.mark.parametrize("id", ["guess-number", "calculator", "arithmetic"])
+@pytest.mark.parametrize("id", ["calculator", *slow("guess-number", "arithmetic")])
 def test_a_rollout_is_the_same_here_and_there(id: str) -> None:
     section = {"provider": "builtin", "id": id}
     answers = {"guess-number": r"\boxed{5}", "calculator": '{"name": "calculate", "arguments": {"expression": "2*3"}}'}
@@ -89,7 +90,7 @@ def test_endless_examples_are_drawn_there_by_the_same_seed() -> None:
             there[-1]
 
 
-@pytest.mark.parametrize("when", ["regex in a thread", "sleep", pytest.param("regex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["sleep", *slow("regex in a thread", "regex")])
 def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_continue(when: str) -> None:
     logged: list[str] = []
     with cases(when, logged.append) as own:
@@ -109,8 +110,8 @@ def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_contin
 @pytest.mark.parametrize(
     ("when", "detail"),
     [
-        ("die", "its process exited with status 5"),
         ("segfault", "its process died: Segmentation fault"),
+        *slow(("die", "its process exited with status 5")),
         ("exit", "SystemExit: 3"),
         ("object", "the environment sent a message that is not plain data: Object of type object"),
     ],

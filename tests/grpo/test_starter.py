@@ -223,7 +223,7 @@ def test_rows_of_every_form_are_trained_on(tmp_path: Path) -> None:
     assert convert({"text": "2 + 2", "ground_truth": "4"}, completion_only_training=True) == both
 
 
-@pytest.mark.parametrize("starts", [True, *slow(False)])
+@pytest.mark.parametrize("starts", slow(True, False))
 def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: bool) -> None:
     """With a stand-in for `python`: a web server for vLLM, and a trainer that only prints its arguments."""
     server = f"{sys.executable} -m http.server --bind 127.0.0.1 --directory web $VLLM_PORT" if starts else "false"
@@ -265,7 +265,7 @@ def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: b
         assert client.connect_ex(("127.0.0.1", int(port))) != 0, "the server is stopped"
 
 
-@pytest.mark.parametrize("command", [["launch.sh", "1"], ["launch_with_server.sh", "1", "1"]])
+@pytest.mark.parametrize("command", [["launch.sh", "1"], *slow(["launch_with_server.sh", "1", "1"])])
 def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path, command: list[str]) -> None:
     (tree / "bin").mkdir()
     stand_in = f'#!/usr/bin/env bash\n[[ $* == *"import deepspeed"* ]] && exit 1\nexec {sys.executable} "$@"\n'

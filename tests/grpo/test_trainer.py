@@ -30,6 +30,7 @@ from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
 from retrain.grpo.engine import UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch
+from tests.cases import slow
 
 MODEL = resolve_model("builtin:tiny")
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -87,8 +88,8 @@ def logps(trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "given",
-    [{}, {"gradient_checkpointing": False}, {"backprop_accumulation_micro_batch_size": 2}],
-    ids=["recomputed", "stored", "in parts"],
+    [{}, {"backprop_accumulation_micro_batch_size": 2}, *slow({"gradient_checkpointing": False})],
+    ids=["recomputed", "in parts", "stored"],
 )
 def test_packed_logprobs_and_gradients_equal_those_of_trl(make: Make, peft: Any, given: dict[str, Any]) -> None:
     ours = make(peft=peft, **given)
@@ -125,13 +126,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Make) -> None:
 @pytest.mark.parametrize(
     ("given", "sampling"),
     [
-        ({"top_k": 1}, {"top_k": 1}),
+        *slow(({"top_k": 1}, {"top_k": 1})),
         (
             {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3},
             {"top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3},
         ),
         ({"generation_kwargs": {"do_sample": False}}, {"temperature": 0.0}),
-        ({"generation_kwargs": {"eos_token_id": [7, 9]}}, {}),
+        *slow(({"generation_kwargs": {"eos_token_id": [7, 9]}}, {})),
     ],
     ids=["top_k", "filters", "greedy", "stops"],
 )
@@ -316,7 +317,7 @@ def replace_by_state(model: Any) -> None:
     model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize("change", [replace_tensors, replace_by_state])
+@pytest.mark.parametrize("change", [replace_tensors, *slow(replace_by_state)])
 def test_tensors_that_were_replaced_are_sampled_from(make: Make, change: Callable[[Any], None]) -> None:
     trainer = make(top_k=5, generation_kwargs={"do_sample": False})
     prompts = [[5, 6, 7], [9, 8, 7]]

@@ -76,8 +76,8 @@ def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "worst"),
     [
-        ({"kv_cache_dtype": "fp8"}, 0.5),
         ({"dtype": "bf16", "kv_cache_dtype": "int8"}, 0.3),
+        *slow(({"kv_cache_dtype": "fp8"}, 0.5)),
         *slow(({"kv_cache_dtype": "bf16"}, 0.05), ({"kv_cache_dtype": "int8"}, 0.05), ({"dtype": "bf16"}, 0.3)),
     ],
     ids=str,

@@ -171,7 +171,14 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not(llama: Rig) -> N
     assert tokens_of(llama.engine.generate(prompts, replace(sampling, seed=4))) != first
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+QUICK = ("nothing", "all together")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*(OPTIONS[name] for name in QUICK), *slow(*(OPTIONS[name] for name in OPTIONS if name not in QUICK))],
+    ids=[*QUICK, *(name for name in OPTIONS if name not in QUICK)],
+)
 def test_tokens_are_drawn_as_often_as_they_should_be(llama: Rig, options: dict[str, float]) -> None:
     (prompt,) = random_prompts((5,))
     sampling = replace(sampling_with(**options), n=5_000, max_tokens=1, temperature=1.3, seed=11)

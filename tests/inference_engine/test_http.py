@@ -92,7 +92,7 @@ def ratios(policy: Policy, prompts: list[IntArray], groups: list[list[Completion
 
 
 @pytest.mark.parametrize(
-    ("spec", "meaning"), [(VLLM, "sampled"), (OPENAI, "raw"), *slow((OPENAI, "sampled"), (VLLM, "raw"))]
+    ("spec", "meaning"), [(OPENAI, "raw"), *slow((VLLM, "sampled"), (OPENAI, "sampled"), (VLLM, "raw"))]
 )
 def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
     server: Loopback, rig: Make, spec: ServerSpec, meaning: str
@@ -110,7 +110,7 @@ def test_temperature_zero_is_greedy_whatever_the_server_reports_of_it(
     assert all(completion.logprobs_T.tolist() == [0.0] * len(completion.token_ids_T) for (completion,) in first)
 
 
-@pytest.mark.parametrize("meaning", ["tempered", "raw", *slow("sampled", "untempered")])
+@pytest.mark.parametrize("meaning", ["tempered", *slow("raw", "sampled", "untempered")])
 def test_the_ratio_on_fresh_weights_is_one_whatever_the_server_reports(
     rig: Make, server: Loopback, meaning: str
 ) -> None:
@@ -197,13 +197,15 @@ def set_on(server: Loopback, **values: Any) -> None:
     ("values", "expected"),
     [
         ({"sends_ids": False}, "has no token ids.*0.10.2"),
-        ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
         ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-        ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
-        ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
         ({"context": 10}, "has a context of 10 tokens, but .* max_tokens = 12.*--max-model-len"),
         ({"token_shift": 1}, "another tokenizer"),
-        ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
+        *slow(
+            ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
+            ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
+            ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
+            ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
+        ),
     ],
 )
 def test_a_server_that_lacks_something_is_rejected_with_the_fix(
@@ -234,7 +236,7 @@ def test_a_wrong_key_is_rejected_and_the_right_one_works(
     rig(server).check()
 
 
-@pytest.mark.parametrize("route", ["/health", "/v1/models", "/v1/completions", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("route", ["/v1/completions", *slow("/health", "/v1/models", "/v1/load_lora_adapter")])
 def test_a_key_that_only_some_routes_want_is_asked_for_all_the_same(
     rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
@@ -256,8 +258,8 @@ def test_a_key_that_is_taken_away_while_training_is_reported(rig: Make, server: 
         one.engine.generate(PROMPTS, SAMPLING)
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/completions"])
-@pytest.mark.parametrize("fault", [b"", (500, {"error": "EngineDeadError"})])
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", *slow("/v1/completions")])
+@pytest.mark.parametrize("fault", [b"", pytest.param((500, {"error": "EngineDeadError"}), marks=pytest.mark.slow)])
 def test_a_server_that_dies_of_its_first_adapter_is_not_reported_to_lack_adapters(
     rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch, path: str, fault: Any
 ) -> None:
@@ -350,21 +352,24 @@ FAULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    "faults", [("429", "a dropped connection", "an unknown token"), *slow((tuple(FAULTS),))], ids=["some", "all"]
+)
 def test_a_passing_fault_changes_nothing_that_is_drawn(
-    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+    rig: Make, server: Loopback, faults: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
     one = rig(server)
     one.check()
     calm = one.engine.generate(PROMPTS, SAMPLING)
-    for fault, reply in FAULTS.items():
-        server.faults = [lambda body, reply=reply: reply] * 2
+    for fault in faults:
+        server.faults = [lambda body, reply=FAULTS[fault]: reply] * 2
         rough = one.engine.generate(PROMPTS, SAMPLING)
         assert not server.faults, f"{fault} was not met"
         assert [[c.text for c in group] for group in calm] == [[c.text for c in group] for group in rough], fault
 
 
-@pytest.mark.parametrize("fault", ["429", "too few completions", *slow("500", "truncated JSON")])
+@pytest.mark.parametrize("fault", ["429", *slow("too few completions", "500", "truncated JSON")])
 def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
     rig: Make, server: Loopback, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def test_internal_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="mkdocstrings is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     # Not --quiet: a warning that is not printed is not counted either.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

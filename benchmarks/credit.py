@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from retrain.advantages import CreditAssigner
-from retrain.config.schema import Algorithm, Gtpo, Hicra
+from retrain.config.schema import Gtpo, TrainConfig
 from retrain.types import BoolArray, Completion, Example, FloatArray, Group, Score
 
 GROUPS, GROUP_SIZE, TOKENS = 8, 16, 10_000
@@ -128,7 +128,7 @@ def main() -> int:
     """Measure, print one table, say whether the bounds hold."""
     groups, masks_PG = make_batch()
     mask_lists_PG = [[mask.tolist() for mask in masks_G] for masks_G in masks_PG]
-    assigner = CreditAssigner(Algorithm(), Gtpo(beta=BETA), Hicra())
+    assigner = CreditAssigner(TrainConfig(gtpo=Gtpo(beta=BETA)))
     fast_s, credit, slow_s, plain = race(
         lambda: assigner.assign(groups, masks_PG, SEPA_LAMBDA), lambda: plain_step(groups, mask_lists_PG)
     )

@@ -140,8 +140,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     folder = RunFolder(config, force_resume, console.print)
     stack.callback(folder.close)
     config = folder.config
-    paths = config.plugins.search_paths
-    credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, paths)
+    credit = CreditAssigner(config)
     # Rewards and environments start first: they warm up while the model loads, and fail early.
     tasks = _find_tasks(config)(config, console)
     stack.callback(tasks.close)

@@ -205,7 +205,7 @@ def check_completions(engine: InferenceEngine, completions_PG: object, prompts: 
 
 def _of_length(values: object, length: int, who: str, wanted: str) -> Sequence[object]:
     if not isinstance(values, Sequence):
-        raise RolloutError(f"{who} returned {type(values).__name__} for {wanted}, where a list is needed.")
+        raise RolloutError(f"{who} returned a {type(values).__name__} for {wanted}; expected a list.")
     if len(values) != length:
         raise RolloutError(f"{who} returned a list of {len(values)} for {wanted}.")
     return values
@@ -213,10 +213,10 @@ def _of_length(values: object, length: int, who: str, wanted: str) -> Sequence[o
 
 def _check_completion(completion: object, returned: str) -> None:
     if not isinstance(completion, Completion):
-        raise RolloutError(f"{returned} a {type(completion).__name__} where a retrain.types.Completion is needed.")
+        raise RolloutError(f"{returned} a {type(completion).__name__}; expected a retrain.types.Completion.")
     tokens = np.shape(completion.token_ids_T)
     if len(tokens) != 1:
-        raise RolloutError(f"{returned} token ids of shape {tokens}, where one row is needed.")
+        raise RolloutError(f"{returned} token ids of shape {tokens}; expected one row.")
     optional = (("entropies", completion.entropies_T), ("a sampled mask", completion.sampled_T))
     arrays = [("log-probs", completion.logprobs_T), *((what, array) for what, array in optional if array is not None)]
     for what, array in arrays:

@@ -313,8 +313,8 @@ def resume(parts: Parts) -> RunState:
     unknown = saved["progress"].keys() - {each.name for each in fields(RunState)}
     if unknown:
         raise CheckpointError(
-            f"{checkpoint.path} counts {', '.join(sorted(unknown))}, which this version of retrain does not know.  "
-            "Try: resume with the version that wrote it"
+            f"{checkpoint.path} contains {', '.join(sorted(unknown))}, which this version of retrain does not "
+            "support.  Try: resume with the version that wrote it"
         )
     state = RunState(**saved["progress"])
     warn_of_changed_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))

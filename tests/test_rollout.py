@@ -148,14 +148,14 @@ def answer(tokens: int = 2, **arrays: object) -> Completion:
         ([[answer(), answer()]], "returned a list of 1 for 2 prompts"),
         ([[answer(), answer()], [answer()]], "returned a list of 1 for n = 2 at prompt 1"),
         ([[answer(), answer()], [answer()] * 3], "returned a list of 3 for n = 2 at prompt 1"),
-        (None, "returned NoneType for 2 prompts, where a list is needed"),
-        ([answer(), answer()], "returned Completion for n = 2 at prompt 0, where a list is needed"),
-        ([[answer(), "right"]] * 2, "at prompt 0, completion 1, a str where a retrain.types.Completion is needed"),
+        (None, "returned a NoneType for 2 prompts; expected a list"),
+        ([answer(), answer()], "returned a Completion for n = 2 at prompt 0; expected a list"),
+        ([[answer(), "right"]] * 2, "at prompt 0, completion 1, a str; expected a retrain.types.Completion"),
         ([[answer(), answer(logprobs_T=np.zeros(3))]] * 2, r"completion 1, log-probs of shape \(3,\) for 2 tokens"),
         ([[answer(logprobs_T=None), answer()]] * 2, r"completion 0, log-probs of shape \(\) for 2 tokens"),
         ([[answer(entropies_T=np.zeros((2, 1))), answer()]] * 2, r"entropies of shape \(2, 1\) for 2 tokens"),
         ([[answer(sampled_T=np.ones(1, dtype=bool)), answer()]] * 2, r"a sampled mask of shape \(1,\) for 2 tokens"),
-        ([[answer(token_ids_T=np.zeros((2, 1))), answer()]] * 2, r"token ids of shape \(2, 1\), where one row"),
+        ([[answer(token_ids_T=np.zeros((2, 1))), answer()]] * 2, r"token ids of shape \(2, 1\); expected one row"),
     ],
 )
 def test_an_engine_that_returns_the_wrong_shape_is_named(returned: object, message: str) -> None:

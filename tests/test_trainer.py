@@ -841,5 +841,7 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(
     with monkeypatch.context() as newer:
         newer.setattr(trainer, "RunState", NewerState)
         train_quietly(fake_config(model, tmp_path))
-    with pytest.raises(CheckpointError, match=r"counts tokens_sampled, which this version of retrain does not know"):
+    with pytest.raises(
+        CheckpointError, match=r"contains tokens_sampled, which this version of retrain does not support"
+    ):
         train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))

@@ -16,7 +16,7 @@ from retrain.plugins import is_plugin
 from retrain.types import BoolArray, Completion, FloatArray, Group, StepMetrics
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Algorithm, Gtpo, Hicra
+    from retrain.config.schema import TrainConfig
 
 GroupState = Literal["live", "all_right", "all_wrong", "unscored"]
 """Only a live group has a signal; an unscored one has no valid score."""
@@ -70,7 +70,8 @@ class Credit:
 class CreditAssigner:
     """Turns scored groups into token advantages. Plugins are loaded and checked on construction."""
 
-    def __init__(self, algorithm: Algorithm, gtpo: Gtpo, hicra: Hicra, search_paths: Sequence[str] = ()) -> None:
+    def __init__(self, config: TrainConfig) -> None:
+        algorithm = config.algorithm
         takes_params = algorithm.algorithm_mode or is_plugin("transform", algorithm.transform_mode)
         self.method = load_method(
             Choice(
@@ -81,9 +82,9 @@ class CreditAssigner:
                 # Built-in methods take no parameters.
                 advantage_params=algorithm.advantage_params if is_plugin("advantage", algorithm.advantage_mode) else {},
                 transform_params=algorithm.transform_params if takes_params else {},
-                gtpo_beta=gtpo.beta,
-                hicra_alpha=hicra.alpha,
-                search_paths=search_paths,
+                gtpo_beta=config.gtpo.beta,
+                hicra_alpha=config.hicra.alpha,
+                search_paths=config.plugins.search_paths,
             )
         )
 

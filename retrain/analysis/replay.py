@@ -40,7 +40,7 @@ class Method:
     """The credit assignment of one configuration, with the state of its SEPA schedule."""
 
     def __init__(self, config: TrainConfig, texts: Sequence[str]) -> None:
-        self.credit = CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
+        self.credit = CreditAssigner(config)
         self.masks: PlanningMasks = build_planning(config, texts)
         self.sepa = SEPAController(config.sepa)
 

@@ -98,8 +98,9 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     if given is not None:
         path = Path(given)
-        if not os.path.exists(path) and suggest_command(given):
-            raise ConfigError(f"there is no file or command {given!r}.  {suggest_command(given)}")
+        hint = suggest_command(given)
+        if not os.path.exists(path) and (hint or not path.suffix):
+            raise ConfigError(f"there is no file or command {given!r}.  {hint or 'Try: retrain --help'}")
         return path
     resumed = overrides.get("resume.from")
     if resumed:

@@ -140,7 +140,7 @@ def _load(kind: str, name: str, config: TrainConfig) -> str:
 def _try_algorithm(config: TrainConfig) -> str:
     from retrain.advantages import CreditAssigner  # noqa: PLC0415  (slow to import)
 
-    CreditAssigner(config.algorithm, config.gtpo, config.hicra, config.plugins.search_paths)
+    CreditAssigner(config)
     return f"{config.condition} loaded"
 
 

@@ -39,7 +39,11 @@ IGNORED = "ignored"
 
 @dataclass(frozen=True)
 class Facets:
-    """Facts about an option besides its type, default, bounds and description. None takes the value of its table."""
+    """Facts about an option besides its type, default, bounds and description.
+
+    None takes the value of its table. Unless either says otherwise, an option has an effect in every run and campaign,
+    is fixed on resume, may differ per condition, cannot be changed in a replay, and works on Tinker.
+    """
 
     flag: str | None = None
     """Command-line flag, where it is not derived from the key."""
@@ -110,7 +114,7 @@ def option(default: Any, description: str, **settings: Any) -> Any:
     kind = settings.get("kind")
     if kind:
         description = description.format(names=", ".join(REGISTRIES[kind].builtins))
-    description = _READERS.sub(lambda found: ", ".join(REGISTRIES[found[1]].readers(found[2])), description)
+    description = _READERS.sub(lambda found: " or ".join(REGISTRIES[found[1]].readers(found[2])), description)
     extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
         return Field(

@@ -58,7 +58,7 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
             return examples.named(section.source)
         if not isinstance(examples, Sequence):
             raise PluginError(
-                f"{who} returned {type(examples).__name__} from load, where a list of retrain.types.Example is needed. "
+                f"{who} returned a {type(examples).__name__} from load; expected a list of retrain.types.Example.  "
                 "Try: return list(...)"
             )
         # A custom sequence may read its rows lazily.
@@ -76,5 +76,5 @@ def _check_each(who: str, examples: Sequence[object]) -> None:
     for index, example in enumerate(examples):
         if not isinstance(example, Example):
             raise PluginError(
-                f"{who} gave {type(example).__name__} where a retrain.types.Example is needed (example {index})."
+                f"{who} returned a {type(example).__name__} as example {index}; expected a retrain.types.Example."
             )

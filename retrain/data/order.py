@@ -52,8 +52,8 @@ class Endless(Sequence[Example]):
             raise PluginError(f"data source {self._origin!r} raised {error!r} at example {index}.") from error
         if not isinstance(example, Example):
             raise PluginError(
-                f"data source {self._origin!r} gave {type(example).__name__} at example {index}, "
-                "where a retrain.types.Example is needed."
+                f"data source {self._origin!r} returned a {type(example).__name__} as example {index}; "
+                "expected a retrain.types.Example."
             )
         return example
 

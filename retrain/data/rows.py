@@ -94,7 +94,7 @@ def raise_for_rows(issues: Sequence[ConfigIssue], origin: str) -> None:
     rest = len(issues) - len(shown)
     more = (ConfigIssue("", f"and {rest} more."),) if rest else ()
     noun = "row" if len(issues) == 1 else "rows"
-    raise ConfigError(f"{origin} has {len(issues)} unusable {noun}:", (*shown, *more))
+    raise ConfigError(f"{origin} has {len(issues)} invalid {noun}:", (*shown, *more))
 
 
 def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
@@ -142,11 +142,11 @@ def read_answer(value: object, field: str, named: bool) -> str:
 
 
 def _check_unicode(text: str, field: str) -> str:
-    """Reject half a surrogate pair: JSON can encode one, but tokenizers and files cannot."""
+    """Reject an unpaired surrogate: JSON can encode one, but tokenizers and files cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRow(f"has half a surrogate pair in {field!r} (character {error.start + 1})") from error
+        raise BadRow(f"has an unpaired surrogate in {field!r} (character {error.start + 1})") from error
     return text
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.advantages import CreditAssigner, compute_advantages
-from retrain.config.schema import Algorithm, Gtpo, Hicra
+from retrain.config.schema import Algorithm, Gtpo, Hicra, TrainConfig
 from retrain.errors import ConfigError, RolloutError
 from retrain.types import Group
 from tests.fuzz import examples
@@ -20,7 +20,7 @@ MODES = ["none", "gtpo", "gtpo_hicra", "gtpo_sepa"]
 
 
 def assigner(beta: float = 0.1, alpha: float = 0.2, **algorithm: str) -> CreditAssigner:
-    return CreditAssigner(Algorithm(**algorithm), Gtpo(beta=beta), Hicra(alpha=alpha))
+    return CreditAssigner(TrainConfig(algorithm=Algorithm(**algorithm), gtpo=Gtpo(beta=beta), hicra=Hicra(alpha=alpha)))
 
 
 @st.composite

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from retrain.advantages import AdvantageResult, CreditAssigner, TransformSpec, compute_advantages
-from retrain.config.schema import Algorithm, Gtpo, Hicra
+from retrain.config.schema import Algorithm, TrainConfig
 from retrain.errors import ConfigError, PluginError
 
 from .groups import completion, group
@@ -63,7 +63,7 @@ def compute(**options: object) -> AdvantageResult:
 
 
 def assigner(**algorithm: object) -> CreditAssigner:
-    return CreditAssigner(Algorithm(**algorithm), Gtpo(), Hicra(), search_paths=["."])
+    return CreditAssigner(TrainConfig(algorithm=Algorithm(**algorithm)))
 
 
 def test_the_readme_transform_works_from_the_working_directory(write: Write) -> None:

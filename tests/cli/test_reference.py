@@ -22,6 +22,7 @@ from retrain.config.reference import (
     json_schema,
     starter,
 )
+from retrain.plugins import REGISTRIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,7 +130,7 @@ def test_the_schema_has_every_option_closed_described_and_without_references() -
 def test_the_schema_offers_built_in_names_and_allows_others() -> None:
     options = json_schema()["properties"]
     assert options["algorithm"]["properties"]["advantage_mode"]["anyOf"] == [
-        {"enum": ["grpo", "grpo_scaled", "maxrl"]},
+        {"enum": list(REGISTRIES["advantage"].builtins)},
         {"type": "string"},
     ]
     assert options["environment"]["properties"]["args"]["type"] == ["object", "string"]

@@ -13,6 +13,7 @@ import pytest
 from retrain.cli import trial
 from retrain.config import load_config
 from retrain.errors import ConfigError
+from retrain.plugins import SERVER_ENGINES
 
 HERE = {
     "backend.devices": "cpu",
@@ -65,7 +66,7 @@ def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:
     assert [where for where, _ in trial._trials(load_config(None, HERE))] == ["[model] model, tokenizer"]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "mlx", "openai", "max"])
+@pytest.mark.parametrize("engine", sorted(SERVER_ENGINES))
 def test_a_server_is_asked(engine: str, server: str) -> None:
     there = outcomes(inference__engine=engine, inference__url=server)
     assert there == {"[inference] engine": (f"{server} responded", "")}

@@ -105,7 +105,7 @@ def test_what_the_hub_does_not_have_is_a_configuration_error_that_says_how_to_do
         assert 'source = "jsonl"' in message
     assert "the dataset someone/absent, split 'train', could not be loaded" in absent
     assert "nowhere" in split and "nothing" in subset
-    assert "someone/sums has 2 unusable rows" in fields and "row 0 has none of the fields prompt" in fields
+    assert "someone/sums has 2 invalid rows" in fields and "row 0 has none of the fields prompt" in fields
     assert 'id = "openai/gsm8k"' in no_id
     assert "counting_and_probability" in subject
 

@@ -103,12 +103,12 @@ BAD_ROWS = [
     ('{"prompt": "a", "answer": ["b"]}', "has a list in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "solution": "no box"}', r"has a 'solution' without \boxed{}"),
     ("{}", "it has none at all"),
-    (r'{"prompt": "ab\ud800", "answer": "b"}', "has half a surrogate pair in 'prompt' (character 3)"),
+    (r'{"prompt": "ab\ud800", "answer": "b"}', "has an unpaired surrogate in 'prompt' (character 3)"),
     (
         r'{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "b"}',
-        "has half a surrogate pair in 'prompt' (character 1)",
+        "has an unpaired surrogate in 'prompt' (character 1)",
     ),
-    (r'{"prompt": "a", "answer": "\ud800"}', "has half a surrogate pair in 'answer' (character 1)"),
+    (r'{"prompt": "a", "answer": "\ud800"}', "has an unpaired surrogate in 'answer' (character 1)"),
     ('{"prompt": "a", "answer": "b", "x": ' + 100_000 * "[" + 100_000 * "]" + "}", "is nested too deeply"),
 ]
 
@@ -119,14 +119,14 @@ def test_a_bad_row_is_named_by_its_line(load, line, message):
         load('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
     (problem,) = caught.value.issues
     assert problem.where == "line 3" and message in problem.text
-    assert "has 1 unusable row:" in str(caught.value)
+    assert "has 1 invalid row:" in str(caught.value)
 
 
 def test_many_bad_rows_come_in_one_error_with_five_lines_and_a_count(load):
     with pytest.raises(ConfigError) as caught:
         load("\n".join(line for line, _ in BAD_ROWS))
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith(f"rows.jsonl has {len(BAD_ROWS)} unusable rows:")
+    assert lines[0].endswith(f"rows.jsonl has {len(BAD_ROWS)} invalid rows:")
     assert [line.split()[:2] for line in lines[1:6]] == [["line", str(number)] for number in range(1, 6)]
     assert lines[6].strip() == f"and {len(BAD_ROWS) - 5} more."
 
@@ -185,7 +185,10 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
     )
     paths = [str(tmp_path)]
     assert load_examples(Data(source="my_source.Source", split="dev"), paths)[0].prompt == "dev"
-    for name, message in [("Empty", "has no examples"), ("Raw", "gave dict where a retrain.types.Example is needed")]:
+    for name, message in [
+        ("Empty", "has no examples"),
+        ("Raw", "returned a dict as example 0; expected a retrain.types.Example"),
+    ]:
         with pytest.raises(PluginError, match=message):
             load_examples(Data(source=f"my_source.{name}"), paths)
     for name, message in [("Shapeless", "has no load method"), ("NOTHING", "must be a class")]:
@@ -198,9 +201,9 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
     [
         ("raise KeyError('rows')", r"raised KeyError\('rows'\) in load", KeyError),
         ("raise SystemExit(3)", r"raised SystemExit\(3\) in load", SystemExit),
-        ("return (Example('a', 'b') for _ in range(3))", "returned generator from load.*Try: return list", None),
-        ("return None", "returned NoneType from load", None),
-        ("return [Example('a', 'b'), {'prompt': 'c'}]", r"gave dict where .* \(example 1\)", None),
+        ("return (Example('a', 'b') for _ in range(3))", "returned a generator from load.*Try: return list", None),
+        ("return None", "returned a NoneType from load", None),
+        ("return [Example('a', 'b'), {'prompt': 'c'}]", r"returned a dict as example 1", None),
         ("return Lazy()", r"raised ZeroDivisionError\(.*\) in load", ZeroDivisionError),
     ],
 )
@@ -241,5 +244,5 @@ def test_an_endless_source_is_named_when_a_draw_goes_wrong(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginError, match=r"'endless_source.Source' raised ZeroDivisionError\(.*\) at example 2"):
         load_examples(Data(source="endless_source.Source", split="zero"))[2]
-    with pytest.raises(PluginError, match=r"'endless_source.Source' gave str at example 0"):
+    with pytest.raises(PluginError, match=r"'endless_source.Source' returned a str as example 0"):
         ExampleOrder(load_examples(Data(source="endless_source.Source")), seed=1).take(1)

@@ -13,7 +13,6 @@ from retrain.config.load import dump_config
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, train
 
-TIMES = {"sample_time_s", "score_time_s", "train_time_s", "step_time_s", "tokens_per_s"}
 PROBLEMS = [{"prompt": f"what is {n}?", "answer": str(n)} for n in range(7)]
 
 
@@ -67,4 +66,7 @@ def rows(log_dir: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any
 
 
 def rows_without_times(log_dir: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows(log_dir, name)]
+    return [
+        {key: value for key, value in row.items() if not key.endswith(("_time_s", "_per_s"))}
+        for row in rows(log_dir, name)
+    ]

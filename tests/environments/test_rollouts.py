@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from retrain.advantages import CreditAssigner
-from retrain.config.schema import Algorithm, Gtpo, Hicra
+from retrain.config.schema import Algorithm, TrainConfig
 from retrain.environments import Chat, ChatOver, Outcome, turns
 from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
@@ -131,7 +131,7 @@ def test_advantages_land_on_sampled_tokens_only() -> None:
 
     answers = iter(["good", "bad", "x", "y"])
     groups = play(Plays(two), lambda _: next(answers), n=2, count=1)
-    credit = CreditAssigner(Algorithm(advantage_mode="grpo", transform_mode="none"), Gtpo(), Hicra()).assign(
+    credit = CreditAssigner(TrainConfig(algorithm=Algorithm(advantage_mode="grpo", transform_mode="none"))).assign(
         groups, None, 0
     )
     datums = build_datums(groups, credit)
@@ -210,7 +210,7 @@ def test_a_failed_rollout_takes_no_part_in_training() -> None:
 
     answers = iter(["good", "break", "bad", "break", "good", "bad"])
     groups = play(Plays(rollout), lambda _: next(answers), n=3, count=2)
-    credit = CreditAssigner(Algorithm(advantage_mode="grpo", transform_mode="none"), Gtpo(), Hicra()).assign(
+    credit = CreditAssigner(TrainConfig(algorithm=Algorithm(advantage_mode="grpo", transform_mode="none"))).assign(
         groups, None, 0
     )
     assert len(build_datums(groups, credit)) == 4
@@ -226,7 +226,7 @@ def test_a_group_with_one_rollout_left_is_not_trained_on() -> None:
         return Outcome(1.0)
 
     groups = play(Plays(rollout), lambda _: next(answers), n=2, count=1)
-    credit = CreditAssigner(Algorithm(), Gtpo(), Hicra()).assign(groups, None, 0)
+    credit = CreditAssigner(TrainConfig()).assign(groups, None, 0)
     assert build_datums(groups, credit) == []
     # With a penalty for leaving the reference the one that was scored takes part, and earns nothing.
     assert [row.advantages_T.any() for row in build_datums(groups, credit, all_groups=True)] == [False]

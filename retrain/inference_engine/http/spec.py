@@ -76,6 +76,7 @@ class ServerSpec:
     exclusive: tuple[str, ...] = ()
     """Options of which only one at a time works as in retrain; together they are applied in another order."""
     load: str = "/v1/load_lora_adapter"
+    """Endpoint that loads an adapter; empty if each request names one. A server without adapters cannot be trained."""
     unload: str = "/v1/unload_lora_adapter"
     url_required: str = ""
     """Why `[inference] url` must be set; "" if the default is this machine."""

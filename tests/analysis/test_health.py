@@ -105,6 +105,8 @@ def test_narrowing_is_pass_at_1_up_while_pass_at_k_falls() -> None:
     found = find("diversity", check_health(steps(), rows))
     assert (found.level, found.step, found.value) == ("warning", 20, "pass@k 60% → 50%")
     assert find("diversity", check_health(steps(), [rows[0], evaluation(40, 0.1, 0.5)])).level == "ok"
+    single = [evaluation(0, 0.1, 0.1), evaluation(40, 0.5, 0.5)]
+    assert find("diversity", check_health(steps(), single)).level == "unknown", "one sample per problem shows nothing"
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:

@@ -22,7 +22,7 @@ from retrain.plugins import REGISTRIES, import_path
 
 TESTED = ("1.16", "1.17")
 """From the first of these TRL versions up to, but not including, the second."""
-INSTALL = 'Try: pip install -c constraints.txt -e ".[grpo]"'
+INSTALL = 'Try: pip install -e ".[grpo]"'
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}

@@ -102,3 +102,9 @@ def test_a_file_says_what_it_is_and_holds_nothing_unfinished(file: Path) -> None
     assert ast.get_docstring(parse(file)), f"{name_of(file)} has no module docstring"
     found = [f"{name_of(file)}:{n}" for n, line in enumerate(text.splitlines(), 1) if UNFINISHED.search(line)]
     assert found == []
+
+
+def test_messages_about_an_extra_name_one_command() -> None:
+    extra = re.compile(r'pip install [^\n]*?"?\.\[')
+    named = {match for file in FILES for match in extra.findall(file.read_text(encoding="utf-8"))}
+    assert named == {'pip install -e ".['}

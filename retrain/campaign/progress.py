@@ -134,8 +134,13 @@ def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
 
 def is_finished(folder: Path, max_steps: int) -> bool:
     """Whether a run made all its steps and recorded its end."""
+    return finished_steps(folder) >= max_steps
+
+
+def finished_steps(folder: Path) -> int:
+    """The steps of the last checkpoint of a run that recorded its end; -1 if it did not."""
     state = _read_state(folder)
-    return state.get("status") == "finished" and state.get("step", 0) >= max_steps
+    return int(state.get("step", 0)) if state.get("status") == "finished" else -1
 
 
 def is_locked(folder: Path) -> bool:

@@ -168,19 +168,18 @@ def explain_finished(config: TrainConfig) -> str:
     """Why there is nothing to resume and how to continue, or ""."""
     if not config.resume.from_:
         return ""
-    from retrain.campaign.progress import read_progress  # noqa: PLC0415  (only a resume needs it)
+    from retrain.campaign.progress import finished_steps, read_progress  # noqa: PLC0415  (only a resume needs it)
     from retrain.storage.folder import has_work_left  # noqa: PLC0415
 
     folder = Path(config.resume.from_).expanduser()
-    progress = read_progress(folder)
-    if progress.status != "finished" or has_work_left(config, progress.step):
+    steps, progress = finished_steps(folder), read_progress(folder)
+    # Rows beyond the last checkpoint are removed by a resume.
+    if steps != progress.step or has_work_left(config, steps):
         return ""
     held_out = f", held-out {100 * progress.held_out:.1f}%" if progress.held_out is not None else ""
-    longer = (
-        f"--epochs {2 * config.training.epochs:g}" if config.training.epochs else f"--max-steps {2 * progress.step}"
-    )
+    longer = f"--epochs {2 * config.training.epochs:g}" if config.training.epochs else f"--max-steps {2 * steps}"
     return (
-        f"{folder} is finished: {plural(progress.step, 'step')}{held_out}.\n"
+        f"{folder} is finished: {plural(steps, 'step')}{held_out}.\n"
         f"To train longer: retrain --resume {shlex.quote(str(folder))} {longer}"
     )
 

@@ -415,7 +415,7 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so(
     for checkpoint in (run_folder / "logs" / "checkpoints").iterdir():
         (checkpoint / "checkpoint.json").write_text("{")
     config = fake_config(model, run_folder)
-    assert run_command(config, "--resume", str(run_folder / "logs")) == 2
+    assert run_command(config, "--resume", str(run_folder / "logs"), "--max-steps", "6") == 2
     printed = capsys.readouterr().err
     assert "has no checkpoint to resume from" in printed
     assert "To resume" not in printed, "the command that failed is not suggested"

@@ -240,7 +240,8 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
-    """The workload of a configuration, given the prompt length."""
+    """The workload of a configuration, given the prompt length, which `max_prompt_tokens` limits."""
+    prompt_tokens = min(prompt_tokens, config.training.max_prompt_tokens or prompt_tokens)
     width = {"fp32": 4, "bf16": 2, "auto": 4 if is_on_cpu(config.backend.devices) else 2}[config.model.dtype]
     return Workload(
         config.training.batch_size, config.training.group_size, prompt_tokens, config.training.max_tokens,
@@ -283,9 +284,10 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> Memo
     cache = cache_bytes(shape, work) if work.samples_here else 0
     room = math.inf if memory is None else memory * (1 - SPARE) - weights - copy - adapter - cache
     training = plan_training(cost, room, work.longest, work.micro_batch_tokens, work.recompute)
-    # A step may have fewer tokens than a micro-batch.
+    # A step may have fewer tokens than the learner's micro-batches may hold.
     tokens = min(training.micro_batch_tokens, work.completions * work.longest)
     activations = cost.bytes(tokens, training.recomputed_layers)
+    training = TrainingPlan(tokens, training.recomputed_layers, activations, activations <= room)
     logits = cost.logits(tokens)
     return MemoryPlan(weights, copy, adapter, cache, activations - logits, logits, training)
 

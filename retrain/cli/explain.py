@@ -125,13 +125,13 @@ class Explanation(TypedDict):
 def command(config: str | None, as_json: bool, **parameters: object) -> None:
     """Show what CONFIG (default: ./retrain.toml) would do. Takes the same flags as training.
 
-    The JSON has these keys, null where unknown: file, kind (train, campaign, squeeze), condition, blockers (reasons
-    why it cannot run here), changed (path, value, default), adapter (path, exists, min_variance_retention; for a
-    squeeze), model (name, found, path, parameters, parameters_from, trainable), engine (name, url, backend, devices),
-    problems (where tasks and rewards come from), runs (name, condition, seed), runs_at_once, step (prompts,
-    completions, max_tokens), memory (weights_bytes, sampling_copy_bytes, adapter_bytes, kv_cache_bytes,
-    activations_bytes, logits_bytes, total_bytes, micro_batch_tokens, recomputed_layers), time (step_seconds,
-    run_seconds, from), files.
+    The JSON has these keys, null where unknown: file, kind (train, campaign, squeeze), condition, blockers (reasons why
+    it cannot run here), changed (path, value, default), adapter (path, exists, min_variance_retention; for a squeeze),
+    model (name, found, path, parameters, parameters_from, trainable), engine (name, url, backend, devices), problems
+    (where tasks and rewards come from), runs (name, condition, seed), runs_at_once, step (prompts, completions,
+    max_tokens), memory (weights_bytes, sampling_copy_bytes, adapter_bytes, kv_cache_bytes, activations_bytes,
+    logits_bytes, total_bytes, micro_batch_tokens, recomputed_layers, prompt_tokens), time (step_seconds, run_seconds,
+    from), files.
     """
     path, loaded = read_config(config, parameters, as_json)
     data = explain(loaded, str(path))
@@ -241,12 +241,14 @@ def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | N
     if plan is None:
         unknown: dict[str, int | None] = dict.fromkeys(f"{part}_bytes" for part in (*MEMORY_PARTS, "total"))
         weights = facts.parameters * work.width if facts.parameters is not None else None
-        return {**unknown, "weights_bytes": weights, "micro_batch_tokens": None, "recomputed_layers": None}
+        unplanned = dict.fromkeys(("micro_batch_tokens", "recomputed_layers", "prompt_tokens"))
+        return {**unknown, "weights_bytes": weights, **unplanned}
     return {
         **{f"{part}_bytes": int(vars(plan)[part]) for part in MEMORY_PARTS},
         "total_bytes": plan.total,
         "micro_batch_tokens": plan.training.micro_batch_tokens,
         "recomputed_layers": plan.training.recomputed_layers,
+        "prompt_tokens": work.prompt_tokens,
     }
 
 
@@ -366,5 +368,8 @@ def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:
     return [
         ("memory", f"{format_bytes(memory['total_bytes'])}; `retrain plan` shows what fits a GPU"),
         *parts,
-        ("micro-batches", f"{memory['micro_batch_tokens']:,} tokens{layers}"),
+        (
+            "micro-batches",
+            f"{memory['micro_batch_tokens']:,} tokens{layers}; prompts of {memory['prompt_tokens']} tokens are assumed",
+        ),
     ]

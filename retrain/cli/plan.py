@@ -147,11 +147,11 @@ def command(
 
     The JSON has these keys, null where unknown: file, backend, devices, model (name, parameters, parameters_from), card
     (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits, total,
-    fits; bytes), training (micro_batch_tokens, recomputed_layers), largest_batch_size, step (completions, tokens,
-    seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds), campaign (conditions,
-    seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
-    train_tokens and price per step, tokens_from, run_price, campaign_price; prices need all of --prefill-price,
-    --sample-price and --train-price).
+    fits; bytes), training (micro_batch_tokens, recomputed_layers, prompt_tokens), largest_batch_size, step
+    (completions, tokens, seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds),
+    campaign (conditions, seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens:
+    prefill_tokens, sample_tokens, train_tokens and price per step, tokens_from, run_price, campaign_price; prices need
+    all of --prefill-price, --sample-price and --train-price).
     """
     prices = _read_prices(prefill_price, sample_price, train_price)
     path, loaded = read_config(config, parameters, as_json)
@@ -191,7 +191,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         },
         "card": asdict(card) if card is not None else None,
         "memory": _memory(memory, available),
-        "training": _training(memory),
+        "training": _training(memory, work),
         "largest_batch_size": largest_batch(facts.shape, work, available)
         if facts.shape is not None and is_local and available
         else None,
@@ -257,11 +257,15 @@ def _memory(plan: MemoryPlan | None, available: int | None) -> dict[str, int | b
     return {**{part: vars(plan)[part] for part in MEMORY_PARTS}, "total": plan.total, "fits": fits}
 
 
-def _training(plan: MemoryPlan | None) -> dict[str, int] | None:
+def _training(plan: MemoryPlan | None, work: Workload) -> dict[str, int] | None:
     if plan is None:
         return None
     cut = plan.training
-    return {"micro_batch_tokens": cut.micro_batch_tokens, "recomputed_layers": cut.recomputed_layers}
+    return {
+        "micro_batch_tokens": cut.micro_batch_tokens,
+        "recomputed_layers": cut.recomputed_layers,
+        "prompt_tokens": work.prompt_tokens,
+    }
 
 
 def _step(
@@ -314,7 +318,7 @@ def why_unknown(model: Model) -> str:
         return "only dense decoders are planned, not mixtures of experts"
     if find_model(model["name"]).found == "missing":
         return f"there is no folder {model['name']}"
-    return f"its config.json is not on this machine.  Try: hf download {model['name']} config.json"
+    return f"the model's config.json is not on this machine.  Try: hf download {model['name']} config.json"
 
 
 def _print(data: Plan) -> None:
@@ -334,6 +338,7 @@ def _print(data: Plan) -> None:
         print_table(("part", "memory"), [*rows, ("total", format_bytes(memory["total"]) + fits)])
         layers = training["recomputed_layers"] or "none"
         click.echo(f"micro-batches of {training['micro_batch_tokens']:,} tokens; layers recomputed: {layers}")
+        click.echo(f"prompts are assumed to have {training['prompt_tokens']:,} tokens (--prompt-tokens)")
     if data["largest_batch_size"] is not None:
         click.echo(f"largest batch_size that is sampled at once: {data['largest_batch_size']:,}")
     print_heading("Time")

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from retrain.config.conditions import condition_overrides
-from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, option_issue, options_by_path
+from retrain.config.options import (
+    OPTIONAL_SECTIONS,
+    Option,
+    all_options,
+    campaign_paths,
+    option_issue,
+    options_by_path,
+)
 from retrain.config.rules import find_issues
 from retrain.config.schema import TrainConfig
 from retrain.config.synonyms import find_synonym
@@ -131,10 +138,15 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[Tables, list[ConfigIssue]]:
-    """A copy of the tables, two levels deep, with overrides applied."""
+    """A copy of the tables, two levels deep, with overrides applied.
+
+    In the file of a campaign, an override of `training.max_steps` is one of `campaign.max_steps`.
+    """
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     issues = []
-    for path, value in overrides.items():
+    for given, value in overrides.items():
+        replacement = campaign_paths().get(given, given) if "campaign" in merged else given
+        path = given if replacement in overrides else replacement
         section, _, key = path.partition(".")
         if path not in options_by_path():
             issues.append(_unknown_key(section, key or path))

@@ -128,6 +128,13 @@ def paths_where(facet: str) -> frozenset[str]:
 
 
 @cache
+def campaign_paths() -> dict[str, str]:
+    """Options of [training] that a campaign has under the same name, and those of [campaign] that replace them."""
+    pairs = ((f"training.{option.key}", option.path) for option in all_options() if option.section == "campaign")
+    return {path: replacement for path, replacement in pairs if path in options_by_path()}
+
+
+@cache
 def free_on_resume() -> frozenset[str]:
     """Options that a resumed run may change, by `section.key`."""
     return frozenset(option.path for option in all_options() if option.facets.on_resume == "free")

@@ -154,6 +154,20 @@ def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     assert largest_batch(qwen(), W1, 10 * GB) == 0
 
 
+def test_a_micro_batch_holds_no_more_tokens_than_a_step() -> None:
+    small = replace(W1, prompts=4, group=8, prompt_tokens=64, max_tokens=24)
+    plan = plan_memory(qwen(), small)
+    assert plan.training.micro_batch_tokens == 32 * (64 + 24)
+    assert plan.training.bytes == plan.activations + plan.logits
+    # Micro-batches that are larger than the step do not keep it from fitting.
+    assert plan_memory(qwen(), replace(small, micro_batch_tokens=10**6), 40 * GB).training.fits
+
+
+def test_prompts_are_no_longer_than_max_prompt_tokens() -> None:
+    config = load_config(None, {"training.max_prompt_tokens": 32})
+    assert (workload_of(config, 256).prompt_tokens, workload_of(config, 16).prompt_tokens) == (32, 16)
+
+
 def test_a_configuration_becomes_a_workload() -> None:
     config = load_config(
         None, {"training.max_tokens": 300, "backend.devices": "cpu", "inference.kv_cache_dtype": "fp8"}

@@ -37,6 +37,16 @@ def test_every_template_is_written_to_where_it_was_asked_for(template: str) -> N
     assert (Path("runs") / SCHEMA_FILE).exists()
 
 
+@pytest.mark.parametrize("template", ["demo", "quickstart", "standard"])
+def test_the_adapter_of_a_template_is_inside_its_log_folder(template: str) -> None:
+    values = TEMPLATES[template].values
+    assert values["backend.adapter_path"] == f"{values['logging.log_dir']}/adapter"
+
+
+def test_the_squeeze_template_reads_the_adapter_of_quickstart() -> None:
+    assert TEMPLATES["squeeze"].values["squeeze.adapter_path"] == TEMPLATES["quickstart"].values["backend.adapter_path"]
+
+
 def test_list_names_the_templates_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import pytest
 
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig, find_notes, load_config
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, values_of
 from retrain.config.toml import format_value
@@ -122,3 +122,22 @@ def test_completion_offers_choices_names_and_files() -> None:
     assert ("gtpo_sepa", "plain") in complete("algorithm__transform_mode", "gtpo")
     assert complete("backend__adapter_path", "lo") == [("lo", "file")]
     assert complete("training__lr", "") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--max-steps", "2"], 2),
+        (["--max-steps", "2", "--campaign-max-steps", "3"], 3),
+        (["--training.max_steps", "4"], 4),
+    ],
+)
+def test_a_flag_for_the_steps_of_training_sets_those_of_a_campaign(
+    flags: list[str], steps: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "campaign.toml"
+    file.write_text("[campaign]\nmax_steps = 20\n")
+    config = load(*flags, path=file)
+    assert config.campaign is not None
+    assert config.campaign.max_steps == steps
+    assert [note.where for note in find_notes(config)] == (["[training] max_steps"] if len(flags) > 2 else [])

@@ -45,8 +45,9 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(version_base="1.3", config_dir=str(root)):
             composed = compose(config_name=name, overrides=words)
         tables = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be composed: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split()) or f"{type(error).__name__}, perhaps a key that is not text"
+        raise ConfigError(f"{path} cannot be composed: {reason}") from error
     assert isinstance(tables, dict)
     return flatten(tables)
 

@@ -95,11 +95,12 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
         self.top_k = self.top_k or 0
         if self.use_vllm_server:
             self.use_vllm, self.vllm_mode = True, "server"
-        self.model_init_kwargs = rename_dtype(self.model_init_kwargs)
         if vars(self)["bf16"] is None and not torch.accelerator.is_available():
             # TRL's default requires a GPU.
             self.bf16 = False
         super().__post_init__()
+        # By now a dictionary, if it was given as JSON on a command line.
+        self.model_init_kwargs = rename_dtype(self.model_init_kwargs)
 
     def _find_conflicts(self) -> list[ConfigIssue]:
         """Values and combinations that cannot work."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from retrain.config.schema import Inference
 from retrain.errors import RetrainError
+from retrain.grpo.packed import find_length_dependence
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.modeling.attention import register
 from retrain.modeling.policy import Policy, find_attention_fallback
@@ -84,7 +85,7 @@ class TrainerEngine:
             raise UnsupportedModelError(reason)
 
     def serves(self, model: nn.Module) -> bool:
-        """Whether this engine samples from the model as it is now: its tensors, modules and hooks are the same."""
+        """Whether this engine samples from the model as it is now: the same tensors, modules, hooks and adapter."""
         return model is self.model and _fingerprint(model) == self._built_from
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
@@ -124,6 +125,8 @@ def _check_model(model: nn.Module) -> Any:
     config = causal_lm.config.to_dict()
     if config.get("quantization_config"):
         raise UnsupportedModelError("its weights are quantized")
+    if reason := find_length_dependence(causal_lm.config):
+        raise UnsupportedModelError(reason)
     if causal_lm.config.get_text_config() is not causal_lm.config:
         raise UnsupportedModelError(f"{type(causal_lm).__name__} is multimodal")
     return causal_lm
@@ -134,10 +137,11 @@ def _is_neutral(key: str, value: object) -> bool:
     return is_empty or (key in NEUTRAL and value == NEUTRAL[key])
 
 
-def _fingerprint(model: nn.Module) -> list[tuple[int, ...]]:
-    """What the engine takes from a model once: its modules with their hooks, and the storage of its tensors."""
+def _fingerprint(model: nn.Module) -> list[tuple[object, ...]]:
+    """What the engine takes from a model once: modules with their hooks, the storage of tensors, which are trained."""
     modules = [(id(module), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
-    return [*modules, *((id(parameter), parameter.data_ptr()) for parameter in model.parameters())]
+    tensors = [(id(each), each.data_ptr(), each.requires_grad) for each in (*model.parameters(), *model.buffers())]
+    return [*modules, *tensors, tuple(model.active_adapters) if isinstance(model, PeftModel) else ()]
 
 
 def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tuple[int, ...]]:

@@ -123,7 +123,15 @@ def _find_obstacle(config: Any) -> str:
     others += sorted(key for key in values if key.startswith(("mamba_", "ssm_", "conv_", "linear_conv_")))[:1]
     if others:
         return f"layers of kind {others[0]} would pass state from row to row"
-    return "attention_dropout is not 0" if values.get("attention_dropout") else ""
+    return "attention_dropout is not 0" if values.get("attention_dropout") else find_length_dependence(config)
+
+
+def find_length_dependence(config: Any) -> str:
+    """Rotary embeddings that change with the longest row of a batch, padding included; "" if there are none."""
+    rope = config.get_text_config().to_dict().get("rope_parameters") or {}
+    kinds = {str(table.get("rope_type")) for table in (rope, *rope.values()) if isinstance(table, dict)}
+    changing = sorted(kinds & {"dynamic", "longrope"})
+    return f"its {changing[0]} rotary embedding depends on the length of the batch" if changing else ""
 
 
 def _choose_attention(own: Any) -> Any:

@@ -87,7 +87,7 @@ class RunSettings:
 def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Any]]:
     """The run and the arguments of its trainer; one ConfigError lists all unknown settings and wrong values."""
     kind = settings.get("trainer_type", "grpo")
-    if kind not in DECLARATIONS:
+    if not isinstance(kind, str) or kind not in DECLARATIONS:
         raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
     arguments, own = read_arguments(kind), get_type_hints(RunSettings, include_extras=True)
     known = arguments | own
@@ -137,11 +137,14 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[di
     """The values of the declared types, and what is wrong: a number that YAML read as a string is a number."""
     checked, issues = {}, []
     for key, value in values.items():
+        words = _type_words(hints[key])
         try:
-            checked[key] = TypeAdapter(hints[key]).validate_python(value)
+            # pydantic would take a flag for 0 or 1.
+            is_wrong_flag = isinstance(value, bool) and words and TYPE_NAMES[bool] not in words
+            checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=bool(is_wrong_flag))
         except ValidationError as error:
-            *words, last = _type_words(hints[key]) or [str(error.errors()[0]["msg"])]
-            wanted = f"{', '.join(words)} or {last}" if words else last
+            *some, last = words or [str(error.errors()[0]["msg"])]
+            wanted = f"{', '.join(some)} or {last}" if some else last
             issues.append(ConfigIssue(key, f"must be {wanted}, got {value!r}."))
     return checked, issues
 
@@ -171,6 +174,9 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     missing = {name: example for name, example in required.items() if not given[name]}
     issues = [ConfigIssue(name, "is missing.", f"Try: {name}={example}") for name, example in missing.items()]
     names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
+    weights = run.reward_weights
+    if weights is not None and names and len(weights) != len(names):
+        issues.append(ConfigIssue("reward_weights", f"has {len(weights)} numbers for {len(names)} of reward_funcs."))
     unknown = [REGISTRIES["reward"].explain_unknown(name) for name in names if ":" not in name]
     issues += [ConfigIssue("reward_funcs:", text) for text in unknown if text]
     if is_grpo and run.completion_only_training is False:

@@ -21,6 +21,7 @@ import datasets
 import torch
 import trl
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin
@@ -91,6 +92,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if args.offload_untrained_models:
             _offload([self.ref_model, *self.reward_funcs], self.accelerator.device)
         self._newest_logps: Tensor | None = None
+        self._has_logprobs = False
+        """Whether the engine sampled a turn of the current batch, with log-probs."""
 
     @property
     def _causal_lm(self) -> Any:
@@ -133,19 +136,41 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         try:
             if any(bool(given) for given in (*more[:2], others.get("images"), others.get("multimodal_fields"))):
                 raise UnsupportedModelError("the prompts have images or other multimodal inputs")
-            return self._sample(prompt_ids)
+            ids, logprobs = self._sample(prompt_ids)
+            self._has_logprobs = logprobs is not None
+            return ids, logprobs
         except PromptLengthError as error:
             logger.warning_once(f"Using TRL for sampling of this batch: {error}.")
-            return theirs()
         except UnsupportedModelError as error:
             self._use_trl("sampling", str(error))
         except torch.OutOfMemoryError:
             self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
         # Outside the handlers: a traceback keeps the tensors of the failed call alive.
-        self._engine = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return theirs()
+        if "sampling" in self._reasons:
+            self._engine = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        ids, logprobs = theirs()
+        if logprobs is None and self._has_logprobs:
+            # Earlier turns of these conversations have log-probs, and then TRL wants those of every turn.
+            scored = self._score_with_trl(prompt_ids, ids)[0].tolist()
+            logprobs = [row[: len(one)] for row, one in zip(scored, ids, strict=True)]
+        return ids, logprobs
+
+    def _generate(self, *arguments: Any, **others: Any) -> Any:
+        self._has_logprobs = False
+        return super()._generate(*arguments, **others)
+
+    def _score_with_trl(self, prompts: Any, completions: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Log-probs of completions by TRL's forward pass, and which of them are tokens."""
+        left, right = ([torch.as_tensor(ids) for ids in side] for side in (prompts, completions))
+        ids, mask = (
+            torch.cat([pad(before, padding_side="left"), pad(after)], 1).to(self.accelerator.device)
+            for before, after in ((left, right), ([*map(torch.ones_like, left)], [*map(torch.ones_like, right)]))
+        )
+        keep = max(map(len, right))
+        with torch.no_grad(), _evaluating(self.model):
+            return super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0], mask[:, -keep:]
 
     def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """Sample with retrain's engine. The seed comes from PyTorch, whose state TRL saves in its checkpoints."""
@@ -179,17 +204,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         """Compare the engine's log-probs with TRL's forward pass, once per model, on a few tokens without filters."""
         prompts = prompt_ids[:ROWS_CHECKED]
         drawn = engine.generate(prompts, Sampling(max_tokens=TOKENS_CHECKED, temperature=self.temperature), stops)
-        left = [torch.tensor(prompt) for prompt in prompts]
-        right = [torch.as_tensor(one.token_ids_T) for one in drawn]
         own = pad([torch.as_tensor(one.logprobs_T) for one in drawn]).to(self.accelerator.device)
-        ids, mask = (
-            torch.cat([pad(before, padding_side="left"), pad(after)], 1).to(self.accelerator.device)
-            for before, after in ((left, right), ([*map(torch.ones_like, left)], [*map(torch.ones_like, right)]))
-        )
-        keep = own.shape[1]
-        with torch.no_grad(), _evaluating(self.model):
-            theirs = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep)[0]
-        if reason := self._find_difference(own, theirs, mask[:, -keep:]):
+        if reason := self._find_difference(own, *self._score_with_trl(prompts, [one.token_ids_T for one in drawn])):
             raise UnsupportedModelError(reason)
 
     # Log-probs.
@@ -210,6 +226,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if any(value is not None and value is not False for name, value in given.items() if name != "model"):
             return theirs()
         if not self._is_packing_checked and self._is_policy(model):
+            if _is_adapter_off(model):
+                # The reference of an adapter; the check is for the model that is trained.
+                return theirs()
             self._is_packing_checked = True
             self._check_packing(model, ids.device)
         found = self._packed(model, attention, (ids, mask, keep), rows) if "log-probs" not in self._reasons else None
@@ -347,10 +366,18 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
 
 def _find_special_adapter(model: Any) -> str:
-    """Why the adapter of a model needs TRL's padded rows: an activated LoRA looks for tokens in each row."""
-    adapters = model.peft_config.values() if isinstance(model, PeftModel) else ()
-    is_activated = any(vars(adapter).get("alora_invocation_tokens") for adapter in adapters)
-    return "its adapter uses alora_invocation_tokens" if is_activated else ""
+    """Why the adapter of a model needs TRL's padded rows: it adds tokens to each row, or looks for some in it."""
+    for adapter in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        if adapter.is_prompt_learning:
+            return f"its adapter is {adapter.peft_type.value}"
+        if vars(adapter).get("alora_invocation_tokens"):
+            return "its adapter uses alora_invocation_tokens"
+    return ""
+
+
+def _is_adapter_off(model: nn.Module) -> bool:
+    layer = next((each for each in model.modules() if isinstance(each, BaseTunerLayer)), None)
+    return layer is not None and layer.disable_adapters
 
 
 def _cut_after(ids: list[int], stops: Sequence[int]) -> list[int]:

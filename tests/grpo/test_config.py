@@ -54,6 +54,8 @@ def test_other_names_of_trl_parameters_set_them(tmp_path: Path) -> None:
 
 
 def test_the_old_name_of_the_precision_is_understood(tmp_path: Path) -> None:
+    as_json = config(tmp_path, model_init_kwargs='{"torch_dtype": "float16"}')
+    assert as_json.model_init_kwargs == {"dtype": "float16"}
     given = config(tmp_path, model_init_kwargs={"torch_dtype": "float16", "use_cache": False})
     assert given.model_init_kwargs == {"dtype": "float16", "use_cache": False}
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,7 +28,7 @@ from transformers import (
 
 from retrain.builtin import resolve_model
 from retrain.grpo import GRPOConfig, GRPOTrainer
-from retrain.grpo.engine import UnsupportedModelError, read_sampling
+from retrain.grpo.engine import TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch
 from tests.cases import slow
 
@@ -317,7 +317,11 @@ def replace_by_state(model: Any) -> None:
     model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize("change", [replace_tensors, *slow(replace_by_state)])
+def replace_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 3
+
+
+@pytest.mark.parametrize("change", [replace_tensors, replace_buffer, *slow(replace_by_state)])
 def test_tensors_that_were_replaced_are_sampled_from(make: Make, change: Callable[[Any], None]) -> None:
     trainer = make(top_k=5, generation_kwargs={"do_sample": False})
     prompts = [[5, 6, 7], [9, 8, 7]]
@@ -340,6 +344,79 @@ def test_a_hook_that_changes_a_layer_is_noticed_with_filters(make: Make, late: b
     trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 3)
     trainer._generate_single_turn(prompts, None, {}, 1)
     assert "differ from TRL's" in trainer._reasons["sampling"]
+
+
+@pytest.mark.parametrize("trained", ["lm_head", "norm"])
+def test_parameters_that_are_trained_beside_an_adapter_are_sampled_from(make: Make, trained: str) -> None:
+    trainer = make(peft=LORA, learning_rate=0.05, max_steps=3)
+    for name, parameter in trainer.model.named_parameters():
+        if trained in name:
+            parameter.requires_grad_(True)
+    trainer.train()
+    ratios = [row["importance_ratio/max"] for row in trainer.state.log_history if "importance_ratio/max" in row]
+    assert len(ratios) == 3 and ratios == pytest.approx([1.0] * 3, abs=1e-2)
+
+
+def test_copies_in_another_precision_follow_what_is_trained_beside_an_adapter(make: Make) -> None:
+    model = make(peft=LORA).model
+    norm = model.get_base_model().model.norm.weight.requires_grad_(True)
+    engine = TrainerEngine(model, None, torch.device("cpu"), in_bf16=True)
+    with torch.no_grad():
+        norm += 1
+    assert engine.engine.model is not None
+    engine.engine.model.refresh()
+    torch.testing.assert_close(engine.engine.model.causal_lm.model.norm.weight, norm.detach().bfloat16())
+
+
+def test_another_active_adapter_is_sampled_by_trl(make: Make) -> None:
+    trainer = make(peft=LORA)
+    trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
+    trainer.model.add_adapter("other", LORA)
+    trainer.model.set_adapter("other")
+    trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
+    assert "its active adapter" in trainer._reasons["sampling"]
+
+
+def test_prompt_tuning_with_a_reference_is_left_to_trl(make: Make) -> None:
+    numbers = []
+    for kind in (trl.GRPOTrainer, GRPOTrainer):
+        tuning = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        trainer = make(kind, peft=tuning, beta=0.1)
+        trainer.train()
+        numbers.append(trainer.state.log_history[0]["grad_norm"])
+    assert numbers[0] > 0 and numbers[1] > 0
+    assert set(trainer._reasons) == {"sampling", "log-probs"}
+
+
+def test_packing_is_checked_with_the_adapter_on(make: Make) -> None:
+    trainer = make(peft=LORA, beta=0.1)
+    with torch.no_grad(), trainer.model.disable_adapter():
+        trainer._get_per_token_logps_and_entropies(trainer.model, *batch(trainer))
+    assert not trainer._is_packing_checked
+    logps(trainer)
+    assert trainer._is_packing_checked and trainer._reasons == {}
+
+
+def test_a_batch_that_falls_back_between_turns_keeps_its_logprobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL wants log-probs of every turn of a conversation, or of none."""
+    trainer, prompts = make(), [[5, 6, 7], [9, 8]]
+    trainer._generate_single_turn(prompts, None, {}, 1)
+
+    def run_out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(trainer, "_sample", run_out_of_memory)
+    ids, logprobs = trainer._generate_single_turn(prompts, None, {}, 1)
+    assert "does not fit" in trainer._reasons["sampling"]
+    assert [len(row) for row in logprobs] == [len(row) for row in ids]
+    assert all(value < 0 for row in logprobs for value in row)
+
+
+def test_a_rotary_embedding_that_depends_on_the_batch_is_left_to_trl() -> None:
+    config = AutoConfig.from_pretrained(MODEL, attn_implementation="sdpa")
+    assert AttentionSwitch(config).reason == ""
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert "depends on the length of the batch" in AttentionSwitch(config).reason
 
 
 def test_another_attention_after_the_first_batch_is_noticed(make: Make) -> None:

@@ -95,6 +95,9 @@ def test_packages_become_one_table() -> None:
         (["output_dir=???"], "cannot be composed"),
         (["keep_columns=[level]"], "keep_columns names 'level'"),
         (["answer_column=level"], "row 0 has none of level"),
+        (["trainer_type=[grpo]"], "trainer_type must be grpo or sft, got ['grpo']"),
+        (["max_steps=true"], "max_steps must be a whole number, got True"),
+        (["reward_weights=[1,2]"], "reward_weights has 2 numbers for 1 of reward_funcs"),
         (["trainer_type=dpo"], "trainer_type must be grpo or sft, got 'dpo'"),
         (["trainer=teacher_sft", "num_generations=4"], "num_generations is a setting of trainer_type: grpo"),
         (["optim=fast"], "fast is not a valid OptimizerNames"),
@@ -179,7 +182,7 @@ def test_only_yaml_is_read(configs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "does not end in .yaml" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", [b"a: [1,", b"a:\n\tb: 1", b"a: 1\na: 2", b"a: !own 1", b"a: \xff"])
+@pytest.mark.parametrize("text", [b"a: [1,", b"a:\n\tb: 1", b"a: 1\na: 2", b"a: !own 1", b"a: \xff", b"42", b"null: 1"])
 def test_a_file_that_is_no_yaml_is_refused(text: bytes, configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (configs / "run" / "odd.yaml").write_bytes(text)
     assert run(["grpo", "configs/run/odd.yaml"]) == 2

@@ -59,7 +59,7 @@ class SamplingModel:
         self.packed_head: Tensor | None = None
         if self.packs and policy.has_plain_head:
             self._pack_head()
-            if not policy.rank:
+            if not policy.rank or policy.causal_lm.get_output_embeddings().weight.requires_grad:
                 self.merge_ops.append(self._pack_head)
         self.refresh()
 
@@ -92,7 +92,8 @@ class SamplingModel:
                 # The head is not used here, and adapted matrices are replaced below: neither needs a copy.
                 shared = parameter.data if module is head or is_own else parameter.data.to(self.dtype)
                 module.register_parameter(key, nn.Parameter(shared, requires_grad=False))
-                if not self.policy.rank and shared.dtype != parameter.dtype:
+                is_trained = not self.policy.rank or parameter.requires_grad
+                if is_trained and shared.dtype != parameter.dtype:
                     self.merge_ops.append(lambda old=parameter, own=shared: own.copy_(old.data))  # type: ignore[misc]
             for key, buffer in original.named_buffers(recurse=False):
                 module.register_buffer(key, buffer, persistent=False)

@@ -108,6 +108,16 @@ def test_the_verdict_comes_first_and_every_metric_has_a_chart(page: Path) -> Non
                 " [...svg.querySelectorAll('text[text-anchor=end]')].map(n => n.textContent))"
             )
             assert labels and all(len(texts) == len(set(texts)) for texts in labels)
+            # Also the longest label is within its chart.
+            await tab.do(
+                "data.runs.forEach(run => { run.series.ratio_max = run.steps.map((_, step) => 1 + 1e-5 * step); });"
+                " render()"
+            )
+            chart = "document.getElementById('chart-ratio_max')"
+            await tab.do(f"{chart}.scrollIntoView()")
+            await wait_for(tab, f"{chart}.textContent.includes('1.00002')")
+            left = f"Math.min(...[...{chart}.querySelectorAll('svg text')].map(n => n.getBoundingClientRect().left))"
+            assert await tab.do(f"{left} >= {chart}.querySelector('svg').getBoundingClientRect().left")
             assert tab.complaints == []
 
     asyncio.run(read())
@@ -248,9 +258,18 @@ def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> No
     async def watch(address: str) -> None:
         async with open_tab() as tab:
             await tab.open(address)
+            # What the page shows before the first answer, and after it.
+            assert await tab.do(
+                "(() => { const [runs, known] = [data.runs, data.head_version];"
+                " Object.assign(data, {runs: [], head_version: ''}); badge(); hideAbsent();"
+                " const shown = [...document.querySelectorAll('nav a:not([hidden])')].map(n => n.textContent);"
+                " const text = document.getElementById('badge').textContent;"
+                " Object.assign(data, {runs, head_version: known}); return [text, ...shown]; })()"
+            ) == ["Loading …", "Verdict"]
             await wait_for(tab, "data.runs.length === 4 && document.querySelectorAll('.member').length === 4")
             assert await tab.do("data.runs[0].steps.length") == 3
-            assert "last step" in await tab.do("document.getElementById('badge').textContent")
+            await tab.do("badge()")
+            assert (await tab.do("document.getElementById('badge').textContent")).startswith("Finished · last step")
             # A reader in the middle of a filter, looking at one group.
             await tab.do("document.querySelectorAll('#groups button')[3].click()")
             key = await tab.do("view.group")

@@ -29,6 +29,11 @@ function render() {
   renderSqueeze();
   renderCharts();
   renderFlips();
+  hideAbsent();
+}
+
+/** Sections without data are neither on the page nor in its navigation. */
+function hideAbsent() {
   const absent = { squeeze: !data.squeeze, health: !data.runs.length, runs: !data.runs.length, charts: !data.runs.length, configuration: !data.runs.length,
     completions: !(data.live ? data.runs.some((run) => run.index?.groups) : data.groups.length) && !data.runs.some((run) => run.flips) };
   for (const [id, gone] of Object.entries(absent)) {
@@ -100,14 +105,16 @@ function badge() {
   const slow = running.length && age > 10 * Math.max(30, ...running.map((run) => run.median_step_s || 0));
   node.hidden = false;
   node.className = clock.failed ? "badge lost" : slow ? "badge slow" : running.length ? "badge running" : "badge";
-  const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? "Not running" : "Waiting for the first step";
+  const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? (data.runs.every((run) => run.status === "finished") ? "Finished" : "Not running") : data.head_version ? "Waiting for the first step" : "Loading …";
   const loading = Math.min(1, ...data.runs.map((run) => run.loading ?? 1));
   node.textContent = [state, latest ? `last step ${duration(age)} ago` : "", loading < 1 ? `reading ${Math.floor(100 * loading)} %` : ""].filter(Boolean).join(" · ");
 }
 
 build();
 if (data.live) {
-  if (data.verdict) renderVerdict();
+  if (data.verdict) renderVerdict(); else document.getElementById("verdict").textContent = "Loading …";
+  hideAbsent();
+  badge();
   follow();
   setInterval(badge, 1000);
 } else {

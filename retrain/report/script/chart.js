@@ -27,6 +27,11 @@ class Chart {
     this.box = { left: 46, right: 10, top: 10, bottom: 22, width, height: 200 };
     this.domain(all, lines);
     const { box } = this;
+    this.levels = this.log ? logTicks(this.y0, this.y1) : ticks(this.y0, this.y1, 4);
+    const isShare = this.unit === "percent";
+    this.labels = labelsOf(this.levels.map((level) => level * (isShare ? 100 : 1))).map((text) => text + (isShare ? " %" : ""));
+    // A digit of the labels is less than 7 pixels wide.
+    box.left = Math.max(46, 12 + 7 * Math.max(0, ...this.labels.map((text) => text.length)));
     const svg = draw("svg", { width, height: box.height, viewBox: `0 0 ${width} ${box.height}`, role: "img", "aria-label": this.describe(lines) });
     const clip = `clip-${(clips += 1)}`;
     svg.append(draw("clipPath", { id: clip }, draw("rect", { x: box.left - 4, y: box.top - 4, width: width - box.left - box.right + 8, height: box.height - box.top - box.bottom + 8 })));
@@ -75,12 +80,9 @@ class Chart {
   axes() {
     const { box } = this;
     const nodes = [];
-    const levels = this.log ? logTicks(this.y0, this.y1) : ticks(this.y0, this.y1, 4);
-    const factor = this.unit === "percent" ? 100 : 1;
-    const texts = labelsOf(levels.map((level) => level * factor)).map((text) => text + (this.unit === "percent" ? " %" : ""));
-    levels.forEach((level, index) => {
+    this.levels.forEach((level, index) => {
       nodes.push(draw("line", { class: "grid", x1: box.left, x2: box.width - box.right, y1: this.y(level), y2: this.y(level) }));
-      nodes.push(draw("text", { x: box.left - 6, y: this.y(level) + 3.5, "text-anchor": "end" }, texts[index]));
+      nodes.push(draw("text", { x: box.left - 6, y: this.y(level) + 3.5, "text-anchor": "end" }, this.labels[index]));
     });
     const minutes = this.across === null && view.x === "hours" && this.x1 < 1.5;
     const unit = minutes ? 60 : 1;

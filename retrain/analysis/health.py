@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
 Level = Literal["ok", "warning", "problem", "unknown"]
 
 WINDOW = 10
-"""Steps that a value is averaged over."""
+"""Steps that a value is averaged over; in a shorter run, length, truncation and dead groups are unknown."""
 SHORTEST = 20
 """Steps before the beginning and the end of a run are compared."""
 SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
@@ -59,11 +59,11 @@ def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_to
     return [
         _check_learning(metrics, evaluations),
         _check_entropy(metrics),
-        _check_length(metrics, max_tokens),
-        _limit("truncation", metrics, lambda row: row.get("max_token_hit_rate"), (0.1, 0.3), "truncated", "truncated"),
-        _limit("dead groups", metrics, dead_share, (0.5, 0.9), "of the groups without a signal", ""),
+        _wait(_check_length(metrics, max_tokens), len(metrics)),
+        _wait(_limit("truncation", metrics, hit_rate, (0.1, 0.3), "of completions", "truncated"), len(metrics)),
+        _wait(_limit("dead groups", metrics, dead_share, (0.5, 0.9), "of groups gave no signal", ""), len(metrics)),
         _check_mismatch(metrics),
-        _limit("reward errors", metrics, error_share, (0.001, 0.1), "of the completions not scored", "errors"),
+        _limit("reward errors", metrics, error_share, (0.001, 0.1), "of completions not scored", "errors"),
         _check_diversity(evaluations),
     ]
 
@@ -88,6 +88,11 @@ def help_line(checks: Sequence[Check]) -> str:
     return f"Causes and fixes: retrain man --topic {first}{more}" if first else ""
 
 
+def hit_rate(row: Row) -> float | None:
+    """The share of completions that reached max_tokens."""
+    return row.get("max_token_hit_rate")
+
+
 def dead_share(row: Row) -> float | None:
     """The share of groups whose rewards were all equal."""
     groups = row.get("batch_size")
@@ -100,6 +105,13 @@ def error_share(row: Row) -> float | None:
     """The share of completions whose scoring failed."""
     count = float(row.get("batch_size") or 0) * float(row.get("group_size") or 0)
     return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
+
+
+def _wait(check: Check, steps: int) -> Check:
+    """The check, or "unknown" while there are fewer steps than it averages over."""
+    if check.level == "unknown" or steps >= WINDOW:
+        return check
+    return replace(check, level="unknown", value=f"{check.value}, fewer than {WINDOW} steps", step=None)
 
 
 def _limit(
@@ -134,6 +146,7 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
             worse = next(int(row["step"]) for row in rows if float(row["eval_pass_at_1"]) < low)
             return Check("learning", "problem", value, rule, worse, "wrong")
         level: Level = "ok" if after > high else "warning"
+        value += "" if level == "ok" else ", within noise"
         # An evaluation after a few steps cannot show much yet.
         if level == "warning" and int(last["step"]) - int(first["step"]) < SHORTEST:
             level = "unknown"
@@ -147,7 +160,9 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     value = f"reward {before:.3g} → {after:.3g}"
     if after < before - 2 * spread:
         return Check("learning", "problem", value, rule, None, "wrong")
-    return Check("learning", "ok" if after > before + 2 * spread else "warning", value, rule, None, "wrong")
+    if after > before + 2 * spread:
+        return Check("learning", "ok", value, rule, None, "wrong")
+    return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
 
 
 def _check_entropy(metrics: Sequence[Row]) -> Check:

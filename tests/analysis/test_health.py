@@ -89,12 +89,25 @@ def test_what_was_not_logged_or_is_too_early_is_unknown() -> None:
     assert {check.level for check in check_health([])} == {"unknown"}
     assert {check.level for check in check_health([{"step": 0}])} == {"unknown"}
     early = {check.name: check.level for check in check_health(steps(5))}
-    assert early["learning"] == early["entropy"] == "unknown" and early["truncation"] == "ok"
+    assert early["learning"] == early["entropy"] == "unknown"
+
+
+def test_a_run_shorter_than_the_window_is_no_alarm_unless_its_numbers_are_wrong() -> None:
+    bad = {"max_token_hit_rate": 0.5, "groups_all_wrong": 7, "completion_tokens_p95": 128.0}
+    for count, level in ((9, "unknown"), (10, "problem")):
+        checks = check_health(steps(count, 0, **bad), max_tokens=128)
+        assert find("truncation", checks).level == find("dead groups", checks).level == level
+        assert find("length", checks).level == ("unknown" if level == "unknown" else "warning")
+    early = find("truncation", check_health(steps(3, 0, **bad)))
+    assert (early.value, early.step) == ("50% of completions, fewer than 10 steps", None)
+    broken = check_health(steps(3, 0, reward_errors=8, ratio_mean=1.5))
+    assert help_line(broken) == "Causes and fixes: retrain man --topic mismatch (also: reward-errors)"
 
 
 def test_held_out_results_decide_about_learning() -> None:
     flat = [evaluation(0, 0.2, 0.5), evaluation(40, 0.22, 0.5)]
-    assert find("learning", check_health(steps(), flat)).level == "warning"
+    noise = find("learning", check_health(steps(), flat))
+    assert (noise.level, noise.value) == ("warning", "held-out 20% → 22%, within noise")
     worse = [evaluation(0, 0.2, 0.5), evaluation(20, 0.1, 0.5), evaluation(40, 0.0, 0.5)]
     assert find("learning", check_health(steps(), worse)).level == "problem"
     assert find("learning", check_health(steps(), worse)).step == 20

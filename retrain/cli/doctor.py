@@ -29,8 +29,8 @@ from retrain.checks.preflight import (
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
-from retrain.config import TrainConfig, load_config
-from retrain.config.flags import click_options, overrides_from
+from retrain.config import TrainConfig
+from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.unsupported import find_unsupported
 from retrain.data import load_examples
 from retrain.errors import RetrainError
@@ -100,7 +100,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
         path, loaded = read_config(config, parameters, as_json)
     else:
         load_environment(announce=not as_json)
-        loaded = load_config(None, overrides) if overrides else None
+        loaded = load_with_flags(None, overrides) if overrides else None
     checks = list(run_checks(loaded))
     ok = all(check.status != "missing" for check in checks)
     if as_json:

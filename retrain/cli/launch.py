@@ -8,8 +8,7 @@ import click
 
 from retrain.checks.preflight import check_before_loading
 from retrain.cli import train
-from retrain.config import load_config
-from retrain.config.flags import overrides_from
+from retrain.config.flags import load_with_flags, overrides_from
 from retrain.config.unsupported import check_supported
 from retrain.distributed.launch import launch
 from retrain.runtime.ranks import check_multi_process
@@ -29,7 +28,7 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     strict = parameters.pop("strict")
     overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
     train.load_environment(announce=False)
-    loaded = load_config(train.find_config(parameters["config"], overrides), overrides, strict)
+    loaded = load_with_flags(train.find_config(parameters["config"], overrides), overrides, strict)
     check_supported(loaded)
     check_multi_process(loaded, {})
     check_before_loading(loaded, click.echo)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.config import load_config
-from retrain.config.flags import click_options, overrides_from
+from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.options import paths_where
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
@@ -34,7 +34,7 @@ def command(log_dir: str, as_json: bool, **parameters: object) -> int:
     config_file = Path(log_dir) / "config.toml"
     if not config_file.is_file():
         raise ConfigError(f"{log_dir} is not a run folder: it has no config.toml.")
-    recorded, wanted = load_config(config_file), load_config(config_file, overrides)
+    recorded, wanted = load_config(config_file), load_with_flags(config_file, overrides)
     from retrain.analysis.replay import replay  # noqa: PLC0415  (loads the tokenizer's libraries)
 
     differences = list(replay(Path(log_dir), recorded, wanted))

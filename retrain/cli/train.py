@@ -14,8 +14,8 @@ from retrain.analysis.health import help_line, summary
 from retrain.checks.preflight import check_before_loading
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
-from retrain.config import TrainConfig, find_notes, load_config
-from retrain.config.flags import click_options, overrides_from
+from retrain.config import TrainConfig, find_notes
+from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.unsupported import check_supported
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_process, find_rank_info
@@ -66,7 +66,7 @@ def read_config(
     load_environment(announce=not as_json)
     overrides = overrides_from(parameters)
     path = find_config(given, overrides)
-    config = load_config(path, overrides, strict)
+    config = load_with_flags(path, overrides, strict)
     if show:
         show_notes(config)
     return path, config

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from retrain.config.options import Option, all_options
+from retrain.config.load import load_config
+from retrain.config.options import Option, all_options, campaign_paths, options_by_path
+from retrain.config.schema import TrainConfig
 from retrain.config.toml import parse_toml
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.plugins import REGISTRIES
+from retrain.runtime.text import plural
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -25,6 +30,32 @@ def overrides_from(parameters: Mapping[str, object]) -> dict[str, object]:
     """The flags that were given, as `{"section.key": value}` in the types that TOML would have produced."""
     given = ((option, parameters[_name(option)]) for option in all_options())
     return {option.path: _parse(option, value) for option, value in given if value is not None}
+
+
+def load_with_flags(path: Path | None, overrides: Mapping[str, object], strict: bool = False) -> TrainConfig:
+    """`load_config` for overrides that are flags: what is wrong with a flag is reported under its name."""
+    try:
+        return load_config(path, overrides, strict)
+    except ConfigError as error:
+        issues = tuple(_name_flag(issue, overrides) for issue in error.issues)
+        renamed = sum(issue not in error.issues for issue in issues)
+        if not renamed:
+            raise
+        only = f"the command line has {plural(renamed, 'problem')}:"
+        raise ConfigError(only if renamed == len(issues) else str(error).partition("\n")[0], issues) from error
+
+
+def _name_flag(issue: ConfigIssue, overrides: Mapping[str, object]) -> ConfigIssue:
+    """The issue with the flag that it is about, if any."""
+    for path in overrides:
+        option = options_by_path()[path]
+        places = [option.where, *(options_by_path()[other].where for other in [campaign_paths().get(path)] if other)]
+        if any(issue.where == place or issue.where.startswith((f"{place}[", f"{place}.")) for place in places):
+            hint = issue.hint.replace(f"Try: {option.key} = ", f"Try: {option.flag} ", 1)
+            # Lists and tables would need quotes in a shell, and switches have no value.
+            is_plain = option.type_name in ("int", "float", "str")
+            return replace(issue, where=f"{option.flag} ({issue.where})", hint=hint if is_plain else issue.hint)
+    return issue
 
 
 def _name(option: Option) -> str:

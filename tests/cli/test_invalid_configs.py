@@ -94,3 +94,41 @@ def test_a_shell_sees_the_exit_code_and_only_the_message() -> None:
         "error: retrain.toml has 1 problem:",
         "  [training] lr must be > 0, got -1.0.  Try: lr = 4e-05",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["--lr", "abc"],
+            [
+                "error: the command line has 1 problem:",
+                '  --lr ([training] lr) must be a number, got "abc".  Try: --lr 4e-05',
+            ],
+        ),
+        (
+            ["--lr", "abc", "--seeds", "[1]"],
+            [
+                "error: the command line has 2 problems:",
+                "  --seeds ([campaign] seeds) was set, but the file has no such table.  Try: add a [campaign] table",
+                '  --lr ([training] lr) must be a number, got "abc".  Try: --lr 4e-05',
+            ],
+        ),
+        (
+            ["bad.toml", "--max-steps", "0"],
+            [
+                "error: bad.toml has 2 problems:",
+                "  [training] lr must be > 0, got -1.0.  Try: lr = 4e-05",
+                "  --max-steps ([campaign] max_steps) must be >= 1, got 0.  Try: --max-steps 500",
+            ],
+        ),
+        (["bad.toml"], ["error: bad.toml has 1 problem:", "  [training] lr must be > 0, got -1.0.  Try: lr = 4e-05"]),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_not_a_problem_of_the_file(
+    arguments: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("retrain.toml").write_text(starter("quickstart"), encoding="utf-8")
+    Path("bad.toml").write_text("[training]\nlr = -1.0\n[campaign]\n", encoding="utf-8")
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.splitlines() == lines

@@ -133,7 +133,7 @@ def test_the_environment_file_is_read_first_and_never_wins(
         seen.append(os.environ.get("RETRAIN_TEST_NEW"))
         raise ConfigError("stop here")
 
-    monkeypatch.setattr(train_command, "load_config", note)
+    monkeypatch.setattr(train_command, "load_with_flags", note)
     (folder / "retrain.toml").touch()
     assert run([]) == 2
     assert capsys.readouterr().out == "Loaded .env\n"

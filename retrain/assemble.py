@@ -28,6 +28,7 @@ from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import ChunkedScorer, GroupCollector, RolloutScorer, RolloutSource, Scorer
 from retrain.runtime.control import NoControl, RunControl, raise_if_stopped
 from retrain.runtime.devices import check_devices, is_on_cpu
+from retrain.runtime.text import plural
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoints
@@ -195,12 +196,13 @@ def _check_batch(config: TrainConfig, examples: Sequence[Example], log: Callable
     """Report a batch that repeats examples; reject one that repeats them absurdly often, probably a typo."""
     size, count = config.training.batch_size, min(len(examples), config.training.max_examples or len(examples))
     if size > MAX_REPEATS * count:
+        which = "the only example" if count == 1 else f"each of the {count} examples"
         raise ConfigError(
-            f"[training] batch_size = {size} takes each of the {count} examples {size // count:,} times per step.  "
-            f"Try: batch_size = {count}"
+            f"[training] batch_size = {size} takes {which} {size // count:,} times per step.  Try: batch_size = {count}"
         )
     if size > count:
-        log(f"Note: [training] batch_size = {size} repeats prompts within a step: there are only {count} examples.")
+        verb, some = "is" if count == 1 else "are", plural(count, "example")
+        log(f"Note: [training] batch_size = {size} repeats prompts within a step: there {verb} only {some}.")
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
@@ -278,9 +280,9 @@ def _load_training_examples(
         return examples
     if config.training.max_examples:
         examples = examples[: config.training.max_examples]
-    log(f"Loaded {len(examples)} examples")
+    log(f"Loaded {plural(len(examples), 'example', form='d')}")
     encoder.longest(examples)
-    log(f"Pre-encoded {len(examples)} prompts")
+    log(f"Pre-encoded {plural(len(examples), 'prompt', form='d')}")
     return examples
 
 

@@ -40,6 +40,16 @@ def test_a_batch_with_repeated_prompts_is_noted(
     assert capsys.readouterr().out.count(note) == notes
 
 
+def test_one_example_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = with_two_examples(tmp_path, 2)
+    (tmp_path / "two.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
+    with assemble(config):
+        pass
+    printed = capsys.readouterr().out
+    assert "Loaded 1 example\n" in printed and "Pre-encoded 1 prompt\n" in printed
+    assert "within a step: there is only 1 example." in printed
+
+
 def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path: Path) -> None:
     config = with_two_examples(tmp_path, 1_000_000)
     message = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"

@@ -142,7 +142,7 @@ def table_rows(report: ComparisonReport) -> list[tuple[str, ...]]:
                 _p(test.p_value),
                 _p(c.p_adjusted),
                 f"{test.cohens_d:.2f}" if test.cohens_d is not None else "none",
-                c.verdict,
+                c.verdict.replace("_", " "),
             )
         )
     return rows
@@ -187,8 +187,8 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
     floor = report.noise_floor
     if floor:
         lines.append(
-            f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; two runs of one "
-            f"condition differ by more than {floor.single_runs:.4f} 5 % of the time."
+            f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; in 5 % of cases, "
+            f"two runs of one condition differ by more than {floor.single_runs:.4f}."
         )
     return [*lines, *(f"Note: {note}" for note in report.notes)]
 

@@ -118,7 +118,7 @@ class NoiseFloor:
     standard_deviation: float
     degrees_of_freedom: int
     single_runs: float
-    """Two runs of one condition differ by more than this 5 % of the time."""
+    """In 5 % of cases, two runs of one condition differ by more than this."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ __all__ = ["limit_openmp_spinning", "main", "run", "suggest_command"]
 
 # Name -> (module that holds the click command `command`, one line for --help). Modules load only when chosen.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("retrain.cli.demo", "Train the built-in model on the CPU, offline, in two minutes."),
+    "demo": ("retrain.cli.demo", "Train the built-in model on the CPU, offline, in 2 to 4 minutes."),
     "init": ("retrain.cli.init", "Write a starter configuration."),
     "init-plugin": ("retrain.cli.init_plugin", "Write a plugin skeleton."),
     "plugins": ("retrain.cli.plugins", "List built-in components and installed plugins."),

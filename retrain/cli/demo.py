@@ -35,7 +35,7 @@ SHOWN_ANSWERS = 2
 )
 @click.option("--log-dir", default="logs/demo", show_default=True, help="Folder for logs and checkpoints.")
 def command(seed: int, steps: int | None, log_dir: str) -> int:
-    """Train the built-in model on the built-in task: CPU only, offline, about two minutes on two idle cores."""
+    """Train the built-in model on the built-in task: CPU only, offline, two to four minutes on two cores."""
     overrides = dict(TEMPLATES["demo"].values)
     overrides |= {"training.seed": seed, "logging.log_dir": log_dir, "backend.adapter_path": f"{log_dir}/adapter"}
     if steps is not None:

@@ -13,6 +13,7 @@ from retrain.environments.runner import EnvironmentRunner, Rules
 from retrain.environments.template import ChatTemplate
 from retrain.modeling.tokens import Tokenizer
 from retrain.rollout import RolloutScorer
+from retrain.runtime.text import plural
 from retrain.tracking.console import Console
 from retrain.types import Example
 
@@ -29,8 +30,9 @@ class EnvironmentTasks:
         self.environment = RemoteEnvironment(self.section, config.plugins.search_paths, console.print)
         try:
             self.examples: Sequence[Example] = self.environment.examples("train")
-            many = "an unlimited number of" if isinstance(self.examples, Endless) else str(len(self.examples))
-            console.print(f"Loaded {many} examples")
+            is_endless = isinstance(self.examples, Endless)
+            many = "an unlimited number of examples" if is_endless else plural(len(self.examples), "example", form="d")
+            console.print(f"Loaded {many}")
             self.held_out = self._held_out() if config.eval.every else []
         except BaseException:
             self.environment.end()

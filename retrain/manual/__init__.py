@@ -71,11 +71,12 @@ class Manual:
         by_topic = {part.topic: part for part in (*headings, *self.sections)}
         wanted = topic_of(topic)
         if wanted not in by_topic:
+            symptoms = [part.topic for part in self.find("troubleshooting").parts()]
             close = get_close_matches(wanted, by_topic, n=1)
             hint = (
                 f"Did you mean {close[0]!r}?"
                 if close
-                else f"Topics: {', '.join(section.topic for section in self.sections)}."
+                else f"Topics: {', '.join([section.topic for section in self.sections] + symptoms)}."
             )
             raise ConfigError(f"the manual has no topic {topic!r}.  {hint}")
         return by_topic[wanted]

@@ -126,13 +126,25 @@ app = _Commands(
 
 
 def suggest_command(word: str) -> str:
-    """A sentence that suggests the closest command, or ""."""
+    """A sentence that suggests the closest command, or the closest file for a word with a suffix, or ""."""
+    if os.path.splitext(word)[1]:
+        return _suggest_file(word)
     if word in ("eval", "evaluate"):
         return "To evaluate a trained run: retrain --resume logs/train --eval-every 1"
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     if close == [_TRAIN]:
         return "Did you mean train? It needs no command.  Try: retrain my_run.toml"
     return f"Did you mean `retrain {close[0]}`?" if close else ""
+
+
+def _suggest_file(word: str) -> str:
+    folder, name = os.path.split(word)
+    try:
+        files = [file for file in os.listdir(folder or ".") if file.endswith(".toml")]
+    except (OSError, ValueError):
+        return ""
+    close = get_close_matches(name[:100], files, n=1, cutoff=0.8)
+    return f"Did you mean {os.path.join(folder, close[0])}?" if close else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -35,7 +35,7 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         if not no_plots:
             from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
 
-            plots = write_plots(data, target)
+            plots = write_plots(data, target, ", or --no-plots")
         (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:
         raise explain_write_error(error, target) from error

@@ -204,11 +204,12 @@ def _print(data: Difference) -> None:
     columns = ("metric", "first step", "A", "B", "max difference")
     table = table or [("none", "", "", "", "")]
     print_table(columns, table, header=True)
-    equal = [m.metric for m in data["metrics"] if m.first_step is None]
+    equal = [m.metric for m in data["metrics"] if m.first_step is None and not m.metric.endswith(_TIMINGS)]
     click.echo(f"\nEqual at every step: {', '.join(equal) or 'none'}.")
     for side in ("a", "b"):
         if data["only_in"][side]:
             click.echo(f"Only in {side.upper()}: {', '.join(data['only_in'][side])}.")
+    click.echo("Times are not compared: they differ even between equal runs (--json has them).")
 
 
 def _show(value: float | None) -> str:

@@ -101,6 +101,10 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         hint = suggest_command(given)
         if not os.path.exists(path) and (hint or not path.suffix):
             raise ConfigError(f"there is no file or command {given!r}.  {hint or 'Try: retrain --help'}")
+        if os.path.isfile(path / "config.toml"):
+            typed = click.get_current_context().command_path
+            arguments = f"--resume {given}" if typed == "retrain" else path / "config.toml"
+            raise ConfigError(f"{given} is the folder of a run, not a TOML file.  Try: {typed} {arguments}")
         return path
     resumed = overrides.get("resume.from")
     if resumed:

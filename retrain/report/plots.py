@@ -21,12 +21,12 @@ CURVES = {
 }
 
 
-def write_plots(data: JsonObject, folder: Path) -> list[Path]:
-    """Write one file per curve with values; returns the files."""
+def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Path]:
+    """Write one file per curve with values; returns the files. `otherwise` says what to do without matplotlib."""
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
-        raise MissingExtraError('plots need matplotlib.  Try: pip install -e ".[plots]"') from error
+        raise MissingExtraError(f'plots need matplotlib.  Try: pip install -e ".[plots]"{otherwise}') from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()

@@ -70,6 +70,11 @@ def test_applying_the_hint_makes_the_file_load(capsys: pytest.CaptureFixture[str
         (["absent.toml"], "retrain init"),
         (["exlain"], "retrain explain"),
         (["."], "folder"),
+        (["retrain.tml"], "Did you mean retrain.toml?"),
+        (["plan", "./retrain.tml", "--lr", "1"], "Did you mean ./retrain.toml?"),
+        (["nowhere/retrain.tml"], "retrain init"),
+        (["logs/demo"], "Try: retrain --resume logs/demo"),
+        (["plan", "logs/demo"], "Try: retrain plan logs/demo/config.toml"),
         (["retrain.toml", "--lr", "fast"], "[training] lr"),
         (["retrain.toml", "--learning-rate", "1"], "--learning-rate"),
         (["init", "--tempalte", "demo"], "--template"),
@@ -79,6 +84,8 @@ def test_a_wrong_command_line_says_what_to_do(
     arguments: list[str], suggested: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("retrain.toml").write_text(starter("quickstart"), encoding="utf-8")
+    Path("logs/demo").mkdir(parents=True)
+    Path("logs/demo/config.toml").write_text("", encoding="utf-8")
     assert run(arguments) == 2
     message = capsys.readouterr().err
     assert suggested in message

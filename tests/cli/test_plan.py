@@ -106,7 +106,7 @@ def test_without_the_models_files_nothing_is_made_up(capsys: pytest.CaptureFixtu
     assert (data["memory"], data["training"], data["largest_batch_size"]) == (None, None, None)
     assert data["step"]["seconds"] is None
     assert run(["plan"]) == 0
-    assert "unknown" in capsys.readouterr().out
+    assert "unknown: the model's config.json is not on this machine" in capsys.readouterr().out
 
 
 def test_a_config_fetched_ahead_of_the_weights_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,11 @@ def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["card", str(tmp_path)]) == 2
     assert "is neither a run nor a campaign" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_flag_that_does_without_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(["card", str(write_run(tmp_path / "one", 1))]) == 2
+    assert 'Try: pip install -e ".[plots]", or --no-plots' in capsys.readouterr().err

@@ -203,7 +203,7 @@ def test_the_end_compares_the_conditions(tmp_path: Path, monkeypatch: Patch, cap
     run_with(executor, campaign_config(tmp_path, seeds=[1, 2, 3, 4, 5]), monkeypatch)
     printed = capsys.readouterr().out
     assert "correct_rate at step 3, paired by seed:" in printed
-    assert "statistically_significant_improvement" in printed
+    assert "statistically significant improvement" in printed
     assert "maxrl+none is better than grpo+none by 0.1003" in printed
 
 

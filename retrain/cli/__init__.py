@@ -86,9 +86,10 @@ class _Commands(click.Group):
             return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
-            hint, is_name = suggest_command(first), not first.startswith("-") and not os.path.exists(first)
-            if is_name and len(args) > 1 and (hint or not args[1].startswith("-")):
-                raise ConfigError(f"there is no file or command {first!r}.  {hint or 'Try: retrain --help'}")
+            if len(args) > 1 and not first.startswith("-") and not os.path.exists(first):
+                hint = suggest_command(first)
+                if hint or not args[1].startswith("-"):
+                    raise ConfigError(f"there is no file or command {first!r}.  {hint or 'Try: retrain --help'}")
             args = [_TRAIN, *args]
         return super().parse_args(ctx, args)
 

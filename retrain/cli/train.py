@@ -98,9 +98,10 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     if given is not None:
         path = Path(given)
-        hint = suggest_command(given)
-        if not os.path.exists(path) and (hint or not path.suffix):
-            raise ConfigError(f"there is no file or command {given!r}.  {hint or 'Try: retrain --help'}")
+        if not os.path.exists(path):
+            hint = suggest_command(given)
+            if hint or not path.suffix:
+                raise ConfigError(f"there is no file or command {given!r}.  {hint or 'Try: retrain --help'}")
         if os.path.isfile(path / "config.toml"):
             typed = click.get_current_context().command_path
             arguments = f"--resume {given}" if typed == "retrain" else path / "config.toml"

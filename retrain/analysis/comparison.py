@@ -155,8 +155,8 @@ def _p(value: float | None) -> str:
 def fit_table(report: ComparisonReport, width: int | None) -> list[tuple[str, ...]]:
     """The table with its header, with fewer columns if it is wider than `width`; None is unlimited."""
     rows = [COLUMNS, *table_rows(report)]
-    # The console's tables have three characters between columns and one at each end.
-    needed = sum(max(map(len, column)) + 3 for column in zip(*rows, strict=True)) - 1
+    # The console's tables have two characters between columns and one at each end.
+    needed = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
     if width is None or needed <= width:
         return rows
     return [tuple(row[COLUMNS.index(name)] for name in NARROW) for row in rows]

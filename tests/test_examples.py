@@ -118,3 +118,30 @@ def test_the_plain_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
     history = loop.main(flags)
     assert len(history) == 2 and all(0 <= reward <= 1 for reward in history)
     assert "held-out after:" in capsys.readouterr().out
+
+
+def test_the_problems_of_smollm2_are_those_that_its_script_writes_and_none_is_held_out_and_trained_on(
+    tmp_path: Path,
+) -> None:
+    task = script("smollm2_task")
+    task.main(tmp_path)
+    pairs: dict[str, set[tuple[str, ...]]] = {}
+    for name in ("train", "test"):
+        written = (tmp_path / f"smollm2_{name}.jsonl").read_text()
+        assert written == (FOLDER / f"smollm2_{name}.jsonl").read_text()
+        rows = [json.loads(line) for line in written.splitlines()]
+        assert all(task.score(f"It is {row['answer']}.", row["answer"]) for row in rows)
+        words = [row["prompt"].removesuffix("? Answer with the number only.").split()[2:] for row in rows]
+        pairs[name] = {(operation, *sorted((a, b))) for a, operation, b in words}
+    assert not pairs["train"] & pairs["test"]
+    assert task.score("7 + 5 = 12, not 13", "12") == 0 and task.score("no idea", "12") == 0
+
+
+def test_smollm2_arithmetic_runs_on_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER.parent)
+    flags = ["--campaign-max-steps", "1", "--campaign.seeds", "[1]", "--batch-size", "2", "--group-size", "2"]
+    flags += ["--model", "builtin:tiny", "--devices", "cpu", "--max-tokens", "8", "--eval-max-examples", "4"]
+    assert run([str(FOLDER / "smollm2_arithmetic.toml"), "--log-dir", str(tmp_path / "c"), *flags]) == 0
+    table = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert [record["condition"] for record in table["runs"]] == ["grpo+none", "maxrl+gtpo_sepa"]
+    assert all(record["evaluation"]["eval_pass_at_1"] is not None for record in table["runs"])

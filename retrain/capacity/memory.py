@@ -24,6 +24,8 @@ LOGITS_SLICE = 512 << 20
 SPARE = 0.06
 # Weight, gradient, float32 master, its gradient, and two AdamW moments; float32 adapters are their own masters.
 ADAPTER_BYTES = {2: 2 + 2 + 4 + 4 + 8, 4: 4 + 4 + 8}
+# Bytes per weight of quantised matrices; NF4 has a float32 scale per 64 weights.
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 # Assumed prompt length where it is unknown.
 PROMPT_TOKENS = 256
 MEMORY_PARTS = ("weights", "sampling_copy", "adapter", "kv_cache", "activations", "logits")
@@ -223,6 +225,30 @@ class Workload:
     """Whether this process also samples, with a merged copy of the adapted matrices and a KV cache."""
     keeps_reference: bool = False
     """Whether a frozen copy of the model is kept as the reference."""
+    quantization: str = "none"
+
+    @property
+    def matrix_width(self) -> float:
+        """Bytes per weight of the layers' matrices."""
+        return QUANTIZED_BYTES.get(self.quantization, self.width)
+
+    def weight_bytes(self, shape: Shape, parameters: int) -> int:
+        """Bytes of a model's weights; of quantised matrices one at a time is also dequantised."""
+        matrices = shape.layers * shape.layer_parameters
+        largest = max(rows * columns for rows, columns in shape.matrices.values())
+        dequantized = largest * self.width if self.quantization != "none" else 0
+        return int((parameters - matrices) * self.width + matrices * self.matrix_width) + dequantized
+
+    def sampling_copy_bytes(self, shape: Shape) -> int:
+        """Bytes of the sampler's own weights: merged matrices, or the adapter over quantised ones.
+
+        In full fine-tuning the model itself is sampled from.
+        """
+        if not (self.samples_here and self.rank):
+            return 0
+        if self.quantization != "none":
+            return self.trained_parameters(shape) * self.width
+        return shape.adapted_parameters(self.target_modules) * self.width
 
     @property
     def completions(self) -> int:
@@ -251,6 +277,7 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
         samples_here=config.inference.engine == "pytorch" and "," not in config.backend.devices,
         keeps_reference=bool(config.kl.beta and not config.model.lora_rank)
         and not config.memory.offload_untrained_models,
+        quantization=config.model.quantization,
     )  # fmt: skip
 
 
@@ -276,9 +303,8 @@ class MemoryPlan:
 def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> MemoryPlan:
     """Peak memory of a step, on a GPU with `memory` bytes or one that is large enough."""
     cost = TrainingCost(shape, work.rank, work.width)
-    weights = shape.parameters * work.width * (2 if work.keeps_reference else 1)
-    # In full fine-tuning the model itself is sampled from, and its weights are already counted.
-    copy = shape.adapted_parameters(work.target_modules) * work.width if work.samples_here and work.rank else 0
+    weights = work.weight_bytes(shape, shape.parameters) * (2 if work.keeps_reference else 1)
+    copy = work.sampling_copy_bytes(shape)
     held = ADAPTER_BYTES[work.width] - (0 if work.rank else work.width)
     adapter = work.trained_parameters(shape) * held
     cache = cache_bytes(shape, work) if work.samples_here else 0

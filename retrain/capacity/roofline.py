@@ -83,9 +83,9 @@ def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
     sampled = work.completions * work.max_tokens
     # Keys and values of a growing row are read for every token.
     cached = shape.cached_values * work.cache_width * sampled * (work.prompt_tokens + work.max_tokens / 2)
-    weights = (layers + head) * work.width
+    weights = layers * work.matrix_width + head * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
-    adapted = shape.adapted_parameters(work.target_modules) if work.rank else 0
+    adapted = shape.adapted_parameters(work.target_modules) if work.rank and work.quantization == "none" else 0
     return [
         Phase("adapter folding", 2 * work.rank * adapted, 2 * adapted * work.width),
         Phase("prefill", prefill, layers * work.width),

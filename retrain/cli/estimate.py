@@ -63,7 +63,7 @@ def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) ->
     if facts.shape is None:
         return None
     plan = plan_memory(facts.shape, work, memory)
-    return plan if facts.parameters is None else replace(plan, weights=facts.parameters * work.width)
+    return plan if facts.parameters is None else replace(plan, weights=work.weight_bytes(facts.shape, facts.parameters))
 
 
 def measured_step_time(config: TrainConfig) -> tuple[float | None, str]:

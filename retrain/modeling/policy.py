@@ -24,6 +24,7 @@ from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
 from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, register
 from retrain.modeling.causal_lm import CausalLM, module_of
+from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
 from retrain.seeding import derive_seed
@@ -57,6 +58,8 @@ class Policy:
         self.vocabulary = int(self.causal_lm.get_output_embeddings().weight.shape[0])
         parameter = next(self.causal_lm.parameters())
         self.dtype: torch.dtype = parameter.dtype
+        self.quantization = next((layer.kind for layer in quantized_layers(module_of(self.causal_lm))), "none")
+        """Of the base model's matrices, as in `[model] quantization`."""
         # Read once: `to_dict` copies, and `head` runs for every token.
         settings = self.causal_lm.config.get_text_config().to_dict()
         self.logits_divisor: float | None = settings.get("logits_scaling")
@@ -156,7 +159,8 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
     """Add a fresh adapter to a loaded model, except in full fine-tuning, and check that it is supported."""
     causal_lm.eval().requires_grad_(not model.lora_rank)
     adapted = _with_adapter(causal_lm, model, lora, seed) if model.lora_rank else module_of(causal_lm)
-    total = sum(p.numel() for p in adapted.parameters())
+    quantized = sum(layer.in_features * layer.out_features for layer in quantized_layers(adapted))
+    total = quantized + sum(p.numel() for p in adapted.parameters())
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     log(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
     settings = causal_lm.config.get_text_config()
@@ -187,6 +191,7 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
             # The adapter has the model's precision; the optimizer keeps float32 masters.
             adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
+            _cast_adapter(adapted)
     except ValueError as error:
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"
@@ -199,13 +204,21 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
     return adapted
 
 
+def _cast_adapter(adapted: PeftModel) -> None:
+    """Give the adapter the model's precision; over a quantised matrix PEFT makes it in float32."""
+    dtype = next(adapted.get_base_model().parameters()).dtype
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def fresh_adapter(policy: Policy, seed: int) -> list[Tensor]:
     """Initial tensors of this policy's adapter under another seed."""
     before = {name for name, _ in policy.adapted.named_parameters()}
     torch.manual_seed(derive_seed(seed, "adapter"))
     # The same calls in the same order as for the first adapter, to draw the same numbers.
     policy.peft.add_adapter("fresh", policy.peft.peft_config["default"], autocast_adapter_dtype=False)
-    tensors = [p.data for name, p in policy.adapted.named_parameters() if name not in before]
+    tensors = [p.data.to(policy.dtype) for name, p in policy.adapted.named_parameters() if name not in before]
     policy.peft.delete_adapter("fresh")
     return tensors
 
@@ -215,7 +228,7 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> C
     transformers_logging.disable_progress_bar()
     try:
         try:
-            causal_lm = _from_pretrained(model, dtype, ATTENTION_NAME).to(device)
+            causal_lm = _load_onto(device, model, dtype, ATTENTION_NAME)
         except KeyError as error:
             if error.args != (ATTENTION_NAME,):
                 raise
@@ -223,7 +236,7 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> C
             if not find_attention_fallback(causal_lm):
                 return causal_lm
             del causal_lm
-        return _from_pretrained(model, dtype, None).to(device)
+        return _load_onto(device, model, dtype, None)
     except torch.OutOfMemoryError as error:
         raise BackendError(f"{model.model} does not fit into the memory of {device}: {error}") from error
     except (TypeError, StrictDataclassError) as error:
@@ -234,11 +247,13 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> C
         raise ConfigError(explain_missing_model(model.model, error)) from error
 
 
-def _from_pretrained(model: Model, dtype: torch.dtype, attention: str | None) -> CausalLM:
+def _load_onto(device: torch.device, model: Model, dtype: torch.dtype, attention: str | None) -> CausalLM:
     loaded: CausalLM = AutoModelForCausalLM.from_pretrained(
         resolve_model(model.model), dtype=dtype, attn_implementation=attention, **model.init_kwargs
     )
-    return loaded
+    if model.quantization != "none":
+        quantize_layers(loaded, model.quantization, device)
+    return loaded.to(device)
 
 
 def _stop_ids(causal_lm: CausalLM) -> tuple[int, ...]:

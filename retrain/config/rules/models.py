@@ -56,6 +56,41 @@ def check_full_training(config: TrainConfig) -> Iterator[ConfigIssue]:
         )
 
 
+def check_quantization(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Quantised matrices are frozen, kept whole by each process, and sampled from in this process."""
+    if config.model.quantization == "none" or config.backend.backend == "tinker":
+        return
+    value = f"= {json.dumps(config.model.quantization)}"
+    if not config.model.lora_rank:
+        yield option_issue(
+            "model.quantization",
+            f"{value} freezes the weights below an adapter, and lora_rank = 0 trains them.",
+            'Try: lora_rank = 32, or quantization = "none"',
+            ("model",),
+        )
+    if config.inference.engine in SERVER_ENGINES:
+        yield option_issue(
+            "model.quantization",
+            f"{value} trains other weights than the engine {json.dumps(config.inference.engine)} samples from.",
+            'Try: [inference] engine = "pytorch", or quantization = "none"',
+            ("model", "inference"),
+        )
+    elif config.inference.dtype == "fp8":
+        yield option_issue(
+            "model.quantization",
+            f'{value} is also what is sampled from, so [inference] dtype = "fp8" cannot be.',
+            'Try: [inference] dtype = "auto"',
+            ("model", "inference"),
+        )
+    if config.distributed.fsdp:
+        yield option_issue(
+            "model.quantization",
+            f"{value} does not go with [distributed] fsdp, which shards weights in floating point.",
+            'Try: fsdp = false, or quantization = "none"',
+            ("model", "distributed"),
+        )
+
+
 def check_micro_batches(config: TrainConfig) -> Iterator[ConfigIssue]:
     """The number and the size of micro-batches determine each other."""
     if config.memory.micro_batches and config.memory.micro_batch_rows:
@@ -112,6 +147,7 @@ RULES = (
     check_dropout,
     check_sampling_device,
     check_full_training,
+    check_quantization,
     check_micro_batches,
     check_sharding,
     check_student_weights,

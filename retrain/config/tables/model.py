@@ -76,6 +76,13 @@ class Model(Section):
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "Training precision; auto is bf16 on a GPU and fp32 on the CPU.", on_tinker=IGNORED
     )
+    quantization: Literal["none", "int8", "nf4"] = option(
+        "none",
+        "Store the frozen matrices of the layers in 8 or 4 bits, below an adapter in full precision (QLoRA).",
+        on_tinker="The service loads the model by itself.",
+        package="bitsandbytes",
+        synonyms=("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
+    )
     init_kwargs: Table = option(
         {},
         "Additional keyword arguments for transformers' from_pretrained.",

@@ -43,6 +43,8 @@ class Choice:
     """Why decoding is eager; empty where the Triton kernels and CUDA graphs run."""
     attention_fallback_reason: str
     """Why the model uses its own attention; empty where it uses ours."""
+    quantization: str = "none"
+    """Of the base model, which is then sampled from with the adapter unmerged."""
 
     @property
     def description(self) -> str:
@@ -56,6 +58,8 @@ class Choice:
         if self.attention_fallback_reason:
             attention = f"the model's own attention ({self.attention_fallback_reason})"
         weights = "fp8" if self.in_fp8 else NAMES[self.dtype]
+        if self.quantization != "none":
+            weights = self.quantization
         return f"pytorch on {self.device.type}, {how}, {attention}, {weights} weights, {NAMES[self.cache_dtype]} cache"
 
 
@@ -70,8 +74,9 @@ def choose(policy: Policy, inference: Inference) -> Choice:
     dtype = policy.dtype if inference.dtype == "auto" else torch.bfloat16
     wanted = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}[inference.kv_cache_dtype]
     choice = Choice(
-        policy.device, dtype, in_fp8, wanted, _eager_reason(policy, inference), policy.attention_fallback_reason
-    )
+        policy.device, dtype, in_fp8, wanted, _eager_reason(policy, inference), policy.attention_fallback_reason,
+        policy.quantization,
+    )  # fmt: skip
     if policy.attention_fallback_reason:
         _check_unused_options(inference, policy.attention_fallback_reason)
     if in_fp8 and not _computes_in_fp8(policy.device):

@@ -1,4 +1,4 @@
-"""Linear layers of the sampling model: fused siblings, packed CPU weights, and fp8."""
+"""Linear layers of the sampling model: fused siblings, packed CPU weights, fp8, and adapters over quantised weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from retrain.inference_engine.pytorch.cache import FP8, FP8_MAX
@@ -110,6 +111,29 @@ class Part(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """The layer's output."""
         return self.product.part(self.index, inputs)
+
+
+class UnmergedLinear(nn.Module):
+    """A quantised layer and its own copy of the adapter, computed as the trainer does.
+
+    A copy: CUDA graphs read these tensors, while runs that share a model exchange those of the policy.
+    """
+
+    def __init__(self, layer: LoraLayer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base, self.scaling = layer.get_base_layer(), layer.scaling["default"]
+        self.trained = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+        self.down, self.up = (nn.Parameter(weight.to(dtype, copy=True), False) for weight in self.trained)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Both products, added."""
+        outputs: Tensor = self.base(inputs)
+        return outputs + F.linear(F.linear(inputs, self.down), self.up) * self.scaling
+
+    def refresh(self) -> None:
+        """Copy the newest adapter."""
+        self.down.copy_(self.trained[0])
+        self.up.copy_(self.trained[1])
 
 
 def find_siblings(model: nn.Module) -> list[dict[str, nn.Linear]]:

@@ -2,7 +2,8 @@
 
 It shares every tensor with the policy except the adapted matrices, of which it keeps merged copies. The policy's own
 weights are never written, so no rounding accumulates, and decoding does not pay for the adapter. In full fine-tuning
-all tensors are shared, except copies in another precision or layout.
+all tensors are shared, except copies in another precision or layout. Over a quantised base nothing is merged: the
+quantised matrices are shared, and the adapter is applied as in training.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from retrain.inference_engine.pytorch.products import (
     Fp8Product,
     PackedProduct,
     Product,
+    UnmergedLinear,
     find_siblings,
     fits_fp8,
     packs,
@@ -28,6 +30,7 @@ from retrain.inference_engine.pytorch.products import (
 from retrain.modeling.attention import ATTENTION_NAME, Attention
 from retrain.modeling.causal_lm import module_of
 from retrain.modeling.policy import Policy, last_hidden
+from retrain.modeling.quantization import QuantizedLinear, quantized_layers
 from retrain.modeling.torch_internals import pack_matrix, packed_linear
 
 
@@ -50,11 +53,13 @@ class SamplingModel:
         self.causal_lm.eval().requires_grad_(False)
         self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
         kinds = (LoraLayer,) if policy.rank else (nn.Linear,) if self.packs else ()
-        self.adapted = {n: m for n, m in module_of(policy.causal_lm).named_modules() if isinstance(m, kinds)}
+        modules = module_of(policy.causal_lm).named_modules()
+        self.adapted = {n: m for n, m in modules if isinstance(m, kinds) and not quantized_layers(m)}
         """Policy layers of whose matrices the sampling model keeps copies."""
         self.merge_ops: list[Callable[[], object]] = []
         """Functions that update those copies."""
         self._share_weights()
+        self._share_quantized()
         self._allocate_merged(in_fp8)
         self.packed_head: Tensor | None = None
         if self.packs and policy.has_plain_head:
@@ -87,6 +92,8 @@ class SamplingModel:
             original = module_of(self.policy.causal_lm).get_submodule(name)
             if isinstance(original, LoraLayer):
                 original = original.get_base_layer()
+            if isinstance(original, QuantizedLinear):
+                continue
             for key, parameter in original.named_parameters(recurse=False):
                 is_own = layer is not None and key == "weight"
                 # The head is not used here, and adapted matrices are replaced below: neither needs a copy.
@@ -97,6 +104,16 @@ class SamplingModel:
                     self.merge_ops.append(lambda old=parameter, own=shared: own.copy_(old.data))  # type: ignore[misc]
             for key, buffer in original.named_buffers(recurse=False):
                 module.register_buffer(key, buffer, persistent=False)
+
+    def _share_quantized(self) -> None:
+        """Share quantised layers, with the adapter unmerged."""
+        for name, layer in module_of(self.policy.causal_lm).named_modules():
+            if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), QuantizedLinear):
+                unmerged = UnmergedLinear(layer, self.dtype)
+                self.causal_lm.set_submodule(name, unmerged)
+                self.merge_ops.append(unmerged.refresh)
+            elif isinstance(layer, QuantizedLinear) and not name.endswith(".base_layer"):
+                self.causal_lm.set_submodule(name, layer)
 
     def _pack_head(self) -> None:
         self.packed_head = pack_matrix(self.policy.causal_lm.get_output_embeddings().weight.detach())

@@ -1,0 +1,127 @@
+"""A quantised base model: frozen matrices in 4 or 8 bits, dequantised for every product.
+
+bitsandbytes quantises, dequantises and multiplies 4-bit matrices. Its 8-bit layer is not used: it also quantises the
+inputs and treats outliers per batch, so a token's log-prob would depend on its neighbours, and sampler and trainer
+would disagree.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from retrain.errors import ConfigError
+from retrain.modeling.causal_lm import CausalLM, module_of
+from retrain.runtime.packages import install_command
+
+PACKAGE = "bitsandbytes"
+# Weights per scale in 4 bits.
+BLOCK = 64
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer whose matrix is quantised: uint8 holds two NF4 values, int8 one value."""
+
+    weight: Tensor
+    scales: Tensor
+    """One per block of NF4 values, or per output of an int8 matrix."""
+
+    def __init__(self, layer: nn.Module, kind: str, device: torch.device) -> None:
+        # A Conv1D, as in GPT-2, has its matrix transposed.
+        matrix = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
+        assert isinstance(matrix, Tensor)
+        outputs, inputs = matrix.shape
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        del self.weight
+        stored, scales = _quantize(matrix.to(device).contiguous(), kind)
+        # Buffers: an integer parameter cannot be made trainable, not even by mistake.
+        self.register_buffer("weight", stored)
+        self.register_buffer("scales", scales)
+        self.bias = layer.bias
+
+    @property
+    def kind(self) -> str:
+        """The value of `[model] quantization`."""
+        return "int8" if self.weight.dtype == torch.int8 else "nf4"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The product with the dequantised matrix."""
+        bias = None if self.bias is None else self.bias.to(inputs.dtype)
+        shape = (self.out_features, self.in_features)
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            outputs: Tensor = FrozenProduct.apply(inputs, self.weight, self.scales, bias, shape)  # type: ignore[no-untyped-call]
+            return outputs
+        return _multiply(inputs, self.weight, self.scales, bias, shape)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """The same with a gradient of the inputs. The matrix is dequantised again in the backward pass, not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]
+    ) -> Tensor:
+        """inputs · Wᵀ + bias."""
+        ctx.save_for_backward(stored, scales)
+        ctx.shape = shape
+        return _multiply(inputs, stored, scales, bias, shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """gradient · W."""
+        stored, scales = ctx.saved_tensors
+        return gradient @ dequantize(stored, scales, ctx.shape, gradient.dtype), None, None, None, None
+
+
+def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    if stored.dtype == torch.int8:
+        return F.linear(inputs, dequantize(stored, scales, shape, inputs.dtype), bias)
+    # One kernel for a few rows on a GPU; more rows, and CPUs, dequantise the matrix first.
+    outputs: Tensor = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
+    return outputs
+
+
+def dequantize(stored: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The matrix in floating point."""
+    if stored.dtype == torch.int8:
+        return (stored * scales[:, None]).to(dtype)
+    matrix: Tensor = torch.ops.bitsandbytes.dequantize_4bit(stored, scales, BLOCK, "nf4", shape, dtype)
+    return matrix
+
+
+def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    functional = importlib.import_module(f"{PACKAGE}.functional")
+    if kind == "int8":
+        stored, largest, _ = functional.int8_vectorwise_quant(matrix.half())
+        return stored, largest / 127
+    stored, state = functional.quantize_4bit(matrix, blocksize=BLOCK, quant_type="nf4")
+    return stored, state.absmax
+
+
+def quantize_layers(causal_lm: CausalLM, kind: str, device: torch.device) -> None:
+    """Quantise every linear layer but the head, one at a time on the device."""
+    require_package()
+    model, head = module_of(causal_lm), causal_lm.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if layer is not head and (type(layer) is nn.Linear or isinstance(layer, Conv1D)):
+            model.set_submodule(name, QuantizedLinear(layer, kind, device))
+
+
+def require_package() -> None:
+    """Import bitsandbytes, which registers its operations; an error names the command that installs it."""
+    try:
+        importlib.import_module(PACKAGE)
+    except ImportError as error:
+        raise ConfigError(
+            f"[model] quantization needs the package {PACKAGE}, which is not installed.  Try: {install_command(PACKAGE)}"
+        ) from error
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
+    """The quantised layers of a model."""
+    return [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]

@@ -24,7 +24,7 @@ LOGITS_SLICE = 512 << 20
 SPARE = 0.06
 # Weight, gradient, float32 master, its gradient, and two AdamW moments; float32 adapters are their own masters.
 ADAPTER_BYTES = {2: 2 + 2 + 4 + 4 + 8, 4: 4 + 4 + 8}
-# Bytes per weight of quantised matrices; NF4 has a float32 scale per 64 weights.
+# Bytes per weight of quantized matrices; NF4 has a float32 scale per 64 weights.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 # Assumed prompt length where it is unknown.
 PROMPT_TOKENS = 256
@@ -233,14 +233,14 @@ class Workload:
         return QUANTIZED_BYTES.get(self.quantization, self.width)
 
     def weight_bytes(self, shape: Shape, parameters: int) -> int:
-        """Bytes of a model's weights; of quantised matrices one at a time is also dequantised."""
+        """Bytes of a model's weights; of quantized matrices one at a time is also dequantized."""
         matrices = shape.layers * shape.layer_parameters
         largest = max(rows * columns for rows, columns in shape.matrices.values())
         dequantized = largest * self.width if self.quantization != "none" else 0
         return int((parameters - matrices) * self.width + matrices * self.matrix_width) + dequantized
 
     def sampling_copy_bytes(self, shape: Shape) -> int:
-        """Bytes of the sampler's own weights: merged matrices, or the adapter over quantised ones.
+        """Bytes of the sampler's own weights: merged matrices, or the adapter over quantized ones.
 
         In full fine-tuning the model itself is sampled from.
         """

@@ -19,7 +19,7 @@ from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.inference_engine.http.spec import ServerSpec
-from retrain.modeling.files import find_model, hub_cache, read_context_length
+from retrain.modeling.files import find_model, hub_cache, is_quantized, read_context_length
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
 from retrain.runtime.packages import install_command
@@ -59,8 +59,12 @@ def models_of(config: TrainConfig) -> dict[str, str]:
 
 def _missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
     key = where.split()[-1]
-    found = find_model(name).found
-    if found == "missing":
+    files = find_model(name)
+    found = files.found
+    if is_quantized(files):
+        text = f"= {json.dumps(name)} has quantized weights; retrain quantizes the original as it loads it."
+        yield ConfigIssue(where, text, 'Try: the model it was made from, with [model] quantization = "nf4"')
+    elif found == "missing":
         yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):
         yield ConfigIssue(

@@ -95,6 +95,12 @@ def read_context_length(files: ModelFiles) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def is_quantized(files: ModelFiles) -> bool:
+    """Whether bitsandbytes has quantized the weights on disk."""
+    settings = _read_json(_find_settings(files)).get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes"
+
+
 def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | None:
     """Trainable parameters: rank × (in + out) per adapted layer, or all for rank 0."""
     if rank == 0:

@@ -205,7 +205,7 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
 
 
 def _cast_adapter(adapted: PeftModel) -> None:
-    """Give the adapter the model's precision; over a quantised matrix PEFT makes it in float32."""
+    """Give the adapter the model's precision; over a quantized matrix PEFT makes it in float32."""
     dtype = next(adapted.get_base_model().parameters()).dtype
     for parameter in adapted.parameters():
         if parameter.requires_grad:

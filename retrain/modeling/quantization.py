@@ -1,6 +1,6 @@
-"""A quantised base model: frozen matrices in 4 or 8 bits, dequantised for every product.
+"""A quantized base model: frozen matrices in 4 or 8 bits, dequantized for every product.
 
-bitsandbytes quantises, dequantises and multiplies 4-bit matrices. Its 8-bit layer is not used: it also quantises the
+bitsandbytes quantizes, dequantizes and multiplies 4-bit matrices. Its 8-bit layer is not used: it also quantizes the
 inputs and treats outliers per batch, so a token's log-prob would depend on its neighbours, and sampler and trainer
 would disagree.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from retrain.errors import ConfigError
+from retrain.errors import MissingExtraError
 from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.runtime.packages import install_command
 
@@ -25,7 +25,7 @@ BLOCK = 64
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer whose matrix is quantised: uint8 holds two NF4 values, int8 one value."""
+    """A frozen linear layer whose matrix is quantized: uint8 holds two NF4 values, int8 one value."""
 
     weight: Tensor
     scales: Tensor
@@ -50,7 +50,7 @@ class QuantizedLinear(nn.Linear):
         return "int8" if self.weight.dtype == torch.int8 else "nf4"
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The product with the dequantised matrix."""
+        """The product with the dequantized matrix."""
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         shape = (self.out_features, self.in_features)
         if torch.is_grad_enabled() and inputs.requires_grad:
@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """The same with a gradient of the inputs. The matrix is dequantised again in the backward pass, not kept."""
+    """The same with a gradient of the inputs. The matrix is dequantized again in the backward pass, not kept."""
 
     @staticmethod
     def forward(
@@ -81,7 +81,7 @@ class FrozenProduct(torch.autograd.Function):
 def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
     if stored.dtype == torch.int8:
         return F.linear(inputs, dequantize(stored, scales, shape, inputs.dtype), bias)
-    # One kernel for a few rows on a GPU; more rows, and CPUs, dequantise the matrix first.
+    # One kernel for a few rows on a GPU; more rows, and CPUs, dequantize the matrix first.
     outputs: Tensor = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
     return outputs
 
@@ -104,7 +104,7 @@ def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize_layers(causal_lm: CausalLM, kind: str, device: torch.device) -> None:
-    """Quantise every linear layer but the head, one at a time on the device."""
+    """Quantize every linear layer but the head, one at a time on the device."""
     require_package()
     model, head = module_of(causal_lm), causal_lm.get_output_embeddings()
     for name, layer in list(model.named_modules()):
@@ -117,11 +117,11 @@ def require_package() -> None:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise ConfigError(
+        raise MissingExtraError(
             f"[model] quantization needs the package {PACKAGE}, which is not installed.  Try: {install_command(PACKAGE)}"
         ) from error
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:
-    """The quantised layers of a model."""
+    """The quantized layers of a model."""
     return [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]

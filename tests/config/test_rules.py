@@ -24,6 +24,8 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         {"distributed": {"fsdp": True, "gather_for_generation": False}, "inference": {"engine": "vllm"}},
     ),
     ("check_full_training", {"model": {"lora_rank": 0}}),
+    ("check_quantization", {"model": {"quantization": "nf4"}, "inference": {"kv_cache_dtype": "int8"}}),
+    ("check_quantization", {"model": {"quantization": "int8", "lora_rank": 4}, "inference": {"dtype": "bf16"}}),
     ("check_init_kwargs", {"model": {"init_kwargs": {"use_cache": False}}}),
     ("check_micro_batches", {"memory": {"micro_batches": 4}}),
     ("check_schedule", {"optimizer": {"schedule": "cosine", "schedule_args": {"min_lr_rate": 0.1}}}),
@@ -134,8 +136,28 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"model": {"lora_rank": 0}, "backend": {"backend": "tinker"}},
         "tinker trains adapters",
     ),
+    (
+        "check_quantization",
+        {"model": {"quantization": "nf4", "lora_rank": 0}},
+        '[model] quantization = "nf4" freezes the weights below an adapter, and lora_rank = 0 trains them.',
+    ),
+    (
+        "check_quantization",
+        {"model": {"quantization": "nf4"}, "inference": {"engine": "vllm"}},
+        'trains other weights than the engine "vllm" samples from.',
+    ),
+    (
+        "check_quantization",
+        {"model": {"quantization": "int8"}, "inference": {"dtype": "fp8"}},
+        'is also what is sampled from, so [inference] dtype = "fp8" cannot be.',
+    ),
+    (
+        "check_quantization",
+        {"model": {"quantization": "nf4"}, "distributed": {"fsdp": True}},
+        "does not go with [distributed] fsdp, which shards weights in floating point.",
+    ),
     ("check_init_kwargs", {"model": {"init_kwargs": {"torch_dtype": "float16"}}}, "Try: [model] dtype"),
-    ("check_init_kwargs", {"model": {"init_kwargs": {"load_in_4bit": True}}}, "Quantised weights"),
+    ("check_init_kwargs", {"model": {"init_kwargs": {"load_in_4bit": True}}}, 'Try: [model] quantization = "nf4"'),
     (
         "check_micro_batches",
         {"memory": {"micro_batches": 4, "micro_batch_rows": 2}},

@@ -57,7 +57,7 @@ def check_full_training(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def check_quantization(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Quantised matrices are frozen, kept whole by each process, and sampled from in this process."""
+    """Quantized matrices are frozen, kept whole by each process, and sampled from in this process."""
     if config.model.quantization == "none" or config.backend.backend == "tinker":
         return
     value = f"= {json.dumps(config.model.quantization)}"

@@ -20,7 +20,8 @@ _PLACEHOLDER = re.compile(r"(?<![\w\\}])\{([a-z_]+)\}")
 _SET_BY = {
     "dtype": "[model] dtype", "torch_dtype": "[model] dtype", "device_map": "[backend] devices",
     "attn_implementation": "[inference] attention_kernel", "gguf_file": "a folder with safetensors",
-    "quantization_config": "", "load_in_8bit": "", "load_in_4bit": "",
+    "quantization_config": '[model] quantization = "nf4"', "load_in_4bit": '[model] quantization = "nf4"',
+    "load_in_8bit": '[model] quantization = "int8"',
 }  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def check_init_kwargs(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Arguments that retrain passes to from_pretrained cannot be passed a second time."""
     for name in config.model.init_kwargs:
         if name in _SET_BY:
-            hint = f"Try: {_SET_BY[name]}" if _SET_BY[name] else "Quantised weights cannot be trained here."
-            yield option_issue("model.init_kwargs", f"has {name!r}, which is not supported here.", hint)
+            text = f"has {name!r}, which is not supported here."
+            yield option_issue("model.init_kwargs", text, f"Try: {_SET_BY[name]}")
 
 
 def check_group_size(config: TrainConfig) -> Iterator[ConfigIssue]:

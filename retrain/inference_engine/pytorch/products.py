@@ -1,4 +1,4 @@
-"""Linear layers of the sampling model: fused siblings, packed CPU weights, fp8, and adapters over quantised weights."""
+"""Linear layers of the sampling model: fused siblings, packed CPU weights, fp8, and adapters over quantized weights."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Fp8Product(Product):
         return outputs if self.bias is None else outputs + self.bias
 
     def store(self, index: int, weight: Tensor) -> None:
-        """Quantise and store one layer's matrix."""
+        """Quantize and store one layer's matrix."""
         values, scales = to_fp8(weight)
         # Copied as bytes: few operations support fp8.
         self.rows_of(index, self.weight).view(torch.uint8).copy_(values.view(torch.uint8))
@@ -114,7 +114,7 @@ class Part(nn.Module):
 
 
 class UnmergedLinear(nn.Module):
-    """A quantised layer and its own copy of the adapter, computed as the trainer does.
+    """A quantized layer and its own copy of the adapter, computed as the trainer does.
 
     A copy: CUDA graphs read these tensors, while runs that share a model exchange those of the policy.
     """

@@ -2,8 +2,8 @@
 
 It shares every tensor with the policy except the adapted matrices, of which it keeps merged copies. The policy's own
 weights are never written, so no rounding accumulates, and decoding does not pay for the adapter. In full fine-tuning
-all tensors are shared, except copies in another precision or layout. Over a quantised base nothing is merged: the
-quantised matrices are shared, and the adapter is applied as in training.
+all tensors are shared, except copies in another precision or layout. Over a quantized base nothing is merged: the
+quantized matrices are shared, and the adapter is applied as in training.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SamplingModel:
                 module.register_buffer(key, buffer, persistent=False)
 
     def _share_quantized(self) -> None:
-        """Share quantised layers, with the adapter unmerged."""
+        """Share quantized layers, with the adapter unmerged."""
         for name, layer in module_of(self.policy.causal_lm).named_modules():
             if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), QuantizedLinear):
                 unmerged = UnmergedLinear(layer, self.dtype)

@@ -1,6 +1,6 @@
 """One RLVR step, ours against a peer's, on the same workload in one process tree.
 
-    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--steps 3] [--rounds 1] [--json FILE]
+    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--quantization nf4] [--steps 3] [--rounds 1]
 
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
@@ -54,7 +54,7 @@ def report(numbers: dict[str, Any]) -> None:
     print("metrics", json.dumps({key: round(float(value), 4) for key, value in numbers.items()}), flush=True)
 
 
-def run_ours(workload: Workload, steps: int, device: str, deterministic: str, unchecked: bool) -> None:
+def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     from retrain.backends.local import LocalBackend
     from retrain.backends.local.learner import Learner
     from retrain.backends.local.precision import make_agreement
@@ -62,6 +62,7 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
     from retrain.inference_engine.pytorch import PyTorchEngine
     from retrain.modeling.attention import ATTENTION_NAME, register
     from retrain.modeling.policy import adapt
+    from retrain.modeling.quantization import quantize_layers
     from retrain.modeling.sampling import training_distribution
     from retrain.types import Datum
 
@@ -73,11 +74,14 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
         "training.group_size": max(2, workload.group),
         "training.batch_size": workload.prompts,
         "memory.gradient_checkpointing": alone,
-        "training.deterministic": {"true": True, "false": False}.get(deterministic, deterministic),
+        "training.deterministic": {"true": True, "false": False}.get(args.deterministic, args.deterministic),
+        "model.quantization": args.quantization,
     }
     config = load_config(None, options)
     model = random_model(workload.model, ATTENTION_NAME, device)
     vocabulary = model.config.vocab_size
+    if args.quantization != "none":
+        quantize_layers(model, args.quantization, torch.device(device))
     started = synchronise(device)
     policy = adapt(model, config.model, config.lora, 0, lambda line: None)
     policy.stop_ids = tuple(stop_tokens(workload, vocabulary))
@@ -87,10 +91,10 @@ def run_ours(workload: Workload, steps: int, device: str, deterministic: str, un
     backend = (
         None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, NoText(), lambda *_: None))
     )
-    if backend is not None and not unchecked:
+    if backend is not None and not args.unchecked:
         learner.agreement = make_agreement(config, policy, backend.engine, print)
     sampling = training_distribution(config)
-    for step in range(steps):
+    for step in range(args.steps):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         begin, cpu = synchronise(device), time.process_time()
@@ -292,6 +296,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each side; 0 leaves them be")
     parser.add_argument("--deterministic", choices=["auto", "true", "false"], default="auto", help="ours only")
     parser.add_argument("--unchecked", action="store_true", help="ours without comparing every row's log-probs")
+    parser.add_argument("--quantization", choices=["none", "int8", "nf4"], default="none", help="ours only")
     parser.add_argument("--free", type=float, default=0.0, help="GiB of GPU memory to leave free; 0 leaves all")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
@@ -314,7 +319,7 @@ def main() -> int:
         run_vllm(workload, args.steps, device)
         return 0
     if args.side == "retrain":
-        run_ours(workload, args.steps, device, args.deterministic, args.unchecked)
+        run_ours(workload, device, args)
         return 0
     if args.side:
         package = "retrain.grpo" if args.side == "trl-retrain" else "trl"
@@ -330,12 +335,13 @@ def main() -> int:
         for side, (python, steps, timeout) in sides.items():
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
             command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic, "--free", str(args.free)]
-            command += ["--unchecked"] if args.unchecked else []
+            command += ["--quantization", args.quantization, *(["--unchecked"] if args.unchecked else [])]
             rounds_by_side[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in rounds_by_side.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     memory = f", {args.free:g} GiB free" if args.free else ""
-    title = f"{args.workload} on {card}{memory}, torch {torch.__version__}"
+    base = f", {args.quantization}" if args.quantization != "none" else ""
+    title = f"{args.workload}{base} on {card}{memory}, torch {torch.__version__}"
     print_table(title, rows)
     if args.json:
         text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": rounds_by_side}, indent=2)

@@ -19,7 +19,7 @@ from retrain.runtime.text import plural
 
 MEMORY_LABELS = {
     "weights": "weights",
-    "sampling_copy": "merged matrices for sampling",
+    "sampling_copy": "weights that only sampling uses",
     "adapter": "adapter, gradients, float32 masters, moments",
     "kv_cache": "KV cache, every completion at full length",
     "activations": "activations per micro-batch",

@@ -31,10 +31,9 @@ class QuantizedLinear(nn.Linear):
     scales: Tensor
     """One per block of NF4 values, or per output of an int8 matrix."""
 
-    def __init__(self, layer: nn.Module, kind: str, device: torch.device) -> None:
+    def __init__(self, layer: nn.Linear | Conv1D, kind: str, device: torch.device) -> None:
         # A Conv1D, as in GPT-2, has its matrix transposed.
         matrix = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
-        assert isinstance(matrix, Tensor)
         outputs, inputs = matrix.shape
         super().__init__(inputs, outputs, bias=False, device="meta")
         del self.weight
@@ -117,9 +116,8 @@ def require_package() -> None:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        raise MissingExtraError(
-            f"[model] quantization needs the package {PACKAGE}, which is not installed.  Try: {install_command(PACKAGE)}"
-        ) from error
+        needed = f"[model] quantization needs the package {PACKAGE}, which is not installed."
+        raise MissingExtraError(f"{needed}  Try: {install_command(PACKAGE)}") from error
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:

@@ -96,7 +96,7 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it(
     assert issue.where == "[model] quantization"
     assert issue.text == "needs the package bitsandbytes, which is not installed."
     assert "pip install" in issue.hint
-    with pytest.raises(MissingExtraError, match="needs the package bitsandbytes, which is not installed.*pip install"):
+    with pytest.raises(MissingExtraError, match=r"needs the package bitsandbytes, which is not installed\..*pip"):
         policy_for(config)
 
 

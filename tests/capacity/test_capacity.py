@@ -52,6 +52,27 @@ def test_the_weights_of_a_known_model_are_counted() -> None:
     assert shape.adapted_parameters("q_proj") == 36 * 2560 * 4096
 
 
+@pytest.mark.parametrize(("kind", "width"), [("int8", 1.0), ("nf4", 0.5625)])
+def test_quantized_matrices_take_one_byte_or_a_little_over_half_of_one(kind: str, width: float) -> None:
+    shape, work = qwen(), replace(W1, quantization=kind)
+    matrices = 36 * (2560 * 4096 * 2 + 2560 * 1024 * 2 + 2560 * 9728 * 3)
+    # Embeddings and norms stay in bf16; one matrix at a time is dequantized.
+    plan = plan_memory(shape, work)
+    assert plan.weights == int(matrices * width) + 2 * (shape.parameters - matrices) + 2 * 2560 * 9728
+    # The sampler has a copy of the adapter only.
+    assert plan.sampling_copy == 2 * 66_060_288
+    full = plan_memory(shape, W1)
+    assert (plan.adapter, plan.kv_cache, plan.activations) == (full.adapter, full.kv_cache, full.activations)
+    decode, merged = (next(p for p in sampling_phases(shape, w) if p.name == "decode") for w in (work, W1))
+    assert merged.bytes - decode.bytes == pytest.approx(512 * matrices * (2 - width))
+
+
+def test_a_4b_model_fits_a_card_of_16_gb_when_quantized() -> None:
+    work = replace(W1, prompts=2)
+    assert largest_batch(qwen(), work, 16 * GB) == 0
+    assert largest_batch(qwen(), replace(work, quantization="nf4"), 16 * GB) >= 2
+
+
 def test_activations_of_one_layer_are_those_written_out() -> None:
     cost = TrainingCost(qwen(), rank=32, width=2)
     numbers = 4 * 2560 + 3 * 4096 + 3 * 1024 + 3 * 9728 + 7 * 32

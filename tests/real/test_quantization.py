@@ -67,9 +67,7 @@ def test_a_fresh_adapter_has_the_precision_of_the_model(kind: str, tiny: Path) -
 
 def test_nf4_is_that_of_transformers(tiny: Path) -> None:
     policy = policy_for(config_for(tiny, model__quantization="nf4"), trained=False)
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )  # type: ignore[no-untyped-call]
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)  # type: ignore[no-untyped-call]
     other: Any = AutoModelForCausalLM.from_pretrained(
         tiny, dtype=torch.float32, quantization_config=settings, attn_implementation="eager"
     )

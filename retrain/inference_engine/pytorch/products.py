@@ -127,8 +127,9 @@ class UnmergedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Both products, added."""
-        outputs: Tensor = self.base(inputs)
-        return outputs + F.linear(F.linear(inputs, self.down), self.up) * self.scaling
+        adapter = F.linear(F.linear(inputs, self.down), self.up) * self.scaling
+        outputs: Tensor = self.base(inputs) + adapter
+        return outputs
 
     def refresh(self) -> None:
         """Copy the newest adapter."""

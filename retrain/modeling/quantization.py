@@ -74,14 +74,21 @@ class FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """gradient · W."""
         stored, scales = ctx.saved_tensors
-        return gradient @ dequantize(stored, scales, ctx.shape, gradient.dtype), None, None, None, None
+        if stored.dtype == torch.int8:
+            # Transposed first: a conversion equal to that of the forward pass would be kept by the compiler, in bf16.
+            inputs = F.linear((gradient * scales).to(gradient.dtype), stored.T.to(gradient.dtype))
+        else:
+            inputs = gradient @ dequantize(stored, scales, ctx.shape, gradient.dtype)
+        return inputs, None, None, None, None
 
 
 def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
     if stored.dtype == torch.int8:
-        return F.linear(inputs, dequantize(stored, scales, shape, inputs.dtype), bias)
+        # Integers up to 127 are exact in bf16, so outputs are scaled instead of the matrix.
+        outputs = (F.linear(inputs, stored.to(inputs.dtype)) * scales).to(inputs.dtype)
+        return outputs if bias is None else outputs + bias
     # One kernel for a few rows on a GPU; more rows, and CPUs, dequantize the matrix first.
-    outputs: Tensor = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
+    outputs = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
     return outputs
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from e2e.tiny import (
     PlainTokenizer,
     config_for,
@@ -141,3 +142,27 @@ def check_a_fresh_adapter_is_the_first_one(model: Path, kind: str) -> None:
 
 def load_policy_and_log(config: Any, lines: list[str]) -> Policy:
     return load_policy(config.model, config.lora, config.training.seed, torch.device("cpu"), lines.append)
+
+
+def check_compiled_layers_keep_only_the_quantized_matrix(kind: str) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = QuantizedLinear(nn.Linear(64, 96), kind, torch.device("cpu"))
+            self.adapter = nn.Parameter(torch.ones(96, 64))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return F.silu(self.base(inputs) + F.linear(inputs, self.adapter))
+
+    layer = Layer()
+    layer.adapter.data = layer.adapter.data.bfloat16()
+    # The backend that splits the graph as on a GPU, without compiling it.
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    inputs = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        outputs = compiled(inputs)
+    outputs.sum().backward()
+    matrices = [tensor for tensor in kept if tensor.numel() == 96 * 64 and tensor.dtype == torch.bfloat16]
+    assert [tensor.data_ptr() for tensor in matrices] == [layer.adapter.data_ptr()]
+    assert any(tensor.data_ptr() == layer.base.weight.data_ptr() for tensor in kept)

@@ -66,6 +66,11 @@ def test_a_fresh_adapter_has_the_precision_of_the_model(tiny: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_compiled_layers_keep_only_the_quantized_matrix() -> None:
+    quantized.check_compiled_layers_keep_only_the_quantized_matrix("int8")
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_a_row_of_127_values_is_kept_exactly() -> None:
     layer = nn.Linear(4, 2)
     layer.weight.data = torch.tensor([[1.27, -0.5, 0.0, 0.01], [2.54, 0.02, -2.54, 1.0]])

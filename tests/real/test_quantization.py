@@ -65,6 +65,11 @@ def test_a_fresh_adapter_has_the_precision_of_the_model(kind: str, tiny: Path) -
     quantized.check_a_fresh_adapter_is_the_first_one(tiny, kind)
 
 
+@KINDS
+def test_compiled_layers_keep_only_the_quantized_matrix(kind: str) -> None:
+    quantized.check_compiled_layers_keep_only_the_quantized_matrix(kind)
+
+
 def test_nf4_is_that_of_transformers(tiny: Path) -> None:
     policy = policy_for(config_for(tiny, model__quantization="nf4"), trained=False)
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)  # type: ignore[no-untyped-call]

@@ -88,8 +88,8 @@ def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | Non
         outputs = (F.linear(inputs, stored.to(inputs.dtype)) * scales).to(inputs.dtype)
         return outputs if bias is None else outputs + bias
     # One kernel for a few rows on a GPU; more rows, and CPUs, dequantize the matrix first.
-    outputs = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
-    return outputs
+    product: Tensor = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)
+    return product
 
 
 def dequantize(stored: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

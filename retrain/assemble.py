@@ -22,7 +22,9 @@ from retrain.evaluate import Evaluator
 from retrain.inference_engine import Progress
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.tokens import PromptEncoder, Tokenizer, load_tokenizer, vocabulary_texts
-from retrain.planning import PlanningDetector, build_detector
+from retrain.overlap import StepOverlap, choose_overlap
+from retrain.planning import build_detector
+from retrain.planning.masks import PlanningMasks
 from retrain.plugins import REGISTRIES
 from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import ChunkedScorer, GroupCollector, RolloutScorer, RolloutSource, Scorer
@@ -39,7 +41,7 @@ from retrain.tracking.background import BackgroundTracker
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
 from retrain.tracking.steplog import StepLog
-from retrain.types import BoolArray, Example, Group, Sampling
+from retrain.types import Example, Sampling
 
 MakeBackend = Callable[[TrainConfig, Tokenizer, Callable[[str], None], Progress], Backend]
 """Builds a backend from configuration, tokenizer, log function and progress."""
@@ -84,6 +86,7 @@ class Parts:
     credit: CreditAssigner
     planning: PlanningMasks | None
     sepa: SEPAController
+    overlap: StepOverlap
     backpressure: BackPressure
     evaluator: Evaluator
     tracker: StepLog
@@ -91,25 +94,6 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     control: RunControl
-
-
-class PlanningMasks:
-    """Planning masks of a step's completions."""
-
-    def __init__(self, detector: PlanningDetector, texts: Sequence[str]) -> None:
-        self.detector = detector
-        self.texts = texts
-
-    def of(self, groups: Sequence[Group]) -> list[list[BoolArray]]:
-        """One mask per completion."""
-        return [
-            [self.detector.detect([self._text(i) for i in c.token_ids_T]) for c in group.completions_G]
-            for group in groups
-        ]
-
-    def _text(self, token: int) -> str:
-        # Vocabularies are padded: an id beyond the tokenizer's can be sampled and has no text.
-        return self.texts[token] if token < len(self.texts) else ""
 
 
 @contextmanager
@@ -169,6 +153,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
+    planning = build_planning(config, texts) if credit.needs_planning else None
     return Parts(
         config=config,
         folder=folder,
@@ -176,8 +161,9 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         rollouts=_build_collector(config, order, scorer, sampling),
         order=order,
         credit=credit,
-        planning=build_planning(config, texts) if credit.needs_planning else None,
+        planning=planning,
         sepa=SEPAController(config.sepa),
+        overlap=choose_overlap(config, backend, credit, planning, console.print),
         backpressure=_build_backpressure(config),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
         tracker=_build_log(config, folder, console, [jsonl]),

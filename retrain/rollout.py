@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import islice
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol, Self
 
 import numpy as np
 
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
-from retrain.inference_engine import InferenceEngine, Progress
+from retrain.inference_engine import IncrementalEngine, InferenceEngine, Progress
 from retrain.modeling.tokens import PromptEncoder
 from retrain.rewards import BatchReward, Item
 from retrain.seeding import derive_seed
@@ -19,6 +23,10 @@ from retrain.types import Completion, Example, Group, Metric, Sampling, Score
 
 # Beyond this share of failed scores the rest is not representative.
 MAX_ERROR_RATE = 0.5
+
+DeliverGroup = Callable[[int, Group], None]
+"""Called with the number of a group and the scored group, early and in any order; the thread may be another one. The
+group is not final before all of them are returned: an engine may still be found to have sampled wrongly."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,24 @@ class Rollouts:
 class RolloutSource(Protocol):
     """Collects the groups of a step."""
 
-    def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
-        """Sample and score the groups of one step."""
+    def collect(
+        self, engine: InferenceEngine, step: int, batch_size: int, deliver: DeliverGroup | None = None
+    ) -> Rollouts:
+        """Sample and score the groups of one step; `deliver` gets each as early as possible."""
         ...
 
 
 class RolloutScorer(Protocol):
     """Samples and scores completions: single-turn, or in an environment."""
 
-    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group of `sampling.n` completions per example, in order."""
+    def sample_and_score(
+        self,
+        engine: InferenceEngine,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        deliver: DeliverGroup | None = None,
+    ) -> Rollouts:
+        """One group of `sampling.n` completions per example, in order; `deliver` gets each as early as possible."""
         ...
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
@@ -80,7 +96,9 @@ class GroupCollector:
         self.seed = seed
         self.resample_rounds = resample_rounds
 
-    def collect(self, engine: InferenceEngine, step: int, batch_size: int) -> Rollouts:
+    def collect(
+        self, engine: InferenceEngine, step: int, batch_size: int, deliver: DeliverGroup | None = None
+    ) -> Rollouts:
         """Sample `batch_size` prompts; groups without a signal are replaced for up to `resample_rounds`."""
         kept: list[Group] = []
         dead: list[Group] = []
@@ -88,7 +106,9 @@ class GroupCollector:
         for round_ in range(1 + self.resample_rounds):
             examples = self.order.take(batch_size - len(kept))
             sampling = replace(self.sampling, seed=derive_seed(self.seed, f"sampling/{round_}", step))
-            drawn = self.scorer.sample_and_score(engine, examples, sampling)
+            drawn = self.scorer.sample_and_score(
+                engine, examples, sampling, numbered_from(len(kept) + len(dead), deliver)
+            )
             sample_time += drawn.sample_time_s
             score_time += drawn.score_time_s
             live = [group for group in drawn.groups if has_signal(group)]
@@ -112,27 +132,43 @@ class Scorer:
         self.progress = progress
         self.failures = Failures("Scoring", "completions", log)
 
-    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+    def sample_and_score(
+        self,
+        engine: InferenceEngine,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        deliver: DeliverGroup | None = None,
+    ) -> Rollouts:
         """One group per example, in order."""
         started = time.perf_counter()
-        prompts = [self.encoder.encode(example) for example in examples]
-        completions_PG = engine.generate(prompts, sampling)
-        check_completions(engine, completions_PG, len(prompts), sampling.n)
-        sampled = time.perf_counter()
-        self.progress("scoring", 0, sum(map(len, completions_PG)))
+        unscored = [Group(example, self.encoder.encode(example), ()) for example in examples]
+        prompts = [group.prompt_ids for group in unscored]
+        if deliver is not None and isinstance(engine, IncrementalEngine):
+            with EarlyScores(self._score, unscored, deliver) as early:
+                completions_PG = engine.generate_each(prompts, sampling, early.add)
+                check_completions(engine, completions_PG, len(prompts), sampling.n)
+                sampled = time.perf_counter()
+            groups = [early.groups[at] for at in range(len(prompts))]
+        else:
+            completions_PG = engine.generate(prompts, sampling)
+            check_completions(engine, completions_PG, len(prompts), sampling.n)
+            sampled = time.perf_counter()
+            self.progress("scoring", 0, sum(map(len, completions_PG)))
+            groups = self._score(
+                [replace(group, completions_G=tuple(c)) for group, c in zip(unscored, completions_PG, strict=True)]
+            )
+        self.failures.check([score for group in groups for score in group.scores_G])
+        return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
+
+    def _score(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with their scores."""
         items = [
             Item(completion.text, example.reference, example.prompt, example.meta, completion.token_ids_T)
-            for example, group in zip(examples, completions_PG, strict=True)
-            for completion in group
+            for example, completions in ((group.example, group.completions_G) for group in groups)
+            for completion in completions
         ]
-        scores = self.reward.score(items)
-        self.failures.check(scores)
-        groups, at = [], 0
-        for example, prompt, completions in zip(examples, prompts, completions_PG, strict=True):
-            group_scores = tuple(scores[at : at + len(completions)])
-            groups.append(Group(example, prompt, tuple(completions), group_scores))
-            at += len(completions)
-        return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
+        scores = iter(self.reward.score(items))
+        return [replace(group, scores_G=tuple(islice(scores, len(group.completions_G)))) for group in groups]
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Metrics of the reward since the last step, evaluations included."""
@@ -146,11 +182,20 @@ class ChunkedScorer:
         self.scorer = scorer
         self.at_once = at_once
 
-    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+    def sample_and_score(
+        self,
+        engine: InferenceEngine,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        deliver: DeliverGroup | None = None,
+    ) -> Rollouts:
         """Chunk by chunk, each with its own seed."""
         parts = [
             self.scorer.sample_and_score(
-                engine, examples[at : at + self.at_once], replace(sampling, seed=derive_seed(sampling.seed, "part", at))
+                engine,
+                examples[at : at + self.at_once],
+                replace(sampling, seed=derive_seed(sampling.seed, "part", at)),
+                numbered_from(at, deliver),
             )
             for at in range(0, len(examples), self.at_once)
         ]
@@ -160,6 +205,48 @@ class ChunkedScorer:
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Metrics of the wrapped scorer."""
         return self.scorer.group_metrics(groups)
+
+
+class EarlyScores:
+    """Scores groups on a thread as their completions arrive: all that have arrived by then at once."""
+
+    def __init__(
+        self, score: Callable[[Sequence[Group]], list[Group]], unscored: Sequence[Group], deliver: DeliverGroup
+    ) -> None:
+        self.score, self.unscored, self.deliver = score, unscored, deliver
+        self.arrived: SimpleQueue[tuple[int, list[Completion]]] = SimpleQueue()
+        self.thread = ThreadPoolExecutor(1, "retrain-scores")
+        self.jobs: list[Future[None]] = []
+        self.groups: dict[int, Group] = {}
+        """The scored groups by number."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, at: int, completions: list[Completion]) -> None:
+        """Score a group soon."""
+        self.arrived.put((at, completions))
+        self.jobs.append(self.thread.submit(self._score_arrived))
+
+    def _score_arrived(self) -> None:
+        arrived = [self.arrived.get() for _ in range(self.arrived.qsize())]
+        groups = self.score([replace(self.unscored[at], completions_G=tuple(c)) for at, c in arrived])
+        for (at, _), group in zip(arrived, groups, strict=True):
+            self.groups[at] = group
+            self.deliver(at, group)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.thread.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for job in self.jobs:
+                job.result()
+
+
+def numbered_from(first: int, deliver: DeliverGroup | None) -> DeliverGroup | None:
+    """`deliver` for a part of a larger batch, whose first group has this number."""
+    return None if deliver is None else lambda at, group: deliver(first + at, group)
 
 
 class Failures:

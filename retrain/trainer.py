@@ -19,6 +19,7 @@ from retrain.backends import AsyncBackend
 from retrain.checks.agreement import DisagreementError, sample_unsignalled
 from retrain.checks.repeats import check_repeats
 from retrain.config import TrainConfig
+from retrain.datums import build_datums, rows_of
 from retrain.errors import CheckpointError
 from retrain.evaluate import Evaluation
 from retrain.rollout import Rollouts
@@ -29,7 +30,7 @@ from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
-from retrain.types import Datum, FloatArray, Group, Segment, StepMetrics
+from retrain.types import Datum, Group, StepMetrics
 
 # Reported by every backend; None where it has no value for a step.
 TRAINING_METRICS = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")
@@ -122,6 +123,7 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
             interrupts.hold()
         except BaseException:
             # The step never happened: it will draw the same examples when it does.
+            parts.overlap.discard()
             parts.order.load_state_dict(order)
             parts.sepa.load_state_dict(sepa)
             raise
@@ -150,18 +152,23 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
 
 
 def collect_batch(parts: Parts, state: RunState) -> StepBatch:
-    """Evaluate if due, sample and score the step's prompts, and assign credit."""
+    """Evaluate if due, sample and score the step's prompts, and assign credit.
+
+    In an overlapped step, the backend computes the gradients of groups that are complete meanwhile.
+    """
     config, step = parts.config, state.step
     seed_everything(config.training.seed, step)
     engine = parts.backend.sampler(step)
     evaluation = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
-    rollouts = parts.rollouts.collect(engine, step, state.batch_size)
+    deliver = parts.overlap.begin(parts.sepa.known_lambda(step) if parts.credit.uses_sepa else 0.0)
+    rollouts = parts.rollouts.collect(engine, step, state.batch_size, deliver)
     repeats = count_repeats(parts, rollouts.groups)
     parts.sepa.observe_correct_rate(rollouts.correct_rate)
     sepa_lambda = parts.sepa.resolve_lambda(step)
-    masks = parts.planning.of(rollouts.groups) if parts.planning else None
+    taken = parts.overlap.taken
+    masks = parts.planning.of(rollouts.groups, taken.masks) if parts.planning else None
     credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)
-    datums = build_datums(rollouts.groups, credit, all_groups=config.kl.beta > 0)
+    datums = build_datums(rollouts.groups, credit, config.kl.beta > 0, taken.datums)
     return StepBatch(rollouts, credit, datums, evaluation, repeats, sepa_lambda)
 
 
@@ -192,38 +199,12 @@ def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics
         save(parts, state, "running")
 
 
-def build_datums(groups: Sequence[Group], credit: Credit, all_groups: bool = False) -> list[Datum]:
-    """Rows to train on: scored completions of groups with a signal.
-
-    With a KL penalty, which applies to every completion, `all_groups` are trained on.
-    """
-    excluded = set(credit.excluded)
-    datums = []
-    for at in range(len(groups)) if all_groups else credit.live():
-        for index, completion in enumerate(groups[at].completions_G):
-            if (at, index) not in excluded and len(completion.token_ids_T):
-                datums += rows_of(groups[at], at, index, credit.token_advantages_PG[at][index])
-    return datums
-
-
 def count_repeats(parts: Parts, groups: Sequence[Group]) -> int:
     """Completions that repeat another of their group; raises if chance does not explain them."""
     if parts.config.training.temperature == 0:
         return 0
     capabilities = parts.backend.capabilities
     return check_repeats(groups, capabilities.checks_rows and capabilities.sampled_logprobs)
-
-
-def rows_of(group: Group, at: int, index: int, advantages_T: FloatArray) -> list[Datum]:
-    """The training rows of one completion of group `at`."""
-    completion = group.completions_G[index]
-    mask_T = completion.sampled_T if completion.sampled_T is not None else np.ones(len(advantages_T), bool)
-    datums = []
-    for row in completion.segments or (Segment(group.prompt_ids, 0, len(advantages_T)),):
-        part = slice(row.start, row.stop)
-        ids_T, logprobs_T = completion.token_ids_T[part], completion.logprobs_T[part]
-        datums.append(Datum(row.prompt_ids, ids_T, logprobs_T, advantages_T[part], mask_T[part], at, index))
-    return datums
 
 
 def rows_to_check(parts: Parts, groups: Sequence[Group], datums: Sequence[Datum], step: int) -> list[Datum]:

@@ -140,3 +140,12 @@ class Datum:
     """Group and completion of the step; -1 for synthetic rows."""
     check_T: BoolArray | None = None
     """On rows that are not trained on, tokens whose log-probs are compared with the trainer's."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why the steps of a run are not overlapped."""
+
+    reason: str
+    is_final: bool
+    """Whether they cannot be overlapped; otherwise it is not advisable."""

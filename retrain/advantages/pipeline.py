@@ -13,7 +13,7 @@ from retrain.advantages.credit import Advantages, Row, TokenBatch, assign_advant
 from retrain.advantages.method import Choice, load_method
 from retrain.errors import ConfigError, RolloutError
 from retrain.plugins import is_plugin
-from retrain.types import BoolArray, Completion, FloatArray, Group, StepMetrics
+from retrain.types import BoolArray, Completion, FloatArray, Group, Obstacle, StepMetrics
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
@@ -102,6 +102,21 @@ class CreditAssigner:
     def uses_sepa(self) -> bool:
         """Whether `sepa_lambda` has any effect."""
         return self.method.uses_sepa
+
+    def overlap_obstacle(self) -> Obstacle | None:
+        """Why a group's credit may depend on other groups; None if it does not."""
+        choice, transform = self.method.choice, self.method.transform
+        if is_plugin("uncertainty", choice.uncertainty_kind):
+            return Obstacle(f"[algorithm] uncertainty_kind = {choice.uncertainty_kind!r} gets complete steps", True)
+        if is_plugin("transform", choice.transform_mode) and transform.batch_entropy_transform is not None:
+            return Obstacle(f"[algorithm] transform_mode = {choice.transform_mode!r} gets complete steps", True)
+        names = {"advantage": choice.advantage_mode, "transform": choice.transform_mode}
+        if choice.algorithm_mode:
+            names = {"algorithm": choice.algorithm_mode}
+        plugin = next((f"{kind}_mode = {name!r}" for kind, name in names.items() if is_plugin(kind, name)), "")
+        if plugin:
+            return Obstacle(f"[algorithm] {plugin} may depend on earlier groups", False)
+        return None
 
     def require_entropies(self, available: bool, engine: str) -> None:
         """Raise if the uncertainty needs entropies and the engine returns none."""

@@ -56,10 +56,13 @@ class SEPAController:
 
     def resolve_lambda(self, step: int) -> float:
         """The lambda of this step, between 0 (no pooling) and 1 (all execution tokens equal)."""
-        if not self.gate_open:
-            return 0.0
-        linear = self._linear_lambda(step)
-        return max(self._auto_lambda(), linear) if self.config.schedule == "auto" else linear
+        return self._ungated_lambda(step) if self.gate_open else 0.0
+
+    def known_lambda(self, step: int) -> float | None:
+        """The lambda of this step before its rewards are known; None if they decide, by opening the gate."""
+        if self.gate_open or self._ungated_lambda(step) == 0.0:
+            return self.resolve_lambda(step)
+        return None
 
     def state_dict(self) -> dict[str, float | int | bool | None]:
         """State for a resume."""
@@ -83,6 +86,10 @@ class SEPAController:
         self._observed = int(observed)
         self._ema = None if ema is None else float(ema)
         self._initial = None if initial is None else float(initial)
+
+    def _ungated_lambda(self, step: int) -> float:
+        linear = self._linear_lambda(step)
+        return max(self._auto_lambda(), linear) if self.config.schedule == "auto" else linear
 
     def _linear_lambda(self, step: int) -> float:
         since = step - self.config.delay_steps

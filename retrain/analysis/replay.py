@@ -10,10 +10,11 @@ import numpy as np
 
 from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController
-from retrain.assemble import PlanningMasks, build_planning
+from retrain.assemble import build_planning
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
+from retrain.planning.masks import PlanningMasks
 from retrain.rollout import Rollouts
 from retrain.storage.recording import FOLDER, read_recordings
 from retrain.types import BoolArray, FloatArray, Group

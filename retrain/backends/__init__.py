@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.inference_engine import InferenceEngine, Progress
-from retrain.types import Datum, StepMetrics
+from retrain.types import Datum, Obstacle, StepMetrics
 
 if TYPE_CHECKING:
     from retrain.config import TrainConfig
     from retrain.modeling.tokens import Tokenizer
 
-__all__ = ["AsyncBackend", "Backend", "Capabilities", "Closeable", "FrozenModel", "FrozenModelProvider"]
+__all__ = [
+    "AsyncBackend",
+    "Backend",
+    "Capabilities",
+    "Closeable",
+    "FrozenModel",
+    "FrozenModelProvider",
+    "OverlappingBackend",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,27 @@ class AsyncBackend(Protocol):
 
     def settle(self) -> StepMetrics:
         """Wait for the running step; returns its metrics."""
+        ...
+
+
+@runtime_checkable
+class OverlappingBackend(Protocol):
+    """A backend that can compute the gradients of some groups while others of the same step are still being sampled."""
+
+    def overlap_obstacle(self) -> Obstacle | None:
+        """Why this run cannot do so, or should not; None if it should."""
+        ...
+
+    def accumulate(self, part: int, datums: Sequence[Datum]) -> None:
+        """Compute the gradients of some rows of the next `train_step`, which gets all rows; the weights do not change.
+
+        Returns at once. Parts come in any order and are summed by their numbers, which start at 0. Rows may have
+        another `group` in `train_step`, but the same arrays.
+        """
+        ...
+
+    def discard_parts(self) -> None:
+        """Drop these gradients: there will be no such `train_step`."""
         ...
 
 

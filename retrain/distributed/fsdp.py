@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from retrain.backends.local.learner import StepSize, Totals
+from retrain.backends.local.learner import Totals
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
 from retrain.backends.local.trainable import TrainableParams
@@ -194,11 +194,11 @@ class ShardedLearner(RankedLearner):
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return [*batches, *([FILLER] for _ in range(int(most) - len(batches)))]
 
-    def _backward_within_memory(self, datums: Sequence[Datum], size: StepSize) -> Totals:
+    def _backward_within_memory(self, datums: Sequence[Datum], divisor: float) -> Totals:
         """Accumulate gradients. A rank that runs out of memory cannot retry, since the others wait for it."""
         self.memory.prepare(max((length_of(datum) for datum in datums), default=0))
         try:
-            return self._backward(self.split(datums), size)
+            return self._backward(self.split(datums), divisor)
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"{self.policy.device} ran out of memory with micro-batches of {self.memory.micro_batch_tokens} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,7 @@ from retrain.inference_engine import InferenceEngine, Progress
 from retrain.rewards import outcome_of
 from retrain.rewards.batch import CORRECT_FROM
 from retrain.rewards.custom import LARGEST_REWARD
-from retrain.rollout import Failures, Rollouts
+from retrain.rollout import DeliverGroup, Failures, Rollouts
 from retrain.seeding import derive_seed
 from retrain.types import Completion, Example, Group, IntArray, Sampling, Score, StepMetrics
 
@@ -68,18 +68,23 @@ class EnvironmentRunner:
         self.failures = Failures("The environment", "rollouts", log)
         self.loop: EventLoop | None = None
 
-    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
+    def sample_and_score(
+        self,
+        engine: InferenceEngine,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        deliver: DeliverGroup | None = None,
+    ) -> Rollouts:
         """One group per example, in order, all rollouts concurrently."""
         started = time.perf_counter()
         loop = self.loop or self._open()
         jobs = [example for example in examples for _ in range(sampling.n)]
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
-        rollouts = [self._rollout(number, example, queue) for number, example in enumerate(jobs)]
-        results: list[tuple[PolicyChat, Score]] = play(loop, engine, queue, rollouts, self.rules.in_rounds)
-        self.failures.check([score for _, score in results])
-        groups = [
-            _group(example, results[at * sampling.n : (at + 1) * sampling.n]) for at, example in enumerate(examples)
-        ]
+        gathering = Gathering(examples, sampling.n, deliver)
+        rollouts = [gathering.add(number, self._rollout(number, example, queue)) for number, example in enumerate(jobs)]
+        play(loop, engine, queue, rollouts, self.rules.in_rounds)
+        groups = [gathering.groups[at] for at in range(len(examples))]
+        self.failures.check([score for group in groups for score in group.scores_G])
         return Rollouts(groups, time.perf_counter() - started, 0.0)
 
     def group_metrics(self, groups: Sequence[Group]) -> StepMetrics:
@@ -172,6 +177,26 @@ class EnvironmentRunner:
     def _blocked_s(self) -> float:
         """Seconds in which one rollout blocked all others."""
         return self.environment.blocked_s() if isinstance(self.environment, RemoteEnvironment) else 0.0
+
+
+class Gathering:
+    """Gathers finished rollouts into groups, and delivers each group once it is complete."""
+
+    def __init__(self, examples: Sequence[Example], n: int, deliver: DeliverGroup | None) -> None:
+        self.examples, self.n, self.deliver = examples, n, deliver
+        self.results: dict[int, tuple[PolicyChat, Score]] = {}
+        self.groups: dict[int, Group] = {}
+
+    async def add(self, number: int, rollout: Coroutine[object, object, tuple[PolicyChat, Score]]) -> None:
+        """Play the rollout of this number."""
+        self.results[number] = await rollout
+        at = number // self.n
+        members = range(at * self.n, (at + 1) * self.n)
+        if all(member in self.results for member in members):
+            self.groups[at] = _group(self.examples[at], [self.results[member] for member in members])
+            if self.deliver is not None:
+                # On another thread: the other rollouts go on meanwhile.
+                await asyncio.to_thread(self.deliver, at, self.groups[at])
 
 
 class _Clock:

@@ -10,7 +10,9 @@ from typing import Protocol, runtime_checkable
 from retrain.types import Completion, IntArray, Sampling, StepMetrics
 
 __all__ = [
+    "Deliver",
     "Described",
+    "IncrementalEngine",
     "InferenceEngine",
     "Measured",
     "Progress",
@@ -23,6 +25,10 @@ __all__ = [
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total), cheap enough to call often. May raise to cancel: let the exception propagate."""
+
+
+Deliver = Callable[[int, list[Completion]], None]
+"""Called with the index of a prompt and its completions, as soon as all of them are done."""
 
 
 class InferenceEngine(Protocol):
@@ -38,6 +44,17 @@ class InferenceEngine(Protocol):
 
     def shutdown(self) -> None:
         """Release all resources."""
+        ...
+
+
+@runtime_checkable
+class IncrementalEngine(Protocol):
+    """An engine that delivers the completions of a prompt while it samples those of others."""
+
+    def generate_each(
+        self, prompts: Sequence[IntArray], sampling: Sampling, deliver: Deliver
+    ) -> list[list[Completion]]:
+        """Like `generate`; each prompt's completions are also delivered early, in any order, in the caller's thread."""
         ...
 
 

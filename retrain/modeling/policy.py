@@ -27,6 +27,7 @@ from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
+from retrain.runtime.threads import FairLock
 from retrain.seeding import derive_seed
 
 # Marks a folder of fully fine-tuned weights, which newer weights may replace.
@@ -49,6 +50,8 @@ class Policy:
     """Saved with a fully fine-tuned model, so that its folder can be loaded."""
 
     def __post_init__(self) -> None:
+        self.turns = FairLock()
+        """Held by a thread while it runs the model or a sampling model over its weights."""
         model: Any = self.adapted
         has_adapter = isinstance(model, PeftModel)
         self.rank = int(model.peft_config["default"].r) if has_adapter else 0

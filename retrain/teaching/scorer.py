@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from retrain.inference_engine import InferenceEngine
 from retrain.rewards import BatchReward, Item
-from retrain.rollout import Failures, Rollouts, check_completions
+from retrain.rollout import DeliverGroup, Failures, Rollouts, check_completions
 from retrain.teaching.student import Baseline, Student
 from retrain.teaching.templates import Reader, ask, question_of
 from retrain.tracking.console import Console
@@ -53,8 +53,14 @@ class TeachingScorer:
         self.progress = console.progress
         self.failures = Failures("Scoring", "answers of the student", console.print)
 
-    def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
-        """One group of teaching per example, in order."""
+    def sample_and_score(
+        self,
+        engine: InferenceEngine,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        deliver: DeliverGroup | None = None,
+    ) -> Rollouts:
+        """One group of teaching per example, in order. All are scored together, so none is delivered early."""
         started = time.perf_counter()
         baselines = self.student.baseline(examples, sampling)
         prompts = [self._prompt(*each, sampling) for each in zip(examples, baselines, strict=True)]

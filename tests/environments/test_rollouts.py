@@ -14,11 +14,11 @@ import pytest
 
 from retrain.advantages import CreditAssigner
 from retrain.config.schema import Algorithm, TrainConfig
+from retrain.datums import build_datums
 from retrain.environments import Chat, ChatOver, Outcome, turns
 from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
 from retrain.inference_engine import Turns
-from retrain.trainer import build_datums
 from retrain.types import Example, Sampling
 from tests.environments.table import TextEngine, play, player
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from retrain.backends import Backend, Capabilities, FrozenModel
+from retrain.backends.local.early import EarlyGradients
 from retrain.backends.local.frozen import build_frozen
 from retrain.backends.local.learner import Learner
 from retrain.backends.local.precision import make_agreement
@@ -17,7 +18,7 @@ from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, engine_metrics
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
-from retrain.inference_engine import Described, InferenceEngine, Progress, Remote
+from retrain.inference_engine import Described, IncrementalEngine, InferenceEngine, Progress, Remote
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.policy import Policy, load_policy
@@ -26,7 +27,7 @@ from retrain.modeling.tokens import Tokenizer
 from retrain.plugins import REGISTRIES
 from retrain.runtime.devices import AUTO, check_gpus, device_names
 from retrain.runtime.ranks import find_rank_info
-from retrain.types import Datum, StepMetrics
+from retrain.types import Datum, Obstacle, StepMetrics
 
 __all__ = ["LocalBackend", "build", "check_server", "make_engine", "resolve_devices"]
 
@@ -88,11 +89,13 @@ def check_server(engine: Remote, config: TrainConfig, log: Callable[[str], None]
 
 
 class LocalBackend:
-    """Sampling and training alternate on one device, over one copy of the weights."""
+    """Sampling and training alternate, or overlap within a step, over one copy of the weights."""
 
     def __init__(self, learner: Learner, engine: InferenceEngine) -> None:
         self.learner = learner
         self.engine = engine
+        self.early: EarlyGradients | None = None
+        """Gradients of the current step, in an overlapped run."""
         self.capabilities = Capabilities(
             context_length=learner.policy.context_length,
             gives_entropies=True,
@@ -106,7 +109,31 @@ class LocalBackend:
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimizer step."""
-        return self.learner.step(datums, step) | {"staleness": 0} | engine_metrics(self.engine)
+        part = self.early.collect() if self.early is not None else None
+        return self.learner.step(datums, step, part=part) | {"staleness": 0} | engine_metrics(self.engine)
+
+    def overlap_obstacle(self) -> Obstacle | None:
+        """Sampling elsewhere can overlap with training; on the same device it can, but may not be faster."""
+        config, device = self.learner.config, self.learner.policy.device
+        if config.lora.dropout:
+            return Obstacle("[lora] dropout draws its masks in the order of training", is_final=True)
+        if config.memory.micro_batches:
+            return Obstacle("[memory] micro_batches is for complete steps", is_final=True)
+        if not isinstance(self.engine, IncrementalEngine):
+            return Obstacle("the engine returns the completions of a step together", is_final=True)
+        if not isinstance(self.engine, Remote):
+            return Obstacle(f"sampling and training share {device}", is_final=False)
+        return None
+
+    def accumulate(self, part: int, datums: Sequence[Datum]) -> None:
+        """Compute the gradients of some rows of the step, on a thread."""
+        self.early = self.early or EarlyGradients(self.learner)
+        self.early.add(part, datums)
+
+    def discard_parts(self) -> None:
+        """Drop the gradients of the step."""
+        if self.early is not None:
+            self.early.discard()
 
     def save(self, path: Path) -> None:
         """Write adapter, optimizer state and batch sizes."""
@@ -126,6 +153,8 @@ class LocalBackend:
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Shut the engine down."""
+        if self.early is not None:
+            self.early.close()
         self.engine.shutdown()
 
 

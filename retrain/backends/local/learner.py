@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,22 @@ class StepSize:
         return cls(sum(int(datum.mask_T.sum()) for datum in datums), len(datums))
 
 
+@dataclass(frozen=True)
+class Part:
+    """Gradients and totals of some rows of a step, computed before its size was known: nothing is divided by it."""
+
+    gradients: list[Tensor | None]
+    totals: Totals
+
+    @torch.no_grad()
+    def add(self, other: Part) -> None:
+        """Add another part to this one."""
+        for at, gradient in enumerate(other.gradients):
+            mine = self.gradients[at]
+            self.gradients[at] = gradient if mine is None else mine if gradient is None else mine.add_(gradient)
+        self.totals.join(other.totals)
+
+
 class Learner:
     """Trains a policy: computes gradients and takes optimizer steps.
 
@@ -95,23 +112,40 @@ class Learner:
         self.report: AgreementReport | None = None
         """Its report on the last step."""
 
-    def step(self, datums: Sequence[Datum], step: int = 0, staleness: int = 0) -> StepMetrics:
+    def step(self, datums: Sequence[Datum], step: int = 0, staleness: int = 0, part: Part | None = None) -> StepMetrics:
         """Forward, backward and update over all datums, with the learning rate of `step`.
 
-        `staleness` is the number of updates since the datums were sampled.
+        `staleness` is the number of updates since the datums were sampled; `part` has the gradients of some of them.
         """
-        metrics = self.take_step(
-            datums, StepSize.of([datum for datum in datums if datum.mask_T.any()]), step, staleness
-        )
+        size = StepSize.of([datum for datum in datums if datum.mask_T.any()])
+        metrics = self.take_step(datums, size, step, staleness, part)
         self.raise_if_rejected()
         return metrics
+
+    def compute_part(self, datums: Sequence[Datum]) -> Part:
+        """Gradients of some rows of the next step; the weights do not change."""
+        # A power of two: dividing by it changes no digit of a gradient, only its range.
+        totals = self._backward_within_memory(datums, self.unit)
+        return Part(self.optimizer.take(), totals)
+
+    @property
+    def unit(self) -> float:
+        """The divisor of parts: a power of two near the divisor of a full step."""
+        training = self.config.training
+        rows = training.batch_size * training.group_size
+        return 2.0 ** round(math.log2(self._divisor(StepSize(rows * self.max_tokens, rows))))
+
+    def _divisor(self, size: StepSize) -> float:
+        return self.loss.average.denominator(size.tokens, size.rows, self.max_tokens)
 
     def raise_if_rejected(self) -> None:
         """Raise if the last step was rejected because sampler and trainer disagreed."""
         if self.report is not None and self.report.rejected:
             raise self.report.error()
 
-    def take_step(self, datums: Sequence[Datum], size: StepSize, step: int, staleness: int = 0) -> StepMetrics:
+    def take_step(
+        self, datums: Sequence[Datum], size: StepSize, step: int, staleness: int = 0, part: Part | None = None
+    ) -> StepMetrics:
         """The same for this process's share of a global step of that size.
 
         A rejected step changes no weights; call `raise_if_rejected` afterwards.
@@ -123,7 +157,7 @@ class Learner:
         checked = self._check_untrained([datum for datum in datums if datum.check_T is not None])
         self.report = None
         if size.rows:
-            metrics = self._agreed_gradients(usable, size, checked, staleness)
+            metrics = self._agreed_gradients(usable, size, checked, staleness, part)
         elif self.agreement is not None and checked is not None:
             self.report = self.agreement.check(LogprobGaps.between([], []), checked, staleness)
         if self.report is not None and self.report.rejected:
@@ -137,23 +171,44 @@ class Learner:
         return {**metrics, "lr": lr, "grad_norm": norm, "skipped": int(norm is None)}
 
     def _agreed_gradients(
-        self, datums: Sequence[Datum], size: StepSize, checked: LogprobGaps | None, staleness: int
+        self,
+        datums: Sequence[Datum],
+        size: StepSize,
+        checked: LogprobGaps | None,
+        staleness: int,
+        part: Part | None = None,
     ) -> StepMetrics:
         """Gradients of the rows on which sampler and trainer agree; the others are excluded."""
-        totals = self._backward_within_memory(datums, size)
+        divisor = self._divisor(size)
+        totals = self._complete(part, datums, divisor) if part else self._backward_within_memory(datums, divisor)
         self.share(totals)
         if self.agreement is None:
             return totals.metrics()
         self.report, own = self.check_agreement(self.agreement, totals.gaps(), checked, staleness)
         if self.report.excluded and not self.report.rejected:
             off = {id(datum) for datum, out in zip(totals.datums, self.report.excluded_rows[own], strict=True) if out}
-            totals = self._backward_within_memory([datum for datum in datums if id(datum) not in off], size)
+            totals = self._backward_within_memory([datum for datum in datums if id(datum) not in off], divisor)
             self.share(totals)
         metrics = totals.metrics()
         shift = self.agreement.shift(metrics, totals.tokens, staleness)
         if not self.report.rejected and self.report.gaps.are_all_sampled:
             self.report = replace(self.report, shift=shift)
         return metrics
+
+    def _complete(self, part: Part, datums: Sequence[Datum], divisor: float) -> Totals:
+        """The gradients of all datums, of which a part has some."""
+        # Credit is a step's own array per row, whatever number its group has got since.
+        numbered = {id(datum.advantages_T): datum for datum in datums}
+        done = {id(datum.advantages_T): None for datum in part.totals.datums}
+        if not numbered.keys() >= done.keys():
+            return self._backward_within_memory(datums, divisor)
+        rest = [datum for datum in datums if id(datum.advantages_T) not in done]
+        totals = self._backward_within_memory(rest, divisor)
+        self.optimizer.add(part.gradients, self.unit / divisor)
+        part.totals.sums[0] *= self.unit / divisor
+        part.totals.datums = [numbered[row] for row in done]
+        part.totals.join(totals)
+        return part.totals
 
     @torch.no_grad()
     def _check_untrained(self, datums: Sequence[Datum]) -> LogprobGaps | None:
@@ -176,22 +231,23 @@ class Learner:
     def share(self, totals: Totals) -> None:
         """Sum gradients and totals over all processes; here there is one."""
 
-    def _backward_within_memory(self, datums: Sequence[Datum], size: StepSize) -> Totals:
+    def _backward_within_memory(self, datums: Sequence[Datum], divisor: float) -> Totals:
         """Accumulate gradients; if memory runs out, retry with smaller micro-batches."""
         longest = max((length_of(datum) for datum in datums), default=0)
         self.memory.prepare(longest, self.optimizer.pending_bytes)
         while True:
             try:
-                return self._backward(self.split(datums), size)
+                return self._backward(self.split(datums), divisor)
             except torch.OutOfMemoryError as error:
                 if not self.memory.shrink(longest):
                     raise BackendError(self.memory.explain(longest)) from error
             except RuntimeError as error:
                 self.determinism.disable_after(error)
             # Outside the handler: its traceback keeps the tensors of the failed pass alive.
-            self.optimizer.clear()
-            if self.policy.device.type == "cuda":
-                torch.cuda.empty_cache()
+            with self.policy.turns:
+                self.optimizer.clear()
+                if self.policy.device.type == "cuda":
+                    torch.cuda.empty_cache()
 
     def split(self, datums: Sequence[Datum]) -> list[list[Datum]]:
         """Micro-batches by their cost: flash attention takes uneven lengths, other kernels pad."""
@@ -205,31 +261,37 @@ class Learner:
         penalised = self.sampling.repetition_penalty != 1.0
         return pack(datums, self.policy.device, penalised, share=not self.policy.attention_fallback_reason)
 
-    def _backward(self, batches: Sequence[Sequence[Datum]], size: StepSize | None = None) -> Totals:
-        """Accumulate the gradients of micro-batches; without `size` they are the global step."""
-        size = size or StepSize.of([datum for batch in batches for datum in batch])
-        self.optimizer.clear()
-        divisor = self.loss.average.denominator(size.tokens, size.rows, self.max_tokens)
+    def _backward(self, batches: Sequence[Sequence[Datum]], divisor: float | None = None) -> Totals:
+        """Accumulate the gradients of micro-batches; without a divisor they are the global step."""
+        divisor = divisor or self._divisor(StepSize.of([datum for batch in batches for datum in batch]))
         totals = Totals(self.policy.device)
-        # All copied before the GPU has work: a later copy would wait for the running micro-batch.
-        packs = [self.pack(batch) for batch in batches]
-        references = self._reference_logprobs(packs)
-        self._train_mode(True)
-        self.warm_up({"recomputing" if layer.training else "training" for layer in self.layers})
+        with self.policy.turns:
+            self.optimizer.clear()
+            # All copied before the GPU has work: a later copy would wait for the running micro-batch.
+            packs = [self.pack(batch) for batch in batches]
+            references = self._reference_logprobs(packs)
+            self._train_mode(True)
+            self.warm_up({"recomputing" if layer.training else "training" for layer in self.layers})
         for batch, packed, expected in zip(batches, packs, references, strict=True):
-            longest = max(map(length_of, batch))
-            with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(packed.rows, longest):
-                token_batch = TokenBatch(
-                    self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
-                    packed.rows, expected,
-                )  # fmt: skip
-                loss = summed_loss(token_batch, self.loss, self.config.kl.beta) / divisor
-                loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.gather()
-            totals.add(loss.detach(), token_batch)
+            # A sampler over the same weights takes its turn between two micro-batches.
+            with self.policy.turns:
+                totals.add(*self._backward_one(packed, expected, max(map(length_of, batch)), divisor))
         self._train_mode(False)
         totals.datums = [datum for batch in batches for datum in batch]
         return totals
+
+    def _backward_one(
+        self, packed: MicroBatch, expected: Tensor | None, longest: int, divisor: float
+    ) -> tuple[Tensor, TokenBatch]:
+        with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(packed.rows, longest):
+            token_batch = TokenBatch(
+                self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
+                packed.rows, expected,
+            )  # fmt: skip
+            loss = summed_loss(token_batch, self.loss, self.config.kl.beta) / divisor
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.gather()
+        return loss.detach(), token_batch
 
     def warm_up(self, ways: set[str]) -> None:
         """Run the layers on fixed shapes before they first run in one of these modes.
@@ -324,6 +386,14 @@ class Totals:
         sums = sum_by_row(torch.stack([taken.double(), gap], 1), batch.row, batch.rows)
         largest = torch.zeros_like(sums[:, 0]).scatter_reduce_(0, batch.row, gap, "amax")
         self.rows.append(torch.cat([sums, largest[:, None]], 1))
+
+    def join(self, other: Totals) -> None:
+        """Add the sums and rows of another part of the same step."""
+        self.sums += other.sums
+        self.largest = torch.maximum(self.largest, other.largest)
+        self.has_reference = self.has_reference or other.has_reference
+        self.rows += other.rows
+        self.datums = [*self.datums, *other.datums]
 
     @property
     def tokens(self) -> float:

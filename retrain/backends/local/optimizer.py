@@ -7,6 +7,7 @@ into the model. float32 parameters are their own masters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,19 @@ class MasterOptimizer:
         """Drop all gradients."""
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
+
+    def take(self) -> list[Tensor | None]:
+        """Take out the gradients accumulated so far, in the order of the masters."""
+        gradients = [master.grad for master in self.masters]
+        self.clear()
+        return gradients
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Add what `take` returned, times a factor."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            if gradient is not None:
+                master.grad = gradient * factor if master.grad is None else master.grad.add_(gradient, alpha=factor)
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -42,6 +42,7 @@ class Algorithm(Section):
 
 
 Deterministic = Literal["auto", True, False]
+Overlap = Literal["auto", True, False]
 _TINKER_SAMPLING = "The service samples with temperature, top_p and top_k alone."
 
 
@@ -152,6 +153,12 @@ class Training(Section):
         "auto",
         "Bitwise reproducible runs: auto does so on a CPU, and on a GPU where it costs less than 5 %.",
         on_resume="free",
+    )
+    overlap: Overlap = option(
+        "auto",
+        "Train on complete groups while others are being sampled: auto does so if sampling runs elsewhere.",
+        on_resume="free",
+        on_tinker="The service trains on complete steps.",
     )
     max_prompt_tokens: BoundedInt = option(
         0,

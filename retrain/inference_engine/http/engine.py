@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
-from retrain.inference_engine import Progress, Turn, Turns
+from retrain.inference_engine import Deliver, Progress, Turn, Turns
 from retrain.inference_engine.http.adapters import AdapterFolder
 from retrain.inference_engine.http.client import Client, gather_all
 from retrain.inference_engine.http.fleet import Fleet, Server
@@ -81,11 +82,45 @@ class HttpEngine:
         """Sample completions: all requests at once, distributed over the servers."""
         self.spec.check_sampling(sampling)
         requests = [request for at, prompt in enumerate(prompts) for request in self._requests(prompt, sampling, at)]
-        drawn = self.client.run(self._draw(requests, len(prompts) * sampling.n))
+        drawn = self.client.run(self._draw(requests, self._counter(len(prompts) * sampling.n)))
         self._prove(drawn, sampling)
         rows = self._with_sampled_logprobs([row for _, row in drawn], sampling)
         completions = self._completions(rows)
         return [completions[at : at + sampling.n] for at in range(0, len(completions), sampling.n)]
+
+    def generate_each(
+        self, prompts: Sequence[IntArray], sampling: Sampling, deliver: Deliver
+    ) -> list[list[Completion]]:
+        """The same, with the completions of each prompt delivered as they arrive; the servers are verified at the end.
+
+        What is delivered must therefore not be final before this returns.
+        """
+        self.spec.check_sampling(sampling)
+        requests_P = [self._requests(prompt, sampling, at) for at, prompt in enumerate(prompts)]
+        arrived: SimpleQueue[tuple[int, list[ServedRow]] | None] = SimpleQueue()
+        count = self._counter(len(prompts) * sampling.n)
+
+        async def draw(at: int) -> list[ServedRow]:
+            rows = await self._draw(requests_P[at], count)
+            arrived.put((at, rows))
+            return rows
+
+        async def draw_all() -> list[ServedRow]:
+            return [row for rows in await gather_all([draw(at) for at in range(len(prompts))]) for row in rows]
+
+        future = self.client.submit(draw_all())
+        future.add_done_callback(lambda _: arrived.put(None))
+        completions_P: list[list[Completion]] = [[] for _ in prompts]
+        try:
+            while (found := arrived.get()) is not None:
+                at, drawn = found
+                completions_P[at] = self._completions(self._with_sampled_logprobs([row for _, row in drawn], sampling))
+                deliver(at, completions_P[at])
+            self._prove(future.result(), sampling)
+        except BaseException:
+            future.cancel()
+            raise
+        return completions_P
 
     def serve(self, turns: Turns) -> None:
         """Sample turns as they arrive, concurrently; a failed turn gets the exception."""
@@ -174,14 +209,21 @@ class HttpEngine:
             for seed in seeds
         ]
 
-    async def _draw(self, requests: Sequence[CompletionRequest], total: int) -> list[ServedRow]:
+    def _counter(self, total: int) -> Callable[[int], None]:
+        """A function that reports progress when it is given the number of completions that arrived."""
         done = 0
 
-        async def one(request: CompletionRequest) -> list[ServedRow]:
+        def count(more: int) -> None:
             nonlocal done
-            server, results = await self.fleet.complete(request)
-            done += len(results)
+            done += more
             self.progress("sampling", done, total)
+
+        return count
+
+    async def _draw(self, requests: Sequence[CompletionRequest], count: Callable[[int], None]) -> list[ServedRow]:
+        async def one(request: CompletionRequest) -> list[ServedRow]:
+            server, results = await self.fleet.complete(request)
+            count(len(results))
             return [
                 (server, Row(request.prompt_ids, np.array(a.token_ids, np.int64), np.array(a.logprobs, np.float32)))
                 for a in results
@@ -192,7 +234,7 @@ class HttpEngine:
     async def _one(self, turn: Turn) -> ServedRow:
         # A turn depends on its own seed and prompt only.
         request = self._requests(turn.prompt_ids, replace(turn.sampling, n=1), 0)
-        return (await self._draw(request, 1))[0]
+        return (await self._draw(request, self._counter(1)))[0]
 
     def _with_sampled_logprobs(self, rows: list[Row], sampling: Sampling) -> list[Row]:
         """Rows with the log-probs of the sampled distribution."""
@@ -203,7 +245,8 @@ class HttpEngine:
             return rows
         # The server's deviation is added to the recomputed log-probs: every row stays comparable with the
         # trainer's, and the ratio accounts for the server's rounding.
-        own, theirs = self.scorer.logprobs_under(rows, (sampling, reported))
+        with self.policy.turns:
+            own, theirs = self.scorer.logprobs_under(rows, (sampling, reported))
         return [
             replace(row, logprobs_T=sampled_T + (row.logprobs_T - reported_T))
             for row, sampled_T, reported_T in zip(rows, own, theirs, strict=True)
@@ -221,12 +264,13 @@ class HttpEngine:
             rows = _some([row for one, row in drawn if one is server], derive_seed(sampling.seed, "proof"))
             if not rows:
                 continue
-            newest = np.concatenate(self.scorer.logprobs(rows, reported))
-            older = {}
-            for name, state in (("the previous adapter", self.previous), ("the base model", self.scorer.base())):
-                if state:
-                    with self.scorer.using(state):
-                        older[name] = np.concatenate(self.scorer.logprobs(rows, reported))
+            with self.policy.turns:
+                newest = np.concatenate(self.scorer.logprobs(rows, reported))
+                older = {}
+                for name, state in (("the previous adapter", self.previous), ("the base model", self.scorer.base())):
+                    if state:
+                        with self.scorer.using(state):
+                            older[name] = np.concatenate(self.scorer.logprobs(rows, reported))
             server_T = np.concatenate([row.logprobs_T for row in rows])
             verdict = identify_weights(server_T, newest, older, max(MIN_LIMIT, START_FACTOR * self.survey.mismatch))
             self.verdicts.append(verdict)
@@ -241,7 +285,9 @@ class HttpEngine:
     def _prove_sampling(self, server: Server, rows: Sequence[Row], sampling: Sampling) -> None:
         """Raise if tokens were sampled with another temperature or filter than requested."""
         asked = replace(sampling, max_tokens=1, n=1, seed=0, first=0)
-        found = self.surplus.get((server.url, asked), Surplus()) + self.scorer.surplus(rows, asked)
+        with self.policy.turns:
+            surplus = self.scorer.surplus(rows, asked)
+        found = self.surplus.get((server.url, asked), Surplus()) + surplus
         self.surplus[server.url, asked] = found
         if found.sharpening:
             how = "likelier" if found.sharpening > 0 else "less likely"

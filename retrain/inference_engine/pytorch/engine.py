@@ -13,7 +13,7 @@ import torch
 
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
-from retrain.inference_engine import Progress, Turn, Turns
+from retrain.inference_engine import Deliver, Progress, Turn, Turns
 from retrain.inference_engine.pytorch.choice import choose, make_decoder, make_model
 from retrain.inference_engine.pytorch.decoder import Row, RunningBatch, SampledRow
 from retrain.modeling.policy import Policy
@@ -45,11 +45,7 @@ class PyTorchEngine:
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Sample completions, all prompts at once or as many as fit into memory."""
-        rows = [
-            self._row(prompt, index, sampling, sampling.first + index * sampling.n + copy)
-            for index, prompt in enumerate(prompts)
-            for copy in range(sampling.n)
-        ]
+        rows = self._all_rows(prompts, sampling)
         with torch.inference_mode():
             drawn = self.decoder.draw(rows, sampling, self.progress)
         completions = self._completions(drawn)
@@ -71,6 +67,13 @@ class PyTorchEngine:
     def shutdown(self) -> None:
         """Free KV cache and CUDA graphs."""
         self.decoder.release()
+
+    def _all_rows(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[Row]:
+        return [
+            self._row(prompt, index, sampling, sampling.first + index * sampling.n + copy)
+            for index, prompt in enumerate(prompts)
+            for copy in range(sampling.n)
+        ]
 
     def _row(self, prompt: IntArray, index: int, sampling: Sampling, number: int) -> Row:
         context = self.policy.context_length
@@ -96,24 +99,47 @@ class PyTorchEngine:
 class StreamingPyTorchEngine(PyTorchEngine):
     """A PyTorchEngine with continuous batching: turns of conversations join and leave the running batch."""
 
+    def generate_each(
+        self, prompts: Sequence[IntArray], sampling: Sampling, deliver: Deliver
+    ) -> list[list[Completion]]:
+        """Sample completions; those of a prompt are delivered as soon as all of them are done."""
+        batch = self.decoder
+        assert isinstance(batch, RunningBatch)
+        rows = self._all_rows(prompts, sampling)
+        groups = [rows[start : start + sampling.n] for start in range(0, len(rows), sampling.n)]
+        left = dict(enumerate(groups))
+        drawn: dict[Row, SampledRow] = {}
+        completions_P: list[list[Completion]] = [[] for _ in prompts]
+        with self.policy.turns, torch.inference_mode():
+            batch.start(sampling)
+            batch.add(rows)
+        while left:
+            with self.policy.turns, torch.inference_mode():
+                drawn |= batch.advance()
+            for at in [at for at, group in left.items() if all(row in drawn for row in group)]:
+                completions_P[at] = self._completions([drawn[row] for row in left.pop(at)])
+                deliver(at, completions_P[at])
+            self.progress("sampling", len(drawn), len(rows))
+        return completions_P
+
     def serve(self, turns: Turns) -> None:
         """Sample turns as they arrive and resolve each as soon as it is done, until the queue is closed."""
         batch = self.decoder
         assert isinstance(batch, RunningBatch)
         waiting: dict[Row, Turn] = {}
         served = 0
-        with torch.inference_mode():
-            while (fresh := turns.take(wait=not waiting)) or waiting:
+        while (fresh := turns.take(wait=not waiting)) or waiting:
+            rows = self._rows_of(fresh)
+            with self.policy.turns, torch.inference_mode():
                 if fresh and not waiting:
                     batch.start(fresh[0].sampling)
-                rows = self._rows_of(fresh)
                 batch.add(rows)
                 waiting |= rows
                 drawn = batch.advance()
-                for row, completion in zip(drawn, self._completions(list(drawn.values())), strict=True):
-                    waiting.pop(row).answer.set_result(completion)
-                served += len(drawn)
-                self.progress("sampling", served, served + len(waiting))
+            for row, completion in zip(drawn, self._completions(list(drawn.values())), strict=True):
+                waiting.pop(row).answer.set_result(completion)
+            served += len(drawn)
+            self.progress("sampling", served, served + len(waiting))
 
     def _rows_of(self, turns: Sequence[Turn]) -> dict[Row, Turn]:
         """A row per turn; a turn that does not fit the context gets the error."""

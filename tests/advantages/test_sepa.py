@@ -130,3 +130,11 @@ def test_a_state_that_went_through_json_gives_the_same_lambdas_to_the_bit(before
 def test_a_state_that_lacks_something_is_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="has no 'ema'"):
         controller().load_state_dict({"gate_open": True, "observed": 3, "initial": None})
+
+
+def test_lambda_is_known_before_the_rewards_unless_they_may_open_the_gate() -> None:
+    gated = SEPAController(Sepa(steps=10, delay_steps=3, correct_rate_gate=0.1))
+    assert gated.known_lambda(3) == 0.0, "open or not"
+    assert gated.known_lambda(5) is None
+    gated.observe_correct_rate(0.5)
+    assert gated.known_lambda(5) == gated.resolve_lambda(5) == 0.2

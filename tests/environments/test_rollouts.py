@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from retrain.environments import Chat, ChatOver, Outcome, turns
 from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
 from retrain.inference_engine import Turns
-from retrain.types import Example, Sampling
+from retrain.types import Example, Group, Sampling
 from tests.environments.table import TextEngine, play, player
 
 Rollout = Callable[[Example, Chat], Awaitable[Outcome]]
@@ -361,3 +362,24 @@ def test_blocking_work_in_threads_is_fine() -> None:
 
     (group,) = play(Plays(threaded), lambda _: "2", n=2, count=1)
     assert all(isinstance(score, RolloutScore) and score.value == 1.0 for score in group.scores_G)
+
+
+def test_a_group_is_delivered_when_its_last_rollout_is_done() -> None:
+    release, delivered = threading.Event(), dict[int, Group]()
+
+    async def rollout(example: Example, chat: Chat) -> Outcome:
+        reply = await chat.ask(str(example.prompt))
+        if example is examples[0]:
+            assert await asyncio.to_thread(release.wait, 10), "the other group was not delivered meanwhile"
+        return Outcome(float(reply.text == "good"))
+
+    def deliver(at: int, group: Group) -> None:
+        delivered[at] = group
+        release.set()
+
+    own = player(Plays(rollout))
+    examples = own.environment.examples("train")[:2]
+    groups = own.sample_and_score(TextEngine(lambda _: "good"), examples, Sampling(max_tokens=64, n=2), deliver).groups
+    own.close()
+    assert list(delivered) == [1, 0]
+    assert all(group is delivered[at] for at, group in enumerate(groups))

@@ -562,3 +562,37 @@ def test_a_turn_that_fails_says_so_and_so_does_the_engine(
     server.faults = [lambda body: (500, {})] * 1000
     with pytest.raises(RolloutError, match="in 5 attempts"):
         one.engine.serve(Conversations(PROMPTS[:1], replace(SAMPLING, n=1)))
+
+
+@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+def test_completions_are_delivered_as_they_arrive_and_are_the_same(rig: Make, server: Loopback, meaning: str) -> None:
+    server.meaning = meaning
+    one = rig(server)
+    one.check()
+    expected = one.engine.generate(PROMPTS, SAMPLING)
+    released = threading.Event()
+    server.faults = [lambda body: None if body["prompt"] != PROMPTS[1].tolist() else released.wait(20) and None] * 4
+    delivered: dict[int, list[Completion]] = {}
+
+    def deliver(at: int, completions: list[Completion]) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        delivered[at] = completions
+        if len(delivered) == 3:
+            released.set()
+
+    groups = one.engine.generate_each(PROMPTS, SAMPLING, deliver)
+    assert list(delivered)[-1] == 1
+    for at, (ours, theirs) in enumerate(zip(groups, expected, strict=True)):
+        assert ours is delivered[at]
+        for one_of_ours, one_of_theirs in zip(ours, theirs, strict=True):
+            assert one_of_ours.text == one_of_theirs.text
+            np.testing.assert_allclose(one_of_ours.logprobs_T, one_of_theirs.logprobs_T, atol=1e-4)
+    assert one.engine.metrics()["mismatch_max"] is not None, "the server was verified"
+
+
+def test_an_error_of_a_server_ends_a_call_that_delivers(rig: Make, server: Loopback) -> None:
+    one = rig(server)
+    one.check()
+    server.faults = [lambda body: (400, {"error": "no"}) if len(body["prompt"]) == 9 else None] * 9
+    with pytest.raises(RolloutError, match="did not complete a prompt of 9 tokens"):
+        one.engine.generate_each(PROMPTS, SAMPLING, lambda at, completions: None)

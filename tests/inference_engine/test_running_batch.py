@@ -281,3 +281,24 @@ def test_sizes_that_do_not_fit_any_more_are_not_taken_over(running: Make, monkey
     before.generate(random_prompts((5, 9, 3, 7)), SAMPLING)
     monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 5)
     assert not running().restore_sizes(before.sizes())
+
+
+def test_the_completions_of_a_prompt_are_delivered_while_others_are_sampled(running: Make) -> None:
+    engine, prompts = running(), random_prompts((5, 9, 3, 7, 2, 4, 6, 8))
+    sampling = replace(SAMPLING, max_tokens=100, n=1, temperature=3.0)
+    expected = engine.generate(prompts, sampling)
+    longest = [max(len(completion.token_ids_T) for completion in group) for group in expected]
+    assert len(set(longest)) > 1, "the test needs prompts that end at different times"
+    delivered: dict[int, list[Completion]] = {}
+    busy = []
+
+    def deliver(at: int, completions: list[Completion]) -> None:
+        assert not torch.is_inference_mode_enabled(), "the receiver may train"
+        delivered[at] = completions
+        busy.append(decoder_of(engine).is_busy)
+
+    groups = engine.generate_each(prompts, sampling, deliver)
+    assert flat(groups) == flat(expected)
+    assert delivered == dict(enumerate(groups))
+    assert busy[0] and not busy[-1]
+    assert [longest[at] // graphs.POLL_EVERY for at in delivered] == sorted(n // graphs.POLL_EVERY for n in longest)

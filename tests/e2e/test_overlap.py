@@ -110,7 +110,7 @@ def test_an_overlapped_run_repeats_to_the_bit_whatever_arrives_first(
 def test_complete_groups_are_trained_on_while_the_last_one_is_still_sampled(
     server: Loopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, waited = threading.Event(), []
+    trained, first, waited = threading.Event(), threading.Lock(), list[bool]()
     compute = Learner.compute_part
 
     def watch(self: Learner, datums: Sequence[Datum]) -> Part:
@@ -118,7 +118,7 @@ def test_complete_groups_are_trained_on_while_the_last_one_is_still_sampled(
         return compute(self, datums)
 
     def hold_back(body: dict[str, Any]) -> None:
-        if body["max_tokens"] == 12 and not waited:
+        if body["max_tokens"] == 12 and first.acquire(blocking=False):
             waited.append(trained.wait(20))
 
     monkeypatch.setattr(Learner, "compute_part", watch)

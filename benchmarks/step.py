@@ -35,8 +35,6 @@ from workloads import PROMPT, WORKLOADS, NoText, Workload, hold_back, random_mod
 
 Numbers = dict[str, float]
 UNKNOWN = math.nan
-held_back_gib = 0.0
-"""Set from --free; not part of a peak."""
 
 
 def synchronise(device: str) -> float:
@@ -46,7 +44,7 @@ def synchronise(device: str) -> float:
 
 
 def peak_gib(device: str) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 - held_back_gib if device == "cuda" else UNKNOWN
+    return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else UNKNOWN
 
 
 def report(numbers: dict[str, Any]) -> None:
@@ -312,9 +310,8 @@ def main() -> int:
         return 2
     if args.free and device != "cuda":
         parser.error("--free holds back GPU memory, and this workload runs on the CPU")
-    ballast = hold_back(args.free) if args.side and args.free else None
-    global held_back_gib
-    held_back_gib = 0.0 if ballast is None else ballast.nbytes / 2**30
+    if args.side and args.free:
+        hold_back(args.free)
     if args.side == "vllm":
         run_vllm(workload, args.steps, device)
         return 0

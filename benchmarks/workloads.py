@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +97,22 @@ def random_prompts(workload: Workload, vocabulary: int) -> list[Any]:
     return [rng.integers(10, vocabulary - 10, PROMPT) for _ in range(workload.prompts)]
 
 
-def hold_back(free_gib: float) -> Any:
-    """Take GPU memory until this much is free, as on a smaller card; returns what keeps it taken."""
-    free, _ = torch.cuda.mem_get_info()
-    taken = int(free - free_gib * 2**30)
-    if taken < 0:
-        raise SystemExit(f"--free {free_gib:g}: this GPU has only {free / 2**30:.1f} GiB free.")
-    return torch.empty(taken, dtype=torch.uint8, device="cuda")
+BALLAST = """import sys, time, torch
+free, _ = torch.cuda.mem_get_info()
+taken = int(free - float(sys.argv[1]) * 2**30)
+held = torch.empty(max(taken, 0), dtype=torch.uint8, device="cuda")
+print("held" if taken >= 0 else f"this GPU has only {free / 2**30:.1f} GiB free", flush=True)
+time.sleep(3600)"""
+
+
+def hold_back(free_gib: float) -> None:
+    """Another process takes GPU memory until this much is free, as on a smaller card; it ends with this one."""
+    command = [sys.executable, "-c", BALLAST, str(free_gib)]
+    ballast = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    atexit.register(ballast.kill)
+    assert ballast.stdout is not None
+    if (said := ballast.stdout.readline().strip()) != "held":
+        raise SystemExit(f"--free {free_gib:g}: {said or 'the process that holds memory back failed'}.")
 
 
 def stop_tokens(workload: Workload, vocabulary: int) -> list[int]:

@@ -12,6 +12,7 @@ from retrain.types import Completion, IntArray, Sampling, StepMetrics
 __all__ = [
     "Deliver",
     "Described",
+    "HoldsMemory",
     "IncrementalEngine",
     "InferenceEngine",
     "Measured",
@@ -125,6 +126,15 @@ class ResumableSizes(Protocol):
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
         """Restore these sizes; False if memory does not allow it."""
+        ...
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """An engine that keeps memory between batches which training on the same device could use."""
+
+    def release_memory(self) -> None:
+        """Free it; the next batch allocates it again, which takes time."""
         ...
 
 

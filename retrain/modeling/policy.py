@@ -48,6 +48,8 @@ class Policy:
     """Why the model uses its own attention; empty where it uses ours."""
     tokenizer: Tokenizer | None = None
     """Saved with a fully fine-tuned model, so that its folder can be loaded."""
+    is_trained_while_sampled: bool = False
+    """Whether another policy trains over the same frozen tensors while this one is sampled from."""
 
     def __post_init__(self) -> None:
         self.turns = FairLock()

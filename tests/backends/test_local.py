@@ -11,7 +11,7 @@ import torch
 from cases import slow
 from e2e.tiny import PlainTokenizer, config_for, policy_for, random_datums, random_prompts
 
-from retrain.backends.local import LocalBackend, build, resolve_devices
+from retrain.backends.local import LocalBackend, build, make_engine, resolve_devices
 from retrain.backends.local.split import SplitBackend
 from retrain.cli import run
 from retrain.errors import ConfigError
@@ -193,3 +193,11 @@ def test_a_cpu_that_emulates_bf16_is_warned_of(tiny: Path, monkeypatch: pytest.M
         warnings.simplefilter("ignore")
         load_policy(config.model, config.lora, 0, torch.device("cpu"), logged.append)
     assert any("does not compute in bf16" in line for line in logged) is not capable
+
+
+@pytest.mark.parametrize("overlap", ["auto", True])
+def test_a_policy_that_is_trained_while_it_is_sampled_is_not_merged_in_place(tiny: Path, overlap: Any) -> None:
+    config = config_for(tiny, training__overlap=overlap)
+    policy = policy_for(config)
+    make_engine(config, policy, PlainTokenizer(), print, lambda *_: None)
+    assert policy.is_trained_while_sampled == (overlap is True)

@@ -137,7 +137,7 @@ def test_the_same_seed_draws_the_same_and_a_shrinking_batch_changes_nothing(
     sampling = Sampling(max_tokens=24, n=8, seed=5)
     runs = [engine.generate(prompts, sampling) for _ in range(2)]
     # Never move to a smaller graph.
-    monkeypatch.setattr("retrain.inference_engine.pytorch.graphs._bucket", lambda rows, largest: largest)
+    monkeypatch.setattr("retrain.inference_engine.pytorch.graphs.bucket", lambda rows, largest: largest)
     runs.append(engine.generate(prompts, sampling))
     tokens = [[c.token_ids_T.tolist() for group in run for c in group] for run in runs]
     assert tokens[0] == tokens[1] == tokens[2]

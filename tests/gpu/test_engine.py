@@ -24,10 +24,12 @@ from inference_engine.kernel_checks import (
     check_drawing,
     check_endings,
     check_frequencies,
+    check_small_batch,
 )
 
 from retrain.inference_engine import StreamingEngine, Turn
-from retrain.inference_engine.pytorch import StreamingPyTorchEngine, graphs
+from retrain.inference_engine.pytorch import StreamingPyTorchEngine, batch_shape
+from retrain.inference_engine.pytorch.paged import blocks_for
 from retrain.modeling.packing import pack
 from retrain.types import Completion, Sampling
 
@@ -48,6 +50,17 @@ def test_attention_is_that_of_plain_loops(shape: str, cache: str) -> None:
     from retrain.inference_engine.pytorch import kernels
 
     check_attention(kernels, shape, CACHES[cache], "cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize(("outputs", "width"), [(6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (100, 512)])
+def test_products_of_a_few_rows_are_exact_on_whole_numbers(rows: int, outputs: int, width: int) -> None:
+    from retrain.inference_engine.pytorch import small_batch
+
+    if torch.cuda.get_device_capability()[0] not in small_batch.GENERATIONS:
+        pytest.skip("this GPU multiplies by cuBLAS")
+    for _ in range(3):
+        check_small_batch(small_batch, rows, outputs, width, "cuda")
 
 
 def test_drawing_is_that_of_plain_loops() -> None:
@@ -113,7 +126,7 @@ def test_rows_that_wait_draw_the_same_as_in_one_big_batch(
     monkeypatch.setattr(policy, "stop_ids", tuple(range(stops)))
     sampling = Sampling(max_tokens=40, n=8, seed=3)
     together = engine_on(policy, config).generate(prompts, sampling)
-    monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 11)
+    monkeypatch.setattr(batch_shape, "LARGEST", 11)
     assert flat(engine_on(policy, config).generate(prompts, sampling)) == flat(together)
 
 
@@ -163,6 +176,6 @@ def test_on_a_card_that_is_nearly_full_rows_take_turns(broad: Path) -> None:
     groups = engine.generate(prompts, Sampling(max_tokens=1500, n=256, seed=1))
     assert [len(group) for group in groups] == [256, 256]
     shape = engine.decoder.shape  # type: ignore[attr-defined]
-    assert shape.rows < 512
+    assert shape.blocks < 512 * blocks_for(1500)
     del taken
     torch.cuda.empty_cache()

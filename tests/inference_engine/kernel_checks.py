@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from retrain.inference_engine.pytorch.cache import FP8, KVCache, Store
+from retrain.inference_engine.pytorch.cache import FP8, Store
 from retrain.inference_engine.pytorch.decoder import Row
+from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 
@@ -36,16 +37,27 @@ def check_attention(kernels: ModuleType, shape: str, cache_dtype: torch.dtype, d
         fused = fused.to(cache_dtype).float()
     query, key, value = (part.transpose(1, 2) for part in fused.split([heads, key_heads, key_heads], dim=2))
     lengths = torch.tensor([5, 170, 0][:rows], dtype=torch.int32)
-    cache = KVCache(rows, 200, cache_dtype)
+    cache = PagedCache(rows, 12, 200, cache_dtype, torch.device("cpu"))
+    # Blocks out of order, and of another row in between.
+    cache.free = [9, 1, 11, 4, 2, 10, 7, 3, 6]
     past = (torch.randn(rows, key_heads, 171, size, generator=generator) * 2 for _ in range(2))
     keys, values = past
-    cache.fill(0, (keys, values), torch.arange(rows), torch.ones(rows, dtype=torch.long))
+    cache.fill(0, (keys, values), cache.place([Group(171, [row]) for row in range(rows)]))
+    cache.upload()
     scoring = Scoring(size**-0.5, window, softcap)
     there = tuple(store.each(lambda part: part.clone().to(device)) for store in cache.layers[0])
-    expected = plain_kernels.decode_attention(query, (key, value), cache.layers[0], lengths, scoring, splits)
+    expected = plain_kernels.decode_attention(
+        query, (key, value), cache.layers[0], cache.table, lengths, scoring, splits
+    )
     assert isinstance(there[0], Store)
     got = kernels.decode_attention(
-        query.to(device), (key.to(device), value.to(device)), there, lengths.to(device), scoring, splits
+        query.to(device),
+        (key.to(device), value.to(device)),
+        there,
+        cache.table.to(device),
+        lengths.to(device),
+        scoring,
+        splits,
     )
     torch.testing.assert_close(got.cpu(), expected, atol=2e-4, rtol=1e-3)
     for held, wanted in zip(there, cache.layers[0], strict=True):
@@ -107,3 +119,22 @@ def check_frequencies(kernels: ModuleType, device: str, rows: int = 400, rounds:
     rare = expected < 5
     merged = [np.append(v[~rare], v[rare].sum() if rare.any() else []) for v in (counts, expected)]
     assert stats.chisquare(*merged).pvalue > 1e-3
+
+
+def check_small_batch(small_batch: ModuleType, rows: int, outputs: int, width: int, device: str) -> None:
+    """Products of a few rows with and without a bias; where sums are split, the counters are zero again."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(rows + outputs + 1, max(width, outputs), generator=generator)
+    # Mostly zeros, and ones: sums are whole numbers below 256, which bf16 holds exactly.
+    numbers = numbers.sign() * (numbers.abs() > 1.15)
+    inputs, weight = numbers[:rows, :width].contiguous(), numbers[rows:-1, :width].contiguous()
+    arrived = torch.zeros(small_batch.FEW_TILES, dtype=torch.int32, device=device)
+    for bias in (None, numbers[-1, :outputs]):
+        # Triton's interpreter does not multiply in bf16.
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        given = [part.to(device, dtype) for part in (inputs, weight)]
+        own = bias.to(device, dtype) if bias is not None else None
+        found = small_batch.multiply(*given, own, arrived)
+        expected = inputs.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+        assert torch.equal(found.cpu(), expected.to(dtype))
+        assert not arrived.any()

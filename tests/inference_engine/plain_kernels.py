@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retrain.inference_engine.pytorch.cache import Store, pack, unpack
+from retrain.inference_engine.pytorch.paged import BLOCK
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 
@@ -18,6 +19,7 @@ def decode_attention(
     query: Tensor,
     pair: tuple[Tensor, Tensor],
     stores: tuple[Store, Store],
+    table: Tensor,
     cached: Tensor,
     scoring: Scoring,
     splits: int,
@@ -28,11 +30,13 @@ def decode_attention(
         held = []
         for store, new in zip(stores, pair, strict=True):
             dtype = torch.float8_e4m3fn if store.values.dtype == torch.uint8 else store.values.dtype
+            at = torch.arange(end)
+            block, place = table[row, at // BLOCK].long(), at % BLOCK
             for part, one in zip(store.parts, pack(new[row, :, 0], dtype).parts, strict=True):
-                part[row, :, end - 1] = one
-            start = 0 if scoring.window is None else max(0, end - scoring.window)
-            seen = store.each(lambda part, row=row, start=start, end=end: part[row, :, start:end])  # type: ignore[misc]
-            held.append(unpack(seen, query.dtype).float())
+                part[block[-1], :, place[-1]] = one
+            first = 0 if scoring.window is None else max(0, end - scoring.window)
+            tokens = store.each(lambda part, at=(block[first:], place[first:]): part[at[0], :, at[1]].transpose(0, 1))  # type: ignore[misc]
+            held.append(unpack(tokens, query.dtype).float())
         for head in range(query.shape[1]):
             keys, values = (part[head * pair[0].shape[1] // query.shape[1]] for part in held)
             scores = keys @ query[row, head, 0].float() * scoring.scale

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_what_is_not_available_is_rejected_with_the_reason(llama: Rig, key: str,
 
 def test_an_older_gpu_is_rejected_with_what_8_bit_floats_need(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(choice, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for options in ({"dtype": "fp8"}, {"kv_cache_dtype": "fp8"}):
@@ -60,6 +62,7 @@ def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pyt
     flash = choice.choose(llama.policy, Inference(attention_kernel="flash")).description
     assert 'sdpa attention (attention_kernel = "flash" on the CPU)' in flash
     assert small.description == "pytorch on cpu, eager, sdpa attention, bf16 weights, int8 cache"
+    monkeypatch.setattr(choice, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     lacking = choice.choose(llama.policy, Inference()).description
     assert lacking.startswith("pytorch on cuda, eager (Triton is not installed), sdpa attention") or lacking.startswith(
@@ -110,6 +113,43 @@ def test_linear_layers_that_share_an_input_are_one_product(llama: Rig) -> None:
     for at in (2, 0, 0, 1, 2):
         torch.testing.assert_close(parts[at](inputs), adapted[at](inputs), atol=1e-5, rtol=1e-4)
     assert torch.equal(parts[1](inputs * 2), parts[1](inputs * 2))
+
+
+def test_merged_in_place_the_same_is_drawn_and_the_policy_is_as_before(llama: Rig) -> None:
+    before = {name: tensor.clone() for name, tensor in llama.policy.adapted.state_dict().items()}
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=8, n=2, seed=3)
+    expected = llama.engine.generate(prompts, sampling)
+    engine = engine_with(llama.policy)
+    engine.model = SamplingModel(llama.policy, in_place=True)
+    engine.decoder = choice.make_decoder(llama.policy, engine.model, choice.choose(llama.policy, Inference()), True)
+    found = engine.generate(prompts, sampling)
+    for one, other in zip(found, expected, strict=True):
+        for mine, its in zip(one, other, strict=True):
+            assert mine.token_ids_T.tolist() == its.token_ids_T.tolist()
+            np.testing.assert_allclose(mine.logprobs_T, its.logprobs_T, atol=1e-5)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine.progress = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, sampling)
+    after = llama.policy.adapted.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("free", "in_place"), [(10**9, False), (30_000, True)])
+def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
+    llama: Rig, monkeypatch: pytest.MonkeyPatch, free: int, in_place: bool
+) -> None:
+    assert not choice.choose(llama.policy, Inference()).in_place
+    monkeypatch.setattr(choice, "free_memory", lambda device: free)
+    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    on_gpu = replace(llama.policy, device=torch.device("cuda"))
+    chosen = choice.choose(on_gpu, Inference())
+    assert chosen.in_place == in_place
+    assert ("merged-in-place" in chosen.description) == in_place
+    assert not choice.choose(replace(on_gpu, is_trained_while_sampled=True), Inference()).in_place
 
 
 def test_layers_that_are_not_all_adapted_are_left_alone(llama: Rig) -> None:

@@ -16,6 +16,7 @@ from .kernel_checks import (
     check_drawing,
     check_endings,
     check_frequencies,
+    check_small_batch,
 )
 
 if importlib.util.find_spec("triton") is None:
@@ -49,3 +50,17 @@ def test_rows_end_at_a_stop_token_or_at_their_limit(kernels: ModuleType) -> None
 
 def test_tokens_are_drawn_as_often_as_they_should_be(kernels: ModuleType) -> None:
     check_frequencies(kernels, "cpu", rows=150, rounds=1)
+
+
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 100, 512), (8, 130, 1024), (20, 64, 512)])
+def test_products_of_a_few_rows_are_exact_on_whole_numbers(rows: int, outputs: int, width: int) -> None:
+    small_batch = importlib.import_module("retrain.inference_engine.pytorch.small_batch")
+    check_small_batch(small_batch, rows, outputs, width, "cpu")
+
+
+def test_matrices_that_no_plan_divides_evenly_are_left_to_cublas() -> None:
+    small_batch = importlib.import_module("retrain.inference_engine.pytorch.small_batch")
+    assert small_batch.plan(2560, 9728) == (256, 2, 4)
+    assert small_batch.plan(19456, 2560) == (128, 1, 3)
+    assert small_batch.plan(6144, 2560) == (256, 1, 4)
+    assert small_batch.plan(576, 576) is None

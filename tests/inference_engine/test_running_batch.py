@@ -15,8 +15,18 @@ from e2e.tiny import CONTEXT, PlainTokenizer, random_prompts
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine import StreamingEngine, Turn
-from retrain.inference_engine.pytorch import PyTorchEngine, StreamingPyTorchEngine, build, cache, choice, graphs
+from retrain.inference_engine.pytorch import (
+    PyTorchEngine,
+    StreamingPyTorchEngine,
+    batch_shape,
+    build,
+    cache,
+    choice,
+    graphs,
+    paged,
+)
 from retrain.inference_engine.pytorch.graphs import GraphDecoder
+from retrain.inference_engine.pytorch.paged import PagedCache
 from retrain.types import Completion, Sampling
 
 from . import plain_kernels
@@ -34,6 +44,7 @@ def running(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
     monkeypatch.setattr(choice, "_computes_in_fp8", lambda device: True)
     monkeypatch.setattr(graphs, "SMALLEST", 2)
+    monkeypatch.setattr(batch_shape, "SMALLEST", 2)
     monkeypatch.setattr(graphs, "POLL_EVERY", 3)
 
     def make(**options: Any) -> StreamingPyTorchEngine:
@@ -114,12 +125,12 @@ def test_rows_that_wait_draw_the_same_as_in_one_big_batch(
     monkeypatch.setattr(llama.policy, "stop_ids", tuple(range(2, 20)))
     prompts = random_prompts((5, 9, 3, 7))
     together = running().generate(prompts, SAMPLING)
-    monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 5)
+    monkeypatch.setattr(batch_shape, "LARGEST", 5)
     engine = running()
     entered: list[int] = []
     prefill = graphs.prefill
     monkeypatch.setattr(
-        graphs, "prefill", lambda m, c, rows, *rest: (entered.append(len(rows)), prefill(m, c, rows, *rest))[1]
+        graphs, "prefill", lambda m, c, groups, w: (entered.append(sum(map(len, groups))), prefill(m, c, groups, w))[1]
     )
     assert flat(engine.generate(prompts, SAMPLING)) == flat(together)
     assert entered[0] == 5
@@ -136,7 +147,7 @@ def test_a_batch_that_shrinks_to_smaller_graphs_draws_the_same(
     monkeypatch.setattr(GraphDecoder, "_body", lambda self, size: (sizes.append(size), body(self, size))[1])
     shrinking = engine.generate(prompts, SAMPLING)
     assert len(set(sizes)) > 1
-    monkeypatch.setattr(graphs, "_bucket", lambda rows, largest: largest)
+    monkeypatch.setattr(graphs, "bucket", lambda rows, largest: largest)
     assert flat(running().generate(prompts, SAMPLING)) == flat(shrinking)
 
 
@@ -184,7 +195,7 @@ def test_a_longer_turn_makes_the_running_batch_grow(running: Make) -> None:
 def test_a_turn_for_which_memory_cannot_grow_waits_until_the_others_are_done(
     running: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "rows_that_fit", lambda policy, tokens, *_: 2 if tokens <= 128 else 1)
+    monkeypatch.setattr(graphs, "blocks_that_fit", lambda *_: 5)
     turns = [turn(prompt, n, max_tokens=9) for n, prompt in enumerate(random_prompts((4, 5, 200)))]
     engine = running()
     engine.serve(Script([turns[:2], turns[2:]]))
@@ -258,7 +269,7 @@ def test_batch_sizes_follow_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPa
 def test_a_new_process_with_more_free_memory_runs_as_many_rows_at_once(
     running: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "rows_that_fit", lambda policy, tokens, dtype, room: room // 1000)
+    monkeypatch.setattr(graphs, "blocks_that_fit", lambda policy, rows, tokens, dtype, room: room // 1000)
     monkeypatch.setattr(graphs, "free_memory", lambda device: 5000)
     prompts = random_prompts((5, 9, 3, 7))
     before = running()
@@ -267,20 +278,88 @@ def test_a_new_process_with_more_free_memory_runs_as_many_rows_at_once(
     monkeypatch.setattr(graphs, "free_memory", lambda device: 100_000)
     after, fresh = running(), running()
     assert after.restore_sizes(sizes)
-    rows = []
+    blocks = []
     for engine in (before, after, fresh):
         engine.generate(prompts, SAMPLING)
         shape = decoder_of(engine).shape
         assert shape is not None
-        rows.append(shape.rows)
-    assert rows == [5, 5, 12]
+        blocks.append(shape.blocks)
+    assert blocks == [5, 5, 25], "12 rows of one block each, one more for each of them, and the scratch block"
 
 
 def test_sizes_that_do_not_fit_any_more_are_not_taken_over(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     before = running()
     before.generate(random_prompts((5, 9, 3, 7)), SAMPLING)
-    monkeypatch.setattr(graphs, "rows_that_fit", lambda *_: 5)
+    monkeypatch.setattr(graphs, "blocks_that_fit", lambda *_: 5)
     assert not running().restore_sizes(before.sizes())
+
+
+def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (paged, batch_shape, graphs, plain_kernels):
+        monkeypatch.setattr(module, "BLOCK", 8)
+
+
+def test_a_cache_that_runs_out_grows_before_rows_make_room(
+    llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.policy, "stop_ids", ())
+    use_small_blocks(monkeypatch)
+    prompts, sampling = random_prompts((1, 8, 5)), replace(SAMPLING, max_tokens=40, n=2)
+    together = running().generate(prompts, sampling)
+    # Memory for fewer blocks than all rows need at their limits, one spare block each included.
+    monkeypatch.setattr(graphs, "blocks_that_fit", lambda *_: 38)
+    allocated: list[int] = []
+    allocate = GraphDecoder._allocate
+    monkeypatch.setattr(
+        GraphDecoder, "_allocate", lambda self, shape: (allocated.append(shape.blocks), allocate(self, shape))[1]
+    )
+    swapped: list[object] = []
+    monkeypatch.setattr(GraphDecoder, "_swap_out", lambda self, row, slot: swapped.append(row))
+    assert flat(running().generate(prompts, sampling)) == flat(together)
+    assert allocated == [int(38 * batch_shape.FIRST_SHARE / batch_shape.CACHE_SHARE), 38]
+    assert not swapped
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("blocks", [5, 8, 12])
+def test_rows_that_make_room_for_others_draw_the_same(
+    llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch, blocks: int, cache_dtype: str
+) -> None:
+    monkeypatch.setattr(llama.policy, "stop_ids", ())
+    use_small_blocks(monkeypatch)
+    prompts = random_prompts((1, 8, 5))
+    sampling = replace(SAMPLING, max_tokens=20, n=2, repetition_penalty=1.1)
+    together = running(kv_cache_dtype=cache_dtype).generate(prompts, sampling)
+    monkeypatch.setattr(graphs, "blocks_that_fit", lambda *_: blocks)
+    swapped: list[int] = []
+    swap_out = GraphDecoder._swap_out
+    monkeypatch.setattr(
+        GraphDecoder, "_swap_out", lambda self, row, slot: (swapped.append(slot), swap_out(self, row, slot))[1]
+    )
+    engine = running(kv_cache_dtype=cache_dtype)
+    few = engine.generate(prompts, sampling)
+    assert flat(few) == flat(together)
+    for one, other in zip(few, together, strict=True):
+        for mine, its in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine.logprobs_T, its.logprobs_T, atol=1e-5)
+    assert swapped or blocks == 5, "with 5 blocks only one row runs at a time"
+    held = decoder_of(engine).cache
+    assert held is not None
+    assert sorted(held.free) == list(range(1, blocks)) and not any(held.users), "every block is free again"
+
+
+def test_completions_of_a_prompt_share_its_full_blocks(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []
+    upload = PagedCache.upload
+    monkeypatch.setattr(PagedCache, "upload", lambda self: (most.append(sum(map(bool, self.users))), upload(self))[1])
+    sampling = replace(SAMPLING, max_tokens=4, n=6)
+    shared = running().generate(random_prompts((140,)), sampling)
+    # 140 tokens: two full blocks, and a third for each completion.
+    assert max(most) == 2 + 6
+    most.clear()
+    alone = running(prefix_caching=False).generate(random_prompts((140,)), sampling)
+    assert max(most) == 3 * 6
+    assert flat(shared) == flat(alone)
 
 
 def test_the_completions_of_a_prompt_are_delivered_while_others_are_sampled(running: Make) -> None:
@@ -302,3 +381,14 @@ def test_the_completions_of_a_prompt_are_delivered_while_others_are_sampled(runn
     assert delivered == dict(enumerate(groups))
     assert busy[0] and not busy[-1]
     assert [longest[at] // graphs.POLL_EVERY for at in delivered] == sorted(n // graphs.POLL_EVERY for n in longest)
+
+
+def test_a_batch_keeps_its_memory_while_another_thread_trains(running: Make) -> None:
+    engine, prompts = running(), random_prompts((5, 9, 3))
+    sampling = replace(SAMPLING, max_tokens=100, n=1, temperature=3.0)
+    expected = engine.generate(prompts, sampling)
+    # Training that is short of memory asks for it; the rows that still run must not lose theirs.
+    groups = engine.generate_each(prompts, sampling, lambda at, completions: engine.release_memory())
+    assert flat(groups) == flat(expected)
+    engine.release_memory()
+    assert decoder_of(engine).slots is None

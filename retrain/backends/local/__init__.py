@@ -18,7 +18,7 @@ from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, engine_metrics
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
-from retrain.inference_engine import Described, IncrementalEngine, InferenceEngine, Progress, Remote
+from retrain.inference_engine import Described, HoldsMemory, IncrementalEngine, InferenceEngine, Progress, Remote
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.policy import Policy, load_policy
@@ -49,7 +49,7 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
     if len(devices) > 1:
         mirror = load_policy(config.model, config.lora, seed, devices[0], lambda line: None)
     elif config.training.async_steps and config.samples_separately:
-        mirror = policy.clone_with_new_adapter()
+        mirror = replace(policy.clone_with_new_adapter(), is_trained_while_sampled=True)
     learner = Learner(policy, config, log)
     engine = make_engine(config, mirror or policy, tokenizer, log, progress)
     context = check_server(engine, config, log) if isinstance(engine, Remote) else policy.context_length
@@ -66,6 +66,7 @@ def make_engine(
     config: TrainConfig, policy: Policy, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
 ) -> InferenceEngine:
     """The configured engine, over a policy."""
+    policy.is_trained_while_sampled |= config.training.overlap is True
     if config.inference.starts_server:
         from retrain.inference_engine.http.launch import launch_engine  # noqa: PLC0415  (only where a server is started)
 
@@ -101,6 +102,8 @@ class LocalBackend:
             gives_entropies=True,
             checks_rows=learner.agreement is not None,
         )
+        if isinstance(engine, HoldsMemory):
+            learner.memory.reclaim = engine.release_memory
 
     def sampler(self, step: int) -> InferenceEngine:
         """The engine, with the newest weights."""

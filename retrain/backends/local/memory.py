@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,8 @@ class StepMemory:
         shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
         self.cost = TrainingCost(shape, policy.rank, policy.dtype.itemsize) if shape is not None else None
         self.measured = False
+        self.reclaim: Callable[[], None] = _nothing
+        """Makes the sampler free what it holds between batches; called only when memory is short."""
 
     def prepare(self, longest: int, pending: int = 0) -> None:
         """Plan for sequences of up to `longest` tokens; the optimizer has yet to allocate `pending` bytes.
@@ -42,20 +45,31 @@ class StepMemory:
         Free memory is measured once: plans that followed it would make a run depend on what else happens on the
         device.
         """
-        if self.cost is None or longest <= self.planned_for:
+        if self.cost is None:
+            return
+        if longest <= self.planned_for:
+            self._claim(self.cost.bytes(self.micro_batch_tokens, self.recomputed_layers))
             return
         first, self.planned_for = not self.planned_for, longest
-        self.planned_room = self.planned_room or self.room() - pending
-        plan = self._plan(self.cost)
+        if not self.planned_room:
+            self._claim(self._plan(self.cost, math.inf).bytes + pending)
+            self.planned_room = self.room() - pending
+        plan = self._plan(self.cost, self.planned_room)
+        self._claim(plan.bytes)
         if first or (plan.micro_batch_tokens, plan.recomputed_layers) != (
             self.micro_batch_tokens,
             self.recomputed_layers,
         ):
             self._adopt(plan, self.cost)
 
-    def _plan(self, cost: TrainingCost) -> TrainingPlan:
+    def _claim(self, needed: float) -> None:
+        """Have this much room, if the sampler can make it."""
+        if self.room() < needed:
+            self.reclaim()
+
+    def _plan(self, cost: TrainingCost, room: float) -> TrainingPlan:
         o = self.options
-        return plan_training(cost, self.planned_room, self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
+        return plan_training(cost, room, self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
 
     def _adopt(self, plan: TrainingPlan, cost: TrainingCost) -> None:
         self.micro_batch_tokens, self.recomputed_layers = plan.micro_batch_tokens, plan.recomputed_layers
@@ -67,9 +81,10 @@ class StepMemory:
 
     def room(self) -> float:
         """Bytes available to a micro-batch: free on the device and in the allocator, less a margin."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + held - SPARE * total
+        free, _ = torch.cuda.mem_get_info(self.device)
+        reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
+        # A share of what this process can have: others may use the device, too.
+        return free + reserved - allocated - SPARE * (free + reserved)
 
     @contextmanager
     def watch(self, tokens: int) -> Iterator[None]:
@@ -91,13 +106,14 @@ class StepMemory:
         logits = self.cost.logits(tokens)
         ratio = (measured - logits) / (self.cost.bytes(tokens, self.recomputed_layers) - logits)
         self.cost = replace(self.cost, correction=self.cost.correction * min(max(ratio, 0.25), 4.0))
-        plan = self._plan(self.cost)
+        plan = self._plan(self.cost, self.planned_room)
         # A plan that works stays, even if there is more room than estimated.
         if plan.micro_batch_tokens < self.micro_batch_tokens or plan.recomputed_layers > self.recomputed_layers:
             self._adopt(plan, self.cost)
 
     def shrink(self, longest: int) -> bool:
         """After an out-of-memory error: halve micro-batches, then recompute all layers; False if neither helps."""
+        self.reclaim()
         if self.micro_batch_tokens > longest:
             self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)
             self.log(f"Out of memory; continuing with micro-batches of {self.micro_batch_tokens} tokens.")
@@ -148,3 +164,7 @@ class StepMemory:
         return (
             f"{message}.  Try: a smaller [training] max_tokens, or fewer completions per step, for a smaller KV cache."
         )
+
+
+def _nothing() -> None:
+    pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +59,14 @@ def unpack(store: Store, dtype: torch.dtype) -> Tensor:
     return (store.values.float() * store.scales[..., None]).to(dtype)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where prompts go: item `source` of a prefill is stored at `target` of the cache."""
+
+    source: Tensor
+    target: Tensor
+
+
 class KVCache:
     """Keys and values of every layer. A layer is allocated when its first keys arrive."""
 
@@ -70,15 +79,14 @@ class KVCache:
         """Allocated bytes."""
         return sum(part.nbytes for pair in self.layers.values() for store in pair for part in store.parts)
 
-    def fill(self, layer: int, pair: tuple[Tensor, Tensor], slots: Tensor, copies: Tensor) -> None:
-        """Store prompts' keys and values (prompts, heads, tokens, size), each in the next `copies` of the rows `slots`.
+    def fill(self, layer: int, pair: tuple[Tensor, Tensor], where: Placement) -> None:
+        """Store prompts' keys and values (prompts, heads, tokens, size) in rows.
 
         Padding to the right of a short prompt is never visible.
         """
-        for index, new in enumerate(pair):
-            packed = pack(new, self.dtype)
-            for held, part in zip(self._layer(layer, pair)[index].parts, packed.parts, strict=True):
-                held[slots, :, : part.shape[2]] = part.repeat_interleave(copies, dim=0, output_size=len(slots))
+        for store, new in zip(self._layer(layer, pair), pair, strict=True):
+            for held, part in zip(store.parts, pack(new, self.dtype).parts, strict=True):
+                held[where.target, :, : part.shape[2]] = part[where.source]
 
     def append(self, layer: int, pair: tuple[Tensor, Tensor], at: Tensor) -> None:
         """Write one token's key and value at position `at` of each row."""
@@ -96,13 +104,6 @@ class KVCache:
         """Drop every row that is not in `rows`."""
         self.rows = len(rows)
         self._change(lambda held: held.index_select(0, rows))
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows to other rows."""
-        for pair in self.layers.values():
-            for store in pair:
-                for held in store.parts:
-                    held[target] = held[source]
 
     def grow(self, rows: int, capacity: int) -> None:
         """Grow layer by layer, so that two full caches never exist at once."""
@@ -131,16 +132,24 @@ class KVCache:
         return self.layers[layer]
 
 
-class Prefill(PackedAttention):
-    """Attention over packed prompts that also fills the cache rows of their completions."""
+class Fillable(Protocol):
+    """A cache that prompts are prefilled into."""
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int], slots: Tensor, copies: Tensor) -> None:
-        super().__init__(lengths, slots.device)
-        self.cache, self.slots, self.copies = cache, slots, copies
+    def fill(self, layer: int, pair: tuple[Tensor, Tensor], where: Placement) -> None:
+        """Store prompts' keys and values (prompts, heads, tokens, size)."""
+        ...
+
+
+class Prefill(PackedAttention):
+    """Attention over packed prompts that also fills the cache of their completions."""
+
+    def __init__(self, cache: Fillable, lengths: Sequence[int], where: Placement) -> None:
+        super().__init__(lengths, where.target.device)
+        self.cache, self.where = cache, where
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend within each prompt."""
-        self.cache.fill(layer, (self._pad(key), self._pad(value)), self.slots, self.copies)
+        self.cache.fill(layer, (self._pad(key), self._pad(value)), self.where)
         return super().attend(layer, query, key, value, scoring)
 
 

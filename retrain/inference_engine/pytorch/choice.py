@@ -6,15 +6,16 @@ import importlib.util
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.lora import LoraLayer
 
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
-from retrain.inference_engine.pytorch.cache import FP8
+from retrain.inference_engine.pytorch.cache import FP8, free_memory
 from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
 from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
 from retrain.inference_engine.pytorch.native import NativeForward
-from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.inference_engine.pytorch.weights import SamplingModel, SmallBatch
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.policy import Policy
 
@@ -25,6 +26,8 @@ TAKES = {
     "kv_cache_dtype": ("auto", "bf16", "fp8", "int8"),
 }
 FLASH = 'attention_kernel = "flash"'
+# Merged copies of the adapted matrices may take this share of the free memory; KV cache and activations need the rest.
+COPY_SHARE = 1 / 3
 # Ada; the first GPUs that compute with 8-bit floats.
 FP8_CAPABILITY = (8, 9)
 
@@ -45,6 +48,8 @@ class Choice:
     """Why the model uses its own attention; empty where it uses ours."""
     quantization: str = "none"
     """Of the base model, which is then sampled from with the adapter unmerged."""
+    in_place: bool = False
+    """Whether the adapter is merged into the policy's own matrices while sampling, for want of memory for copies."""
 
     @property
     def description(self) -> str:
@@ -57,7 +62,7 @@ class Choice:
             attention += f" ({FLASH} on the {self.device.type.upper()})"
         if self.attention_fallback_reason:
             attention = f"the model's own attention ({self.attention_fallback_reason})"
-        weights = "fp8" if self.in_fp8 else NAMES[self.dtype]
+        weights = "fp8" if self.in_fp8 else NAMES[self.dtype] + (" merged-in-place" if self.in_place else "")
         if self.quantization != "none":
             weights = self.quantization
         return f"pytorch on {self.device.type}, {how}, {attention}, {weights} weights, {NAMES[self.cache_dtype]} cache"
@@ -73,9 +78,11 @@ def choose(policy: Policy, inference: Inference) -> Choice:
     in_fp8 = inference.dtype == "fp8"
     dtype = policy.dtype if inference.dtype == "auto" else torch.bfloat16
     wanted = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}[inference.kv_cache_dtype]
+    in_place = dtype == policy.dtype and not in_fp8 and _is_copy_too_large(policy)
     choice = Choice(
         policy.device, dtype, in_fp8, wanted, _eager_reason(policy, inference), policy.attention_fallback_reason,
         policy.quantization,
+        in_place,
     )  # fmt: skip
     if policy.attention_fallback_reason:
         _check_unused_options(inference, policy.attention_fallback_reason)
@@ -84,6 +91,16 @@ def choose(policy: Policy, inference: Inference) -> Choice:
     if wanted == FP8 and not choice.eager_reason and not _computes_in_fp8(policy.device):
         raise _unsupported("kv_cache_dtype", "fp8", f"{_NEEDS_FP8}, this is {_describe(policy.device)}")
     return choice
+
+
+def _is_copy_too_large(policy: Policy) -> bool:
+    """Whether merged copies of the adapted matrices would take too much of the memory that is left."""
+    is_copied = policy.rank and policy.quantization == "none" and policy.device.type == "cuda"
+    if not is_copied or policy.is_trained_while_sampled:
+        return False
+    adapted = [m.get_base_layer().weight for m in policy.adapted.modules() if isinstance(m, LoraLayer)]
+    copies = sum(int(weight.nbytes) for weight in adapted)
+    return copies > COPY_SHARE * free_memory(policy.device)
 
 
 _NEEDS_FP8 = "it needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell)"
@@ -132,7 +149,10 @@ def _unsupported(key: str, value: str, reason: str) -> ConfigError:
 
 def make_model(policy: Policy, choice: Choice) -> SamplingModel | None:
     """The model that is sampled from; None where that is the policy itself."""
-    return None if choice.attention_fallback_reason else SamplingModel(policy, choice.dtype, choice.in_fp8)
+    if choice.attention_fallback_reason:
+        return None
+    products = None if choice.eager_reason or policy.device.type != "cuda" else load_small_batch()
+    return SamplingModel(policy, choice.dtype, choice.in_fp8, choice.in_place, products)
 
 
 def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, share: bool) -> Decoder:
@@ -148,6 +168,13 @@ def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, sh
         compile_layers(model.causal_lm)
         decoder.warm_up()
     return decoder
+
+
+def load_small_batch() -> SmallBatch:
+    """Products of a few rows in Triton."""
+    from retrain.inference_engine.pytorch import small_batch  # noqa: PLC0415  (Triton exists only with CUDA)
+
+    return small_batch
 
 
 def load_kernels() -> Kernels:

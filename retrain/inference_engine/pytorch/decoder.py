@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import KVCache, Prefill
+from retrain.inference_engine.pytorch.cache import Fillable, Placement, Prefill
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.types import FloatArray, IntArray, Sampling
 
@@ -89,35 +89,33 @@ class RunningBatch(Decoder, Protocol):
         ...
 
 
-def prefill(model: SamplingModel, cache: KVCache, rows: Sequence[Row], slots: Tensor, share: bool) -> Tensor:
-    """Prefill the rows' prompts into `slots` of the cache; returns the logits of each row's first token.
-
-    With `share`, adjacent rows with the same prompt are prefilled once.
-    """
-    device = slots.device
-    prompts = [(group[0].prompt, len(group)) for group in _by_prompt(rows, share)]
-    lengths = [len(prompt) for prompt, _ in prompts]
-    copies = torch.tensor([count for _, count in prompts], device=device)
-    ids = torch.as_tensor(np.concatenate([prompt for prompt, _ in prompts]), dtype=torch.long).to(device)
+def prefill(model: SamplingModel, cache: Fillable, groups: Sequence[Sequence[Row]], where: Placement) -> Tensor:
+    """Prefill the prompt of each group into the cache; returns the logits of each row's first token."""
+    device = where.target.device
+    lengths = [len(group[0].prompt) for group in groups]
+    copies = torch.tensor([len(group) for group in groups], device=device)
+    ids = torch.as_tensor(np.concatenate([group[0].prompt for group in groups]), dtype=torch.long).to(device)
     positions = torch.as_tensor(np.concatenate([np.arange(length) for length in lengths])).to(device)
-    hidden = model.hidden(ids[None], positions[None], Prefill(cache, lengths, slots, copies))[0]
+    hidden = model.hidden(ids[None], positions[None], Prefill(cache, lengths, where))[0]
     last = hidden[torch.tensor(lengths, device=device).cumsum(0) - 1]
-    return model.head(last).repeat_interleave(copies, dim=0, output_size=len(rows))
+    return model.head(last).repeat_interleave(copies, dim=0, output_size=sum(map(len, groups)))
 
 
-def prefill_batches(rows: Sequence[Row], share: bool) -> Iterator[Sequence[Row]]:
-    """Split rows into batches that are prefilled together."""
-    start = end = tokens = 0
-    for group in _by_prompt(rows, share):
-        if end > start and (tokens + len(group[0].prompt) > PREFILL_TOKENS or end + len(group) - start > PREFILL_ROWS):
-            yield rows[start:end]
-            start, tokens = end, 0
-        tokens += len(group[0].prompt)
-        end += len(group)
-    yield rows[start:end]
+def prefill_batches(rows: Sequence[Row], share: bool) -> Iterator[list[list[Row]]]:
+    """Groups of rows with the same prompt, in batches that are prefilled together."""
+    batch: list[list[Row]] = []
+    tokens = count = 0
+    for group in by_prompt(rows, share):
+        tokens, count = tokens + len(group[0].prompt), count + len(group)
+        if batch and (tokens > PREFILL_TOKENS or count > PREFILL_ROWS):
+            yield batch
+            batch, tokens, count = [], len(group[0].prompt), len(group)
+        batch.append(group)
+    yield batch
 
 
-def _by_prompt(rows: Sequence[Row], share: bool) -> list[list[Row]]:
+def by_prompt(rows: Sequence[Row], share: bool) -> list[list[Row]]:
+    """Adjacent rows with the same prompt; without `share`, every row for itself."""
     if not share:
         return [[row] for row in rows]
     return [list(group) for _, group in groupby(rows, key=lambda row: row.prompt.tobytes())]

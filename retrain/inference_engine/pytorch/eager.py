@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import Decode, KVCache, free_memory, rows_that_fit
+from retrain.inference_engine.pytorch.cache import Decode, KVCache, Placement, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.distribution import draw, shape_logits
@@ -52,10 +52,11 @@ class CachedForward:
         self.lengths, self.longest = torch.tensor(lengths, device=device), max(lengths)
         self.cache = KVCache(len(rows), _blocks(self.longest + 1), self.cache_dtype)
         logits, start = [], 0
-        for some in prefill_batches(rows, self.share):
-            slots = torch.arange(start, start + len(some), device=device)
-            logits.append(prefill(self.model, self.cache, some, slots, self.share))
-            start += len(some)
+        for groups in prefill_batches(rows, self.share):
+            prompts = torch.tensor([prompt for prompt, group in enumerate(groups) for _ in group], device=device)
+            where = Placement(prompts, torch.arange(start, start + len(prompts), device=device))
+            logits.append(prefill(self.model, self.cache, groups, where))
+            start += len(prompts)
         return torch.cat(logits)
 
     def advance(self, tokens: Tensor) -> Tensor:

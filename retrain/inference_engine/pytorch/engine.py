@@ -6,7 +6,8 @@ finish. Sampling depends on the seed and the logits only, not on the rest of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ class PyTorchEngine:
         self.tokenizer = tokenizer
         self.progress = progress
         choice = choose(policy, inference)
+        self.is_merged_in_place = choice.in_place
+        self.is_sampling = False
         self.model = make_model(policy, choice)
         self.decoder = make_decoder(policy, self.model, choice, inference.prefix_caching)
 
@@ -46,7 +49,7 @@ class PyTorchEngine:
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Sample completions, all prompts at once or as many as fit into memory."""
         rows = self._all_rows(prompts, sampling)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._merged():
             drawn = self.decoder.draw(rows, sampling, self.progress)
         completions = self._completions(drawn)
         return [completions[start : start + sampling.n] for start in range(0, len(rows), sampling.n)]
@@ -57,16 +60,27 @@ class PyTorchEngine:
             self.model.refresh()
 
     def sizes(self) -> dict[str, int]:
-        """The decoder's batch limits."""
-        return self.decoder.sizes()
+        """The decoder's batch limits, and whether the adapter is merged in place."""
+        return self.decoder.sizes() | {"in_place": int(self.is_merged_in_place)}
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
         """Restore the limits of an earlier process."""
-        return self.decoder.restore_sizes(sizes)
+        limits = {key: value for key, value in sizes.items() if key != "in_place"}
+        was_in_place = sizes.get("in_place", 0)
+        return self.decoder.restore_sizes(limits) and was_in_place == self.is_merged_in_place
+
+    def release_memory(self) -> None:
+        """Free KV cache and CUDA graphs, unless a batch uses them; the next batch allocates them again."""
+        with self.policy.turns:
+            if not self.is_sampling:
+                self.decoder.release()
 
     def shutdown(self) -> None:
         """Free KV cache and CUDA graphs."""
         self.decoder.release()
+
+    def _merged(self) -> AbstractContextManager[None]:
+        return self.model.merged() if self.model is not None else nullcontext()
 
     def _all_rows(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[Row]:
         return [
@@ -110,16 +124,17 @@ class StreamingPyTorchEngine(PyTorchEngine):
         left = dict(enumerate(groups))
         drawn: dict[Row, SampledRow] = {}
         completions_P: list[list[Completion]] = [[] for _ in prompts]
-        with self.policy.turns, torch.inference_mode():
-            batch.start(sampling)
-            batch.add(rows)
-        while left:
+        with self._sampling():
             with self.policy.turns, torch.inference_mode():
-                drawn |= batch.advance()
-            for at in [at for at, group in left.items() if all(row in drawn for row in group)]:
-                completions_P[at] = self._completions([drawn[row] for row in left.pop(at)])
-                deliver(at, completions_P[at])
-            self.progress("sampling", len(drawn), len(rows))
+                batch.start(sampling)
+                batch.add(rows)
+            while left:
+                with self.policy.turns, torch.inference_mode():
+                    drawn |= batch.advance()
+                for at in [at for at, group in left.items() if all(row in drawn for row in group)]:
+                    completions_P[at] = self._completions([drawn[row] for row in left.pop(at)])
+                    deliver(at, completions_P[at])
+                self.progress("sampling", len(drawn), len(rows))
         return completions_P
 
     def serve(self, turns: Turns) -> None:
@@ -128,18 +143,29 @@ class StreamingPyTorchEngine(PyTorchEngine):
         assert isinstance(batch, RunningBatch)
         waiting: dict[Row, Turn] = {}
         served = 0
-        while (fresh := turns.take(wait=not waiting)) or waiting:
-            rows = self._rows_of(fresh)
-            with self.policy.turns, torch.inference_mode():
-                if fresh and not waiting:
-                    batch.start(fresh[0].sampling)
-                batch.add(rows)
-                waiting |= rows
-                drawn = batch.advance()
-            for row, completion in zip(drawn, self._completions(list(drawn.values())), strict=True):
-                waiting.pop(row).answer.set_result(completion)
-            served += len(drawn)
-            self.progress("sampling", served, served + len(waiting))
+        with self._sampling():
+            while (fresh := turns.take(wait=not waiting)) or waiting:
+                rows = self._rows_of(fresh)
+                with self.policy.turns, torch.inference_mode():
+                    if fresh and not waiting:
+                        batch.start(fresh[0].sampling)
+                    batch.add(rows)
+                    waiting |= rows
+                    drawn = batch.advance()
+                for row, completion in zip(drawn, self._completions(list(drawn.values())), strict=True):
+                    waiting.pop(row).answer.set_result(completion)
+                served += len(drawn)
+                self.progress("sampling", served, served + len(waiting))
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """A batch that other threads may train beside; its memory stays."""
+        self.is_sampling = True
+        try:
+            with torch.no_grad(), self._merged():
+                yield
+        finally:
+            self.is_sampling = False
 
     def _rows_of(self, turns: Sequence[Turn]) -> dict[Row, Turn]:
         """A row per turn; a turn that does not fit the context gets the error."""

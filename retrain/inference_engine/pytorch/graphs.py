@@ -1,8 +1,9 @@
 """Decoding on a GPU: one CUDA graph per batch size, replayed for every token without host synchronisation.
 
-A step embeds, runs the layers with our attention over a dense KV cache, samples, and leaves the token where the next
-step reads it. Every few steps the host polls: finished rows retire, waiting rows are admitted, and when none wait the
-batch is compacted into a smaller graph.
+A step embeds, runs the layers with our attention over a paged KV cache, samples, and leaves the token where the next
+step reads it. Every few steps the host polls: finished rows retire, waiting rows are admitted, blocks of the cache are
+reserved for the next steps, and when none wait the batch is compacted into a smaller graph. If blocks run out, the rows
+admitted last are swapped to the host and continue, unchanged, when others have finished.
 """
 
 from __future__ import annotations
@@ -17,8 +18,19 @@ import torch
 from torch import Tensor
 
 from retrain.inference_engine import Progress
-from retrain.inference_engine.pytorch.cache import KVCache, Store, free_memory, rows_that_fit
+from retrain.inference_engine.pytorch.batch_shape import (
+    SMALLEST,
+    WORTH_GROWING,
+    BatchShape,
+    blocks_needed,
+    blocks_that_fit,
+    bucket,
+    first_blocks,
+    rows_that_fit,
+)
+from retrain.inference_engine.pytorch.cache import Store, free_memory
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
+from retrain.inference_engine.pytorch.paged import BLOCK, Group, PagedCache, blocks_for
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.attention import Scoring
@@ -30,12 +42,6 @@ POLL_EVERY = 16
 # Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
 PROGRAMS = 1024
 MAX_SPLITS = 16
-# Smaller batches cost the same, so they share one graph; rows beyond the largest batch wait.
-SMALLEST = 8
-LARGEST = 1024
-CAPACITY_BLOCK = 128
-# Free memory fluctuates: a new cache and new graphs pay off only for this many times more rows.
-WORTH_GROWING = 1.25
 # Two batch sizes, so that the compiler treats rows and prompt tokens as dynamic.
 WARM_UP_ROWS = (24, 12)
 WARM_UP_LENGTH = 64
@@ -49,11 +55,12 @@ class Kernels(Protocol):
         query: Tensor,
         pair: tuple[Tensor, Tensor],
         stores: tuple[Store, Store],
+        table: Tensor,
         cached: Tensor,
         scoring: Scoring,
         splits: int,
     ) -> Tensor:
-        """Attention of one new token per row over its cache; appends the token to it."""
+        """Attention of one new token per row over its blocks of the cache; appends the token to it."""
         ...
 
     def draw_tokens(self, logits: Tensor, state: Slots, slots: Tensor) -> None:
@@ -62,27 +69,13 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True)
-class BatchShape:
-    """Buffer sizes: slots, cache tokens per slot, sampled tokens per slot, and whether seen tokens are tracked."""
+class _Swapped:
+    """A row that waits on the host for free blocks."""
 
-    rows: int
-    capacity: int
-    width: int
-    is_penalised: bool
-
-    def holds(self, other: BatchShape) -> bool:
-        """Whether every row of the other shape fits here, possibly after waiting."""
-        is_long = self.capacity >= other.capacity and self.width >= other.width
-        return is_long and self.is_penalised >= other.is_penalised and WORTH_GROWING * self.rows >= other.rows
-
-    def joined(self, other: BatchShape) -> BatchShape:
-        """The smallest shape that holds both."""
-        return BatchShape(
-            max(self.rows, other.rows),
-            max(self.capacity, other.capacity),
-            max(self.width, other.width),
-            self.is_penalised or other.is_penalised,
-        )
+    row: Row
+    left: int
+    state: list[Tensor]
+    blocks: list[Tensor]
 
 
 class GraphDecoder:
@@ -106,7 +99,8 @@ class GraphDecoder:
         self.waiting: deque[Row] = deque()
         self.running: list[Row | None] = []
         self.left: dict[Row, int] = {}
-        """Maximum remaining steps of each running row."""
+        """Maximum remaining steps of each running row, in the order of admission."""
+        self.swapped: deque[_Swapped] = deque()
         self.size = 0
         self.room = 0
         """Bytes free for the KV cache at the first batch."""
@@ -143,9 +137,13 @@ class GraphDecoder:
         self.temperature = sampling.temperature or 1.0
         self.waiting.clear()
         self.left.clear()
+        self.swapped.clear()
         self.running = [None] * len(self.running)
         self.size = 0
         if self.slots is not None:
+            assert self.cache is not None
+            for slot in range(len(self.running)):
+                self.cache.release(slot)
             self.slots.free(self.slots.everyone)
             self.slots.temperature.fill_(self.temperature)
 
@@ -155,15 +153,17 @@ class GraphDecoder:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any row is waiting or running."""
-        return bool(self.waiting or self.left)
+        """Whether any row is waiting, running or swapped."""
+        return bool(self.waiting or self.left or self.swapped)
 
     def advance(self) -> dict[Row, SampledRow]:
         """Retire finished rows, admit waiting ones, and launch the next steps; returns the finished rows."""
         finished = self._retire()
+        self._swap_in()
         self._admit()
-        self._compact()
         steps = min(POLL_EVERY, max(self.left.values(), default=0))
+        self._reserve(steps)
+        self._compact()
         for _ in range(steps):
             self._step()
         for row in self.left:
@@ -174,7 +174,7 @@ class GraphDecoder:
         """Free the cache and the graphs over it."""
         self.shape: BatchShape | None = None
         self.slots: Slots | None = None
-        self.cache: KVCache | None = None
+        self.cache: PagedCache | None = None
         self._forget_graphs()
 
     def sizes(self) -> dict[str, int]:
@@ -186,10 +186,11 @@ class GraphDecoder:
         self.room = sizes["room"]
         if "rows" not in sizes:
             return True
-        shape = BatchShape(sizes["rows"], sizes["capacity"], sizes["width"], bool(sizes["is_penalised"]))
+        kept = {key: value for key, value in sizes.items() if key not in ("room", "is_penalised")}
+        shape = BatchShape(**kept, is_penalised=bool(sizes["is_penalised"]))
         # Runs may share an engine; keep what another run has allocated.
         shape = self.shape.joined(shape) if self.shape is not None else shape
-        if self._rows_that_fit(shape.capacity) < shape.rows:
+        if self._blocks_that_fit(shape.rows, shape.capacity) < shape.blocks:
             return False
         self.release()
         self._allocate(shape)
@@ -211,47 +212,99 @@ class GraphDecoder:
         found = self.slots.take_finished(
             [slot for slot, _ in over], [drawn[slot] for slot, _ in over], [done[slot] == 1 for slot, _ in over]
         )
+        assert self.cache is not None
         for slot, row in over:
+            self.cache.release(slot)
             self.running[slot] = None
             del self.left[row]
         return {row: what for (_, row), what in zip(over, found, strict=True)}
 
     def _admit(self) -> None:
-        """Prefill as many waiting rows as there are free slots, first come, first served."""
-        if not self.waiting:
+        """Prefill waiting rows while there are free slots and blocks, first come, first served."""
+        if not self.waiting or self.swapped:
             return
         self._make_room()
-        assert self.shape is not None and self.slots is not None and self.cache is not None
+        assert self.slots is not None and self.cache is not None
         free = [slot for slot, row in enumerate(self.running) if row is None]
-        admitted: list[Row] = []
-        while self.waiting and len(admitted) < len(free) and self._has_room_for(self.waiting[0]):
-            admitted.append(self.waiting.popleft())
-        if not admitted:
-            return
-        for some in prefill_batches(admitted, self.share):
-            assigned, free = free[: len(some)], free[len(some) :]
+        admitted = self._choose(len(free))
+        for groups in prefill_batches(admitted, self.share) if admitted else ():
+            rows = [row for group in groups for row in group]
+            assigned, free = free[: len(rows)], free[len(rows) :]
+            remaining = iter(assigned)
+            where = self.cache.place([Group(len(g[0].prompt), [next(remaining) for _ in g]) for g in groups])
+            logits = prefill(self.model, self.cache, groups, where)
             slots = torch.tensor(assigned, device=self.model.policy.device)
-            logits = prefill(self.model, self.cache, some, slots, self.share)
-            self.slots.admit(slots, some)
+            self.slots.admit(slots, rows)
             self._draw(logits, slots)
-            for slot, row in zip(assigned, some, strict=True):
+            for slot, row in zip(assigned, rows, strict=True):
                 self.running[slot], self.left[row] = row, row.limit - 1
 
-    def _has_room_for(self, row: Row) -> bool:
-        assert self.shape is not None
-        return row.tokens <= self.shape.capacity and row.limit <= self.shape.width
+    def _choose(self, most: int) -> list[Row]:
+        """Up to `most` waiting rows whose prompts fit, with a block for the next tokens of every row."""
+        assert self.shape is not None and self.cache is not None
+        chosen: list[Row] = []
+        free = len(self.cache.free)
+        while self.waiting and len(chosen) < most:
+            row = self.waiting[0]
+            if row.tokens > self.shape.capacity or row.limit > self.shape.width:
+                break
+            is_shared = self.share and bool(chosen) and np.array_equal(chosen[-1].prompt, row.prompt)
+            free -= blocks_for(len(row.prompt)) - (len(row.prompt) // BLOCK if is_shared else 0)
+            if free < len(self.left) + len(chosen) + 1 and (self.left or chosen):
+                break
+            chosen.append(self.waiting.popleft())
+        return chosen
+
+    def _reserve(self, steps: int) -> None:
+        """Take blocks for the next steps of every running row.
+
+        If they run out, the cache grows; if it cannot, the rows admitted last make room.
+        """
+        slots = {row: slot for slot, row in enumerate(self.running) if row is not None}
+        for row in list(self.left):
+            tokens = min(len(row.prompt) + row.limit - 1 - self.left.get(row, 0) + steps, row.tokens)
+            while row in self.left and not self._cache.reserve(slots[row], tokens):
+                if not self._grow():
+                    last = next(reversed(self.left))
+                    self._swap_out(last, slots[last])
+        self._cache.upload()
+
+    def _swap_out(self, row: Row, slot: int) -> None:
+        assert self.slots is not None
+        state = [held[slot].clone() for held in self.slots.state]
+        self.swapped.appendleft(_Swapped(row, self.left.pop(row), state, self._cache.swap_out(slot)))
+        self.slots.free(torch.tensor([slot], device=self.model.policy.device))
+        self.running[slot] = None
+
+    def _swap_in(self) -> None:
+        """Continue swapped rows, in the order of admission, when their blocks and one for every row are free."""
+        while self.swapped:
+            assert self.slots is not None
+            first = self.swapped[0]
+            needed = len(first.blocks[0]) + len(self.left) + 1 if self.left else 0
+            if len(self._cache.free) < needed or None not in self.running:
+                return
+            self.swapped.popleft()
+            slot = self.running.index(None)
+            self._cache.swap_in(slot, first.blocks)
+            for held, value in zip(self.slots.state, first.state, strict=True):
+                held[slot] = value
+            self.running[slot], self.left[first.row] = first.row, first.left
+
+    @property
+    def _cache(self) -> PagedCache:
+        assert self.cache is not None, "allocated when the first row is admitted"
+        return self.cache
 
     def _make_room(self) -> None:
         """Allocate for running and waiting rows unless the buffers suffice. Running rows keep their slots."""
         wanted = self._wanted([*self.left, *self.waiting])
         if self.shape is not None and self.shape.holds(wanted):
             return
-        joined = self.shape.joined(wanted) if self.shape is not None else wanted
-        if self._rows_that_fit(joined.capacity) >= joined.rows:
-            wanted = joined
-        elif self.left:
-            # Not enough memory to grow around the running rows: rows that do not fit wait until those are done.
-            return
+        if self.shape is not None:
+            wanted = self.shape.joined(wanted)
+            fitting = self._blocks_that_fit(wanted.rows, wanted.capacity)
+            wanted = replace(wanted, blocks=min(wanted.blocks, fitting))
         if not self.left:
             self.release()
         self._allocate(wanted)
@@ -266,10 +319,10 @@ class GraphDecoder:
         )
         self.slots.temperature.fill_(self.temperature)
         if self.cache is None or old is None:
-            self.cache = KVCache(wanted.rows, wanted.capacity, self.cache_dtype)
+            self.cache = PagedCache(wanted.rows, wanted.blocks, wanted.capacity, self.cache_dtype, policy.device)
         else:
             self.slots.copy_from(old)
-            self.cache.grow(wanted.rows, wanted.capacity)
+            self.cache.grow(wanted.rows, wanted.blocks, wanted.capacity)
         self.shape = wanted
         self.running += [None] * (wanted.rows - len(self.running))
         del self.running[wanted.rows :]
@@ -281,29 +334,45 @@ class GraphDecoder:
             count = count if count <= self.shape.rows else 2 * count
             tokens = tokens if tokens <= self.shape.capacity else tokens * 3 // 2
             width = width if width <= self.shape.width else 2 * width
-        capacity = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
-        most = min(LARGEST, self._rows_that_fit(capacity))
-        return BatchShape(min(max(count, SMALLEST), most), capacity, width, self.filters.repetition_penalty != 1.0)
+        count = min(max(count, SMALLEST), rows_that_fit(self.model.policy, self._room()))
+        fitting = self._blocks_that_fit(count, tokens)
+        is_penalised = self.filters.repetition_penalty != 1.0
+        return BatchShape(
+            count, first_blocks(blocks_needed(rows, self.share), fitting, tokens), tokens, width, is_penalised
+        )
 
-    def _rows_that_fit(self, capacity: int) -> int:
+    def _room(self) -> int:
+        """Bytes that cache and logits may take. Free memory fluctuates; a run keeps to what it first planned for."""
         free = free_memory(self.model.policy.device) + (self.cache.bytes if self.cache is not None else 0)
         self.room = self.room or free
-        # Free memory fluctuates; a run stays with what it first planned for.
-        return rows_that_fit(self.model.policy, capacity, self.cache_dtype, min(self.room, free))
+        return min(self.room, free)
+
+    def _blocks_that_fit(self, rows: int, longest: int) -> int:
+        return blocks_that_fit(self.model.policy, rows, longest, self.cache_dtype, self._room())
+
+    def _grow(self) -> bool:
+        """Double the blocks of the cache, as far as memory allows; False if that is not worth it."""
+        assert self.shape is not None
+        blocks = min(2 * self.shape.blocks, self._blocks_that_fit(self.shape.rows, self.shape.capacity))
+        if blocks < WORTH_GROWING * self.shape.blocks:
+            return False
+        self._allocate(replace(self.shape, blocks=blocks))
+        return True
 
     def _compact(self) -> None:
         """Choose the smallest graph that holds the running rows, and move rows beyond it into free slots."""
         assert self.shape is not None or not self.left
-        size = _bucket(len(self.left), len(self.running))
+        size = bucket(len(self.left), len(self.running))
         beyond = [slot for slot in range(size, len(self.running)) if self.running[slot] is not None]
         if beyond:
-            assert self.slots is not None and self.cache is not None
+            assert self.slots is not None
             free = [slot for slot in range(size) if self.running[slot] is None][: len(beyond)]
             source, target = (torch.tensor(slots, device=self.model.policy.device) for slots in (beyond, free))
             self.slots.move(source, target)
-            self.cache.move(source, target)
             for old, new in zip(beyond, free, strict=True):
+                self._cache.move(old, new)
                 self.running[new], self.running[old] = self.running[old], None
+            self._cache.upload()
         self.size = size
 
     def _step(self) -> None:
@@ -362,7 +431,7 @@ class GraphDecoder:
 class _Decode:
     """Decode attention for the first rows of the cache."""
 
-    def __init__(self, kernels: Kernels, cache: KVCache, cached: Tensor, size: int) -> None:
+    def __init__(self, kernels: Kernels, cache: PagedCache, cached: Tensor, size: int) -> None:
         self.kernels, self.cache, self.cached = kernels, cache, cached
         key_heads = next(iter(cache.layers.values()))[0].values.shape[1]
         self.splits = 1
@@ -371,16 +440,10 @@ class _Decode:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         stores = self.cache.layers[layer]
-        return self.kernels.decode_attention(query, (key, value), stores, self.cached, scoring, self.splits)
+        return self.kernels.decode_attention(
+            query, (key, value), stores, self.cache.table, self.cached, scoring, self.splits
+        )
 
 
 def _ignore(phase: str, done: int, total: int) -> None:
     pass
-
-
-def _bucket(rows: int, largest: int) -> int:
-    """The smallest captured batch size that holds `rows`: 8, 12, 16, 24, 32, 48, … and the largest batch itself."""
-    size = SMALLEST
-    while size < rows:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, largest)

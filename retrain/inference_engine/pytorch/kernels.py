@@ -81,10 +81,32 @@ def _store_result(
 
 
 @triton.jit
+def _read(
+    q, key_cache, value_cache, key_scales, value_scales, base, sizes, first, count, scale, softcap, best, total,
+    gathered, SIZE: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Attend over tokens `first` to `count` of one block of the cache."""
+    tokens = tl.arange(0, BLOCK)
+    inside = (tokens >= first) & (tokens < count)
+    offsets = base + tokens[:, None] * SIZE + sizes[None, :]
+    is_held = inside[:, None] & (sizes < SIZE)[None, :]
+    k = tl.load(key_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SCALED:
+        scores *= tl.load(key_scales + base // SIZE + tokens, mask=inside, other=0.0)[None, :]
+    scores = tl.where(inside[None, :], _cap(scores, softcap, CAPPED), float("-inf"))
+    best, total, weights, shrink = _weigh(scores, best, total)
+    if SCALED:
+        weights *= tl.load(value_scales + base // SIZE + tokens, mask=inside, other=0.0)[None, :]
+    v = tl.load(value_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
+    return best, total, gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+
+
+@triton.jit
 def _attend(
-    query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, cached,
+    query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, table, cached,
     output, partial_output, partial_stats, scale, window, softcap,
-    query_row, query_head, key_row, key_head, value_row, value_head, cache_row, cache_head,
+    query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_block, cache_head,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr, IN_FP8: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -98,39 +120,32 @@ def _attend(
     q_at = query + row * query_row + (head * GROUP + heads)[:, None] * query_head + sizes[None, :]
     q = tl.load(q_at, mask=(heads < GROUP)[:, None] & is_size[None, :], other=0.0)
 
+    # Splits begin at the beginning of a block.
     first = tl.maximum(length + 1 - window, 0)
-    per_split = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    start = first + split * per_split
+    begin = first // BLOCK * BLOCK
+    per_split = tl.cdiv(tl.cdiv(length - begin, SPLITS), BLOCK) * BLOCK
+    start = begin + split * per_split
     stop = tl.minimum(start + per_split, length)
 
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     gathered = tl.zeros((ROWS, SIZE_PAD), tl.float32)
-    base = row * cache_row + head * cache_head
-    scales_base = base // SIZE
-    for block in range(start, stop, BLOCK):
-        tokens = block + tl.arange(0, BLOCK)
-        inside = tokens < stop
-        offsets = base + tokens[:, None] * SIZE + sizes[None, :]
-        is_held = inside[:, None] & is_size[None, :]
-        k = tl.load(key_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if SCALED:
-            scores *= tl.load(key_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
-        scores = tl.where(inside[None, :], _cap(scores, softcap, CAPPED), float("-inf"))
-        best, total, weights, shrink = _weigh(scores, best, total)
-        if SCALED:
-            weights *= tl.load(value_scales + scales_base + tokens, mask=inside, other=0.0)[None, :]
-        v = tl.load(value_cache + offsets, mask=is_held, other=0.0).to(q.dtype)
-        gathered = gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+    for position in range(start, stop, BLOCK):
+        block = tl.load(table + row * table_row + position // BLOCK).to(tl.int64)
+        best, total, gathered = _read(
+            q, key_cache, value_cache, key_scales, value_scales, block * cache_block + head * cache_head, sizes,
+            first - position, stop - position, scale, softcap, best, total, gathered, SIZE, BLOCK, CAPPED, SCALED,
+        )  # fmt: skip
 
     if split == SPLITS - 1:
         # The new token is not in the cache yet: it is attended to from registers, then stored.
         k_at = new_key + row * key_row + head * key_head + sizes
         v_at = new_value + row * value_row + head * value_head + sizes
-        slot = base + length * SIZE + sizes
-        k_new = _join(q, k_at, key_cache, key_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
-        v_new = _join(q, v_at, value_cache, value_scales, slot, scales_base + length, is_size, IN_FP8, SCALED)
+        block = tl.load(table + row * table_row + length // BLOCK).to(tl.int64)
+        place = block * cache_block + head * cache_head + length % BLOCK * SIZE
+        slot, scale_at = place + sizes, place // SIZE
+        k_new = _join(q, k_at, key_cache, key_scales, slot, scale_at, is_size, IN_FP8, SCALED)
+        v_new = _join(q, v_at, value_cache, value_scales, slot, scale_at, is_size, IN_FP8, SCALED)
         own = _cap(tl.sum(q.to(tl.float32) * k_new[None, :], 1) * scale, softcap, CAPPED)
         best, total, weights, shrink = _weigh(own[:, None], best, total)
         gathered = gathered * shrink[:, None] + weights * v_new[None, :]
@@ -156,13 +171,13 @@ def _combine(partial_output, partial_stats, output, SIZE: tl.constexpr, SIZE_PAD
 
 
 def decode_attention(
-    query: Tensor, pair: tuple[Tensor, Tensor], stores: tuple[Store, Store], cached: Tensor, scoring: Scoring,
-    splits: int,
+    query: Tensor, pair: tuple[Tensor, Tensor], stores: tuple[Store, Store], table: Tensor, cached: Tensor,
+    scoring: Scoring, splits: int,
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token per row over its cache; appends the token to it.
+    """Attention of one new token per row over its blocks of the cache; appends the token to it.
 
-    query (rows, heads, 1, size); the pair of key and value (rows, key heads, 1, size); stores (rows, key heads,
-    capacity, size); `cached` is the length of each row without the new token.
+    query (rows, heads, 1, size); the pair of key and value (rows, key heads, 1, size); stores (blocks, key heads,
+    tokens, size); `table` has the blocks of each row, `cached` its length without the new token.
     """
     rows, heads, _, size = query.shape
     key, value = pair
@@ -177,12 +192,12 @@ def decode_attention(
     key_scales, value_scales = (store.scales if store.scales is not None else partial_stats for store in stores)
     pad = max(MIN_ROWS, triton.next_power_of_2(size))
     _attend[(rows, key_heads, splits)](
-        query, key, value, keys, values, key_scales, value_scales, cached, output, partial_output, partial_stats,
+        query, key, value, keys, values, key_scales, value_scales, table, cached, output, partial_output, partial_stats,
         scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        keys.stride(0), keys.stride(1), GROUP=heads // key_heads, SIZE=size, SIZE_PAD=pad,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(heads // key_heads)), BLOCK=64, SPLITS=splits, HEADS=key_heads,
-        CAPPED=scoring.softcap is not None, IN_FP8=in_fp8, SCALED=is_scaled, num_warps=4, num_stages=3,
+        table.stride(0), keys.stride(0), keys.stride(1), GROUP=heads // key_heads, SIZE=size, SIZE_PAD=pad,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(heads // key_heads)), BLOCK=keys.shape[2], SPLITS=splits,
+        HEADS=key_heads, CAPPED=scoring.softcap is not None, IN_FP8=in_fp8, SCALED=is_scaled, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](

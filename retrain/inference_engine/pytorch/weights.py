@@ -4,13 +4,17 @@ It shares every tensor with the policy except the adapted matrices, of which it 
 weights are never written, so no rounding accumulates, and decoding does not pay for the adapter. In full fine-tuning
 all tensors are shared, except copies in another precision or layout. Over a quantized base nothing is merged: the
 quantized matrices are shared, and the adapter is applied as in training.
+
+Where memory is short, nothing is copied: the adapter is merged into the policy's own matrices for the time of sampling,
+and they are restored, bit for bit, from a copy in host memory.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -20,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from retrain.inference_engine.pytorch.products import (
     Fp8Product,
     PackedProduct,
+    Part,
     Product,
     UnmergedLinear,
     find_siblings,
@@ -34,14 +39,35 @@ from retrain.modeling.quantization import QuantizedLinear, quantized_layers
 from retrain.modeling.torch_internals import pack_matrix, packed_linear
 
 
+class SmallBatch(Protocol):
+    """Products of a few rows; small_batch.py has them in Triton."""
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether it multiplies with this matrix."""
+        ...
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product, for any number of rows."""
+        ...
+
+
 class SamplingModel:
     """A plain Hugging Face model over the policy's weights, as a backbone and a head.
 
     `dtype` is its compute precision; `in_fp8` stores the matrices of its layers in 8 bits. The head is the policy's.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, in_fp8: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: torch.dtype | None = None,
+        in_fp8: bool = False,
+        in_place: bool = False,
+        small_batch: SmallBatch | None = None,
+    ) -> None:
         self.policy = policy
+        self.originals: list[tuple[Tensor, Tensor]] | None = None
+        """Where the adapter is merged in place: the policy's matrices, and copies in host memory."""
         self.dtype = dtype or policy.dtype
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(
@@ -60,7 +86,12 @@ class SamplingModel:
         """Functions that update those copies."""
         self._share_weights()
         self._share_quantized()
-        self._allocate_merged(in_fp8)
+        if in_place:
+            self._save_originals()
+        else:
+            self._allocate_merged(in_fp8)
+        if small_batch is not None:
+            self._multiply_small_batches(small_batch)
         self.packed_head: Tensor | None = None
         if self.packs and policy.has_plain_head:
             self._pack_head()
@@ -73,6 +104,20 @@ class SamplingModel:
         """Merge the newest adapter."""
         for write in self.merge_ops:
             write()
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """While sampling: where the adapter is merged in place, it is so only here."""
+        if self.originals is None:
+            yield
+            return
+        for layer in self._lora_layers():
+            merge_adapter(layer, layer.get_base_layer().weight.data)
+        try:
+            yield
+        finally:
+            for weight, original in self.originals:
+                weight.copy_(original, non_blocking=True)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
@@ -142,6 +187,28 @@ class SamplingModel:
             module.register_parameter("weight", nn.Parameter(own, requires_grad=False))
             self.merge_ops.append(lambda layer=layer, own=own: merge_adapter(layer, own))  # type: ignore[misc]
 
+    def _lora_layers(self) -> list[LoraLayer]:
+        return [layer for layer in self.adapted.values() if isinstance(layer, LoraLayer)]
+
+    def _save_originals(self) -> None:
+        self.originals = []
+        for layer in self._lora_layers():
+            base = layer.get_base_layer()
+            original = torch.empty_like(base.weight, device="cpu", pin_memory=self.policy.device.type == "cuda")
+            self.originals.append((base.weight.data, original.copy_(base.weight.data)))
+
+    def _multiply_small_batches(self, small_batch: SmallBatch) -> None:
+        """Use these products for all plain matrices but the head, which is the policy's."""
+        head = self.causal_lm.get_output_embeddings()
+        for name, module in list(self.causal_lm.named_modules()):
+            product = module.product if isinstance(module, Part) else None
+            if type(module) is nn.Linear and module is not head:
+                bias = module.bias.data if module.bias is not None else None
+                product = Product(module.weight.data, bias, [module.out_features])
+                self.causal_lm.set_submodule(name, Part(product, 0))
+            if type(product) is Product and small_batch.takes(product.weight):
+                product.linear = small_batch.linear
+
     def _join(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> Product:
         """One product for siblings; its biases follow those of the policy, which full fine-tuning changes."""
         product = replace_with(self.causal_lm, siblings, kind, self.dtype)
@@ -197,7 +264,7 @@ def merge_adapter(layer: LoraLayer | nn.Linear, weight: Tensor) -> None:
         weight.copy_(merged)
     elif isinstance(base, nn.Linear):
         up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
-        # One fused product: the sum is rounded once.
+        # One fused product: the sum is rounded once. `weight` may be the base's own.
         torch.addmm(base.weight, up.to(weight.dtype), down.to(weight.dtype), alpha=layer.scaling["default"], out=weight)
     else:
         torch.add(base.weight, layer.get_delta_weight("default").to(weight.dtype), out=weight)

@@ -1,0 +1,103 @@
+"""Sizes of a running batch: how many slots and blocks of the cache are allocated for which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from retrain.errors import RolloutError
+from retrain.inference_engine.pytorch.cache import bytes_per_token
+from retrain.inference_engine.pytorch.decoder import Row, by_prompt
+from retrain.inference_engine.pytorch.paged import BLOCK, blocks_for
+from retrain.modeling.policy import Policy
+
+# Smaller batches cost the same, so they share one graph; rows beyond the largest batch wait.
+SMALLEST = 8
+LARGEST = 1024
+# Free memory fluctuates: a new cache and new graphs pay off only for this many times more rows.
+WORTH_GROWING = 1.25
+# Few completions reach their limit: if not all could, the cache starts with this share of what fits, and grows if that
+# runs out.
+FIRST_SHARE = 0.4
+# Growing copies one layer, and prefills need memory too.
+CACHE_SHARE = 0.75
+# The logits of a row and what is computed from them.
+BYTES_PER_LOGIT = 8
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Buffer sizes: slots, blocks of the cache, maximum tokens and sampled tokens per slot, and whether seen tokens are
+    tracked."""
+
+    rows: int
+    blocks: int
+    capacity: int
+    width: int
+    is_penalised: bool
+
+    def holds(self, other: BatchShape) -> bool:
+        """Whether every row of the other shape fits here, possibly after waiting."""
+        is_long = self.capacity >= other.capacity and self.width >= other.width
+        is_large = WORTH_GROWING * min(self.rows / other.rows, self.blocks / other.blocks) >= 1
+        # A row must always be able to finish alone.
+        is_enough = self.blocks > blocks_for(other.capacity)
+        return is_long and is_large and is_enough and self.is_penalised >= other.is_penalised
+
+    def joined(self, other: BatchShape) -> BatchShape:
+        """The smallest shape that holds both."""
+        return BatchShape(
+            max(self.rows, other.rows),
+            max(self.blocks, other.blocks),
+            max(self.capacity, other.capacity),
+            max(self.width, other.width),
+            self.is_penalised or other.is_penalised,
+        )
+
+
+def bucket(rows: int, largest: int) -> int:
+    """The smallest captured batch size that holds `rows`: 8, 12, 16, 24, 32, 48, … and the largest batch itself."""
+    size = SMALLEST
+    while size < rows:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, largest)
+
+
+def blocks_needed(rows: Sequence[Row], share: bool) -> int:
+    """Blocks for all rows at their limits, with one for every row that is admitted and the scratch block."""
+    blocks = sum(blocks_for(row.tokens) for row in rows)
+    for group in by_prompt(rows, share):
+        blocks -= (len(group) - 1) * (len(group[0].prompt) // BLOCK)
+    return blocks + len(rows) + 1
+
+
+def rows_that_fit(policy: Policy, room: int) -> int:
+    """The largest batch: its logits take at most a quarter of the free memory."""
+    if policy.device.type != "cuda":
+        return LARGEST
+    return min(max(room // 4 // (policy.vocabulary * BYTES_PER_LOGIT), SMALLEST), LARGEST)
+
+
+def blocks_that_fit(policy: Policy, rows: int, longest: int, dtype: torch.dtype, room: int) -> int:
+    """How many blocks fit into `room` bytes beside the logits; an error if a row of `longest` tokens does not."""
+    if policy.device.type != "cuda":
+        return 1 << 30
+    each = bytes_per_token(policy, dtype)
+    left = max(room - rows * policy.vocabulary * BYTES_PER_LOGIT, 0)
+    fitting = int(CACHE_SHARE * left) // (BLOCK * each)
+    if fitting < blocks_for(longest) + 1:
+        raise RolloutError(
+            f"the KV cache of one completion does not fit: {longest} tokens × {each / 1024:.0f} KiB per token = "
+            f"{longest * each / 2**30:.1f} GiB, and three quarters of {left / 2**30:.1f} GiB free memory may be "
+            'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
+        )
+    return fitting
+
+
+def first_blocks(needed: int, fitting: int, longest: int) -> int:
+    """How many blocks to begin with."""
+    if needed <= fitting:
+        return needed
+    return max(int(FIRST_SHARE / CACHE_SHARE * fitting), blocks_for(longest) + 1)

@@ -271,6 +271,11 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         [],
     ),
     (
+        {"inference": {"engine": "vllm", "merge_adapter": "never"}},
+        "[inference] merge_adapter is not used: [inference] engine is vllm",
+        [{"inference": {"merge_adapter": "never"}}],
+    ),
+    (
         {"inference": {"engine": "vllm", "kv_cache_dtype": "fp8"}},
         "[inference] kv_cache_dtype is not used: [inference] engine is vllm; start its server with --kv-cache-dtype",
         [{"inference": {"kv_cache_dtype": "fp8"}}, {"inference": {"engine": "mine.Engine", "kv_cache_dtype": "fp8"}}],

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
-from e2e.tiny import CONTEXT, PlainTokenizer, config_for, datums_of, learner_for, policy_for, random_prompts
+from e2e.tiny import (
+    CONTEXT,
+    PlainTokenizer,
+    config_for,
+    datums_of,
+    learner_for,
+    policy_for,
+    random_prompts,
+    write_model,
+)
 from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig, Qwen2Config, Qwen2ForCausalLM
 
 from retrain.config.schema import Inference
@@ -120,7 +129,7 @@ def test_merged_in_place_the_same_is_drawn_and_the_policy_is_as_before(llama: Ri
     prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=8, n=2, seed=3)
     expected = llama.engine.generate(prompts, sampling)
     engine = engine_with(llama.policy)
-    engine.model = SamplingModel(llama.policy, in_place=True)
+    engine.model = SamplingModel(llama.policy, merging="in-place")
     engine.decoder = choice.make_decoder(llama.policy, engine.model, choice.choose(llama.policy, Inference()), True)
     found = engine.generate(prompts, sampling)
     for one, other in zip(found, expected, strict=True):
@@ -142,14 +151,47 @@ def test_merged_in_place_the_same_is_drawn_and_the_policy_is_as_before(llama: Ri
 def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
     llama: Rig, monkeypatch: pytest.MonkeyPatch, free: int, in_place: bool
 ) -> None:
-    assert not choice.choose(llama.policy, Inference()).in_place
+    assert choice.choose(llama.policy, Inference()).merging == "copies"
     monkeypatch.setattr(choice, "free_memory", lambda device: free)
     monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
     on_gpu = replace(llama.policy, device=torch.device("cuda"))
     chosen = choice.choose(on_gpu, Inference())
-    assert chosen.in_place == in_place
+    assert (chosen.merging == "in-place") == in_place
     assert ("merged-in-place" in chosen.description) == in_place
-    assert not choice.choose(replace(on_gpu, is_trained_while_sampled=True), Inference()).in_place
+    assert choice.choose(replace(on_gpu, is_trained_while_sampled=True), Inference()).merging == "copies"
+
+
+def test_in_small_bf16_models_small_updates_reach_the_sampler(tmp_path: Path) -> None:
+    policy = policy_for(config_for(write_model(tmp_path), model__dtype="bf16"))
+    with torch.no_grad():
+        for name, parameter in policy.adapted.named_parameters():
+            if "lora_B" in name:
+                # Well below the rounding of the matrices it is added to.
+                parameter.fill_(1e-5)
+    prompts, sampling = random_prompts(LENGTHS), Sampling(max_tokens=6, n=2, seed=1)
+    ids = torch.arange(3, 20)[None]
+    attend = PackedAttention([17], policy.device)
+    with torch.inference_mode():
+        expected = policy.hidden(ids, ids, attend)
+        gaps = {
+            option: float((model.hidden(ids, ids, attend) - expected).abs().max())
+            for option in ("auto", "never", "always")
+            if (model := engine_with(policy, merge_adapter=option).model) is not None
+        }
+    assert gaps["auto"] == gaps["never"] == 0.0
+    assert gaps["always"] > 0
+    assert engine_with(policy).description.endswith("bf16 unmerged weights, bf16 cache")
+    assert sum(map(len, engine_with(policy).generate(prompts, sampling))) == 8
+
+
+@pytest.mark.parametrize(("dtype", "merging"), [("fp32", "copies"), ("bf16", "never")])
+def test_adapters_are_merged_in_float32_and_into_large_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, merging: str
+) -> None:
+    policy = policy_for(config_for(write_model(tmp_path), model__dtype=dtype))
+    assert choice.choose(policy, Inference()).merging == merging
+    monkeypatch.setattr(choice, "LARGE_MODEL", 10)
+    assert choice.choose(policy, Inference()).merging == "copies"
 
 
 def test_layers_that_are_not_all_adapted_are_left_alone(llama: Rig) -> None:

@@ -55,6 +55,12 @@ class Inference(Section):
         flag="--inference-kv-cache-dtype",
         unused=reasons.not_on_servers({"vllm": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "mlx": "--kv-bits"}),
     )
+    merge_adapter: Literal["auto", "always", "never"] = option(
+        "auto",
+        "Sample with the LoRA adapter merged: faster, but rounded; auto does so in fp32 and from 1B parameters on.",
+        flag="--inference-merge-adapter",
+        unused=reasons.not_on_servers({}),
+    )
     prefix_caching: bool = option(
         True,
         "Compute the KV cache of a prompt once for its group.",

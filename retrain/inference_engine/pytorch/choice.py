@@ -15,7 +15,7 @@ from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
 from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
 from retrain.inference_engine.pytorch.native import NativeForward
-from retrain.inference_engine.pytorch.weights import SamplingModel, SmallBatch
+from retrain.inference_engine.pytorch.weights import Merging, SamplingModel, SmallBatch
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.policy import Policy
 
@@ -28,6 +28,8 @@ TAKES = {
 FLASH = 'attention_kernel = "flash"'
 # Merged copies of the adapted matrices may take this share of the free memory; KV cache and activations need the rest.
 COPY_SHARE = 1 / 3
+# Parameters from which an adapter is merged in bf16.
+LARGE_MODEL = 10**9
 # Ada; the first GPUs that compute with 8-bit floats.
 FP8_CAPABILITY = (8, 9)
 
@@ -48,8 +50,8 @@ class Choice:
     """Why the model uses its own attention; empty where it uses ours."""
     quantization: str = "none"
     """Of the base model, which is then sampled from with the adapter unmerged."""
-    in_place: bool = False
-    """Whether the adapter is merged into the policy's own matrices while sampling, for want of memory for copies."""
+    merging: Merging = "copies"
+    """Whether the adapter is merged: into copies, into the policy's own matrices for want of memory, or not at all."""
 
     @property
     def description(self) -> str:
@@ -62,9 +64,10 @@ class Choice:
             attention += f" ({FLASH} on the {self.device.type.upper()})"
         if self.attention_fallback_reason:
             attention = f"the model's own attention ({self.attention_fallback_reason})"
-        weights = "fp8" if self.in_fp8 else NAMES[self.dtype] + (" merged-in-place" if self.in_place else "")
+        weights = "fp8" if self.in_fp8 else NAMES[self.dtype]
         if self.quantization != "none":
             weights = self.quantization
+        weights += {"copies": "", "in-place": " merged-in-place", "never": " unmerged"}[self.merging]
         return f"pytorch on {self.device.type}, {how}, {attention}, {weights} weights, {NAMES[self.cache_dtype]} cache"
 
 
@@ -78,11 +81,11 @@ def choose(policy: Policy, inference: Inference) -> Choice:
     in_fp8 = inference.dtype == "fp8"
     dtype = policy.dtype if inference.dtype == "auto" else torch.bfloat16
     wanted = {"auto": dtype, "bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8}[inference.kv_cache_dtype]
-    in_place = dtype == policy.dtype and not in_fp8 and _is_copy_too_large(policy)
+    merging: Merging = "copies" if in_fp8 or dtype != policy.dtype else _choose_merging(policy, inference)
     choice = Choice(
         policy.device, dtype, in_fp8, wanted, _eager_reason(policy, inference), policy.attention_fallback_reason,
         policy.quantization,
-        in_place,
+        merging,
     )  # fmt: skip
     if policy.attention_fallback_reason:
         _check_unused_options(inference, policy.attention_fallback_reason)
@@ -93,10 +96,20 @@ def choose(policy: Policy, inference: Inference) -> Choice:
     return choice
 
 
+def _choose_merging(policy: Policy, inference: Inference) -> Merging:
+    """In a small bf16 model the rounding of merged weights is felt, and decoding is not bound by reading weights."""
+    if not policy.rank or policy.quantization != "none" or policy.attention_fallback_reason:
+        return "copies"
+    parameters = sum(parameter.numel() for parameter in policy.adapted.parameters())
+    is_felt = policy.dtype != torch.float32 and parameters < LARGE_MODEL
+    if inference.merge_adapter == "never" or (inference.merge_adapter == "auto" and is_felt):
+        return "never"
+    return "in-place" if _is_copy_too_large(policy) else "copies"
+
+
 def _is_copy_too_large(policy: Policy) -> bool:
     """Whether merged copies of the adapted matrices would take too much of the memory that is left."""
-    is_copied = policy.rank and policy.quantization == "none" and policy.device.type == "cuda"
-    if not is_copied or policy.is_trained_while_sampled:
+    if policy.device.type != "cuda" or policy.is_trained_while_sampled:
         return False
     adapted = [m.get_base_layer().weight for m in policy.adapted.modules() if isinstance(m, LoraLayer)]
     copies = sum(int(weight.nbytes) for weight in adapted)
@@ -152,7 +165,7 @@ def make_model(policy: Policy, choice: Choice) -> SamplingModel | None:
     if choice.attention_fallback_reason:
         return None
     products = None if choice.eager_reason or policy.device.type != "cuda" else load_small_batch()
-    return SamplingModel(policy, choice.dtype, choice.in_fp8, choice.in_place, products)
+    return SamplingModel(policy, choice.dtype, choice.in_fp8, choice.merging, products)
 
 
 def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, share: bool) -> Decoder:

@@ -36,7 +36,7 @@ class PyTorchEngine:
         self.tokenizer = tokenizer
         self.progress = progress
         choice = choose(policy, inference)
-        self.is_merged_in_place = choice.in_place
+        self.is_merged_in_place = choice.merging == "in-place"
         self.is_sampling = False
         self.model = make_model(policy, choice)
         self.decoder = make_decoder(policy, self.model, choice, inference.prefix_caching)

@@ -2,8 +2,10 @@
 
 It shares every tensor with the policy except the adapted matrices, of which it keeps merged copies. The policy's own
 weights are never written, so no rounding accumulates, and decoding does not pay for the adapter. In full fine-tuning
-all tensors are shared, except copies in another precision or layout. Over a quantized base nothing is merged: the
-quantized matrices are shared, and the adapter is applied as in training.
+all tensors are shared, except copies in another precision or layout.
+
+Over a quantized base nothing is merged, nor into small models in bf16: the adapter is applied as in training. Rounding
+to bf16 loses updates below 0.2 % of a weight, and small models are sensitive to that.
 
 Where memory is short, nothing is copied: the adapter is merged into the policy's own matrices for the time of sampling,
 and they are restored, bit for bit, from a copy in host memory.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -35,8 +37,10 @@ from retrain.inference_engine.pytorch.products import (
 from retrain.modeling.attention import ATTENTION_NAME, Attention
 from retrain.modeling.causal_lm import module_of
 from retrain.modeling.policy import Policy, last_hidden
-from retrain.modeling.quantization import QuantizedLinear, quantized_layers
+from retrain.modeling.quantization import QuantizedLinear
 from retrain.modeling.torch_internals import pack_matrix, packed_linear
+
+Merging = Literal["copies", "in-place", "never"]
 
 
 class SmallBatch(Protocol):
@@ -62,7 +66,7 @@ class SamplingModel:
         policy: Policy,
         dtype: torch.dtype | None = None,
         in_fp8: bool = False,
-        in_place: bool = False,
+        merging: Merging = "copies",
         small_batch: SmallBatch | None = None,
     ) -> None:
         self.policy = policy
@@ -80,13 +84,14 @@ class SamplingModel:
         self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
         kinds = (LoraLayer,) if policy.rank else (nn.Linear,) if self.packs else ()
         modules = module_of(policy.causal_lm).named_modules()
-        self.adapted = {n: m for n, m in modules if isinstance(m, kinds) and not quantized_layers(m)}
+        self.merging = merging
+        self.adapted = {n: m for n, m in modules if isinstance(m, kinds) and not self._is_unmerged(m)}
         """Policy layers of whose matrices the sampling model keeps copies."""
         self.merge_ops: list[Callable[[], object]] = []
         """Functions that update those copies."""
         self._share_weights()
-        self._share_quantized()
-        if in_place:
+        self._share_unmerged()
+        if merging == "in-place":
             self._save_originals()
         else:
             self._allocate_merged(in_fp8)
@@ -150,10 +155,17 @@ class SamplingModel:
             for key, buffer in original.named_buffers(recurse=False):
                 module.register_buffer(key, buffer, persistent=False)
 
-    def _share_quantized(self) -> None:
-        """Share quantized layers, with the adapter unmerged."""
+    def _is_unmerged(self, layer: nn.Module) -> bool:
+        """Whether a layer's adapter is applied as in training."""
+        if not isinstance(layer, LoraLayer):
+            return isinstance(layer, QuantizedLinear)
+        base = layer.get_base_layer()
+        return isinstance(base, QuantizedLinear) or (self.merging == "never" and isinstance(base, nn.Linear))
+
+    def _share_unmerged(self) -> None:
+        """Share layers whose adapter is not merged, and quantized ones."""
         for name, layer in module_of(self.policy.causal_lm).named_modules():
-            if isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), QuantizedLinear):
+            if isinstance(layer, LoraLayer) and self._is_unmerged(layer):
                 unmerged = UnmergedLinear(layer, self.dtype)
                 self.causal_lm.set_submodule(name, unmerged)
                 self.merge_ops.append(unmerged.refresh)

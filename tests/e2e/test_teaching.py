@@ -76,7 +76,12 @@ def test_a_run_trains_the_teaching_and_logs_the_student(model: Path, tmp_path: P
         backend = build_local(*given)
         assert isinstance(backend, LocalBackend)
         step = backend.learner.step
-        backend.learner.step = lambda datums, *rest: (seen.append(list(datums)), step(datums, *rest))[1]  # type: ignore
+
+        def spy(datums: list[Datum], *rest: Any, **more: Any) -> Any:
+            seen.append(list(datums))
+            return step(datums, *rest, **more)
+
+        backend.learner.step = spy  # type: ignore[method-assign]
         return backend
 
     config = config_for(model, tmp_path, eval__every=2, eval__max_examples=4)

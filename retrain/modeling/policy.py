@@ -32,6 +32,8 @@ from retrain.seeding import derive_seed
 
 # Marks a folder of fully fine-tuned weights, which newer weights may replace.
 WHOLE_MARK = "retrain.json"
+# Ampere, the first GPUs that compute in bf16.
+BF16_CAPABILITY = (8, 0)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -154,10 +156,21 @@ def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, atten
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, log: Callable[[str], None]) -> Policy:
     """Load the model onto a device and give it a fresh adapter."""
     register()
-    dtype = DTYPES[model.dtype] if model.dtype != "auto" else DTYPES["fp32" if device.type == "cpu" else "bf16"]
-    if dtype == torch.bfloat16 and device.type == "cpu" and not cpu_computes_bf16():
-        log('Warning: this CPU does not compute in bf16, so bf16 is emulated.  Try: [model] dtype = "fp32"')
-    return adapt(_load_causal_lm(model, dtype, device), model, lora, seed, log)
+    return adapt(_load_causal_lm(model, choose_dtype(model.dtype, device, log), device), model, lora, seed, log)
+
+
+def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) -> torch.dtype:
+    """The precision of the weights: `auto` is float32 on a CPU, and bf16 on GPUs that compute in it."""
+    is_cpu = device.type == "cpu"
+    computes_bf16 = cpu_computes_bf16() if is_cpu else torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    where = "CPU" if is_cpu else "GPU"
+    if name == "auto":
+        if not is_cpu and not computes_bf16:
+            log("Note: this GPU does not compute in bf16, so the model is in fp32, which takes twice the memory.")
+        name = "bf16" if computes_bf16 and not is_cpu else "fp32"
+    elif name == "bf16" and not computes_bf16:
+        log(f'Warning: this {where} does not compute in bf16, so bf16 is emulated.  Try: [model] dtype = "fp32"')
+    return DTYPES[name]
 
 
 def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callable[[str], None]) -> Policy:

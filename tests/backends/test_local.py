@@ -15,7 +15,7 @@ from retrain.backends.local import LocalBackend, build, make_engine, resolve_dev
 from retrain.backends.local.split import SplitBackend
 from retrain.cli import run
 from retrain.errors import ConfigError
-from retrain.modeling.policy import load_policy
+from retrain.modeling.policy import choose_dtype, load_policy
 from retrain.types import Completion, Sampling
 
 SAMPLING = Sampling(max_tokens=8, n=3, temperature=0.9, seed=1)
@@ -201,3 +201,18 @@ def test_a_policy_that_is_trained_while_it_is_sampled_is_not_merged_in_place(tin
     policy = policy_for(config)
     make_engine(config, policy, PlainTokenizer(), print, lambda *_: None)
     assert policy.is_trained_while_sampled == (overlap is True)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_a_gpu_without_bf16_gets_float32_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    logged: list[str] = []
+    assert choose_dtype("auto", torch.device("cuda"), logged.append) == dtype
+    assert any("twice the memory" in line for line in logged) == (capability < (8, 0))
+    assert choose_dtype("bf16", torch.device("cuda"), logged.append) == torch.bfloat16
+    assert any("this GPU does not compute in bf16, so bf16 is emulated" in line for line in logged) == (
+        capability < (8, 0)
+    )
+    assert choose_dtype("auto", torch.device("cpu"), logged.append) == torch.float32

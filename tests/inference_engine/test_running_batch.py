@@ -320,6 +320,36 @@ def test_a_cache_that_runs_out_grows_before_rows_make_room(
     assert not swapped
 
 
+def test_when_memory_is_taken_away_the_batch_begins_again_in_less_of_it(
+    running: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts((5, 9, 3, 7))
+    expected = running().generate(prompts, SAMPLING)
+    engine, failures, step = running(), [3, 5], GraphDecoder._step
+
+    def fail_sometimes(self: GraphDecoder) -> None:
+        failures[0] -= 1
+        if failures[0] == 0:
+            failures.pop(0)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(self)
+
+    failures.append(1 << 30)
+    monkeypatch.setattr(GraphDecoder, "_step", fail_sometimes)
+    assert flat(engine.generate(prompts, SAMPLING)) == flat(expected)
+    assert len(failures) == 1, "both errors were raised"
+    assert decoder_of(engine).room == (1 << 60) // 4
+
+
+def test_out_of_memory_again_and_again_ends_the_run(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: GraphDecoder) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GraphDecoder, "_step", fail)
+    with pytest.raises(RolloutError, match="out of GPU memory while sampling, even in .* does another process"):
+        running().generate(random_prompts((5, 9)), SAMPLING)
+
+
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("blocks", [5, 8, 12])
 def test_rows_that_make_room_for_others_draw_the_same(

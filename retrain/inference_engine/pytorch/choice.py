@@ -11,9 +11,10 @@ from peft.tuners.lora import LoraLayer
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch.cache import FP8, free_memory
+from retrain.inference_engine.pytorch.decode_step import Kernels
 from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
-from retrain.inference_engine.pytorch.graphs import GraphDecoder, Kernels
+from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.inference_engine.pytorch.native import NativeForward
 from retrain.inference_engine.pytorch.weights import Merging, SamplingModel, SmallBatch
 from retrain.modeling.compiling import compile_layers

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.batch_shape import (
     SMALLEST,
@@ -28,44 +28,22 @@ from retrain.inference_engine.pytorch.batch_shape import (
     first_blocks,
     rows_that_fit,
 )
-from retrain.inference_engine.pytorch.cache import Store, free_memory
+from retrain.inference_engine.pytorch.cache import free_memory
+from retrain.inference_engine.pytorch.decode_step import DecodeAttention, Kernels
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
 from retrain.inference_engine.pytorch.paged import BLOCK, Group, PagedCache, blocks_for
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
-from retrain.modeling.attention import Scoring
 from retrain.modeling.distribution import shape_logits
 from retrain.types import Sampling
 
 # Steps between polls for finished rows.
 POLL_EVERY = 16
-# Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
-PROGRAMS = 1024
-MAX_SPLITS = 16
+# How often a batch begins again in less memory before an out-of-memory error ends the run.
+RESTARTS = 4
 # Two batch sizes, so that the compiler treats rows and prompt tokens as dynamic.
 WARM_UP_ROWS = (24, 12)
 WARM_UP_LENGTH = 64
-
-
-class Kernels(Protocol):
-    """Kernels of a decode step besides the model's layers; kernels.py has them in Triton."""
-
-    def decode_attention(
-        self,
-        query: Tensor,
-        pair: tuple[Tensor, Tensor],
-        stores: tuple[Store, Store],
-        table: Tensor,
-        cached: Tensor,
-        scoring: Scoring,
-        splits: int,
-    ) -> Tensor:
-        """Attention of one new token per row over its blocks of the cache; appends the token to it."""
-        ...
-
-    def draw_tokens(self, logits: Tensor, state: Slots, slots: Tensor) -> None:
-        """Sample one token for each of `slots` and record it; finished rows are unchanged."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,6 +80,7 @@ class GraphDecoder:
         """Maximum remaining steps of each running row, in the order of admission."""
         self.swapped: deque[_Swapped] = deque()
         self.size = 0
+        self.restarts = 0
         self.room = 0
         """Bytes free for the KV cache at the first batch."""
         self.release()
@@ -135,6 +114,7 @@ class GraphDecoder:
         kept = 0.0 if sampling.is_greedy else 1.0
         self.filters = replace(sampling, max_tokens=0, n=1, temperature=kept, seed=0, first=0)
         self.temperature = sampling.temperature or 1.0
+        self.restarts = 0
         self.waiting.clear()
         self.left.clear()
         self.swapped.clear()
@@ -159,6 +139,20 @@ class GraphDecoder:
     def advance(self) -> dict[Row, SampledRow]:
         """Retire finished rows, admit waiting ones, and launch the next steps; returns the finished rows."""
         finished = self._retire()
+        try:
+            self._launch()
+            return finished
+        except torch.OutOfMemoryError as error:
+            if self.restarts == RESTARTS:
+                raise RolloutError(
+                    f"out of GPU memory while sampling, even in {self.room / 2**30:.1f} GiB; does another process "
+                    "take memory?  Try: a smaller [training] batch_size or max_tokens, then resume"
+                ) from error
+        # Outside the handler: its traceback keeps tensors alive.
+        self._restart_smaller()
+        return finished
+
+    def _launch(self) -> None:
         self._swap_in()
         self._admit()
         steps = min(POLL_EVERY, max(self.left.values(), default=0))
@@ -168,7 +162,16 @@ class GraphDecoder:
             self._step()
         for row in self.left:
             self.left[row] -= steps
-        return finished
+
+    def _restart_smaller(self) -> None:
+        """Another process has taken memory: begin all rows again, in half of it. They are sampled as they were."""
+        self.restarts += 1
+        self.waiting = deque([*self.left, *(swapped.row for swapped in self.swapped), *self.waiting])
+        self.left.clear()
+        self.swapped.clear()
+        self.running = []
+        self.release()
+        self.room = min(self.room, free_memory(self.model.policy.device)) // 2
 
     def release(self) -> None:
         """Free the cache and the graphs over it."""
@@ -386,7 +389,7 @@ class GraphDecoder:
 
     def _body(self, size: int) -> Callable[[], None]:
         assert self.slots is not None and self.cache is not None
-        slots, attention = self.slots, _Decode(self.kernels, self.cache, self.slots.cached, size)
+        slots, attention = self.slots, DecodeAttention(self.kernels, self.cache, self.slots.cached, size)
 
         def body() -> None:
             positions = slots.cached[:size, None].long()
@@ -426,23 +429,6 @@ class GraphDecoder:
         with torch.cuda.graph(graph, pool=self.pool):
             body()
         return graph
-
-
-class _Decode:
-    """Decode attention for the first rows of the cache."""
-
-    def __init__(self, kernels: Kernels, cache: PagedCache, cached: Tensor, size: int) -> None:
-        self.kernels, self.cache, self.cached = kernels, cache, cached
-        key_heads = next(iter(cache.layers.values()))[0].values.shape[1]
-        self.splits = 1
-        while self.splits < MAX_SPLITS and size * key_heads * self.splits < PROGRAMS:
-            self.splits *= 2
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        stores = self.cache.layers[layer]
-        return self.kernels.decode_attention(
-            query, (key, value), stores, self.cache.table, self.cached, scoring, self.splits
-        )
 
 
 def _ignore(phase: str, done: int, total: int) -> None:

@@ -1,0 +1,55 @@
+"""What a decode step calls besides the model's layers, and attention through it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from retrain.inference_engine.pytorch.cache import Store
+from retrain.inference_engine.pytorch.paged import PagedCache
+from retrain.inference_engine.pytorch.slots import Slots
+from retrain.modeling.attention import Scoring
+
+# Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
+PROGRAMS = 1024
+MAX_SPLITS = 16
+
+
+class Kernels(Protocol):
+    """Kernels of a decode step besides the model's layers; kernels.py has them in Triton."""
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        pair: tuple[Tensor, Tensor],
+        stores: tuple[Store, Store],
+        table: Tensor,
+        cached: Tensor,
+        scoring: Scoring,
+        splits: int,
+    ) -> Tensor:
+        """Attention of one new token per row over its blocks of the cache; appends the token to it."""
+        ...
+
+    def draw_tokens(self, logits: Tensor, state: Slots, slots: Tensor) -> None:
+        """Sample one token for each of `slots` and record it; finished rows are unchanged."""
+        ...
+
+
+class DecodeAttention:
+    """Decode attention for the first rows of the cache."""
+
+    def __init__(self, kernels: Kernels, cache: PagedCache, cached: Tensor, size: int) -> None:
+        self.kernels, self.cache, self.cached = kernels, cache, cached
+        key_heads = next(iter(cache.layers.values()))[0].values.shape[1]
+        self.splits = 1
+        while self.splits < MAX_SPLITS and size * key_heads * self.splits < PROGRAMS:
+            self.splits *= 2
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attend over the row up to the new token, which is appended to it."""
+        stores = self.cache.layers[layer]
+        return self.kernels.decode_attention(
+            query, (key, value), stores, self.cache.table, self.cached, scoring, self.splits
+        )

@@ -346,7 +346,7 @@ def test_out_of_memory_again_and_again_ends_the_run(running: Make, monkeypatch: 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(GraphDecoder, "_step", fail)
-    with pytest.raises(RolloutError, match="out of GPU memory while sampling, even in .* does another process"):
+    with pytest.raises(RolloutError, match=r"out of GPU memory while sampling, even in .* does another process"):
         running().generate(random_prompts((5, 9)), SAMPLING)
 
 

@@ -57,7 +57,7 @@ class Inference(Section):
     )
     merge_adapter: Literal["auto", "always", "never"] = option(
         "auto",
-        "Sample with the LoRA adapter merged: faster, but rounded; auto does so in fp32 and from 1B parameters on.",
+        "Sample with the adapter merged: faster, but rounded. auto: in fp32, and from 1B parameters.",
         flag="--inference-merge-adapter",
         unused=reasons.not_on_servers({}),
     )

@@ -156,7 +156,7 @@ class Training(Section):
     )
     overlap: Overlap = option(
         "auto",
-        "Train on complete groups while others are being sampled: auto does so if sampling runs elsewhere.",
+        "Train on complete groups while others are sampled: auto does so if sampling runs elsewhere.",
         on_resume="free",
         on_tinker="The service trains on complete steps.",
     )

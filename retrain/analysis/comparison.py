@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from retrain.analysis.runs import (
 )
 from retrain.analysis.stats import (
     Comparison,
+    Interval,
     NoiseFloor,
     ProblemComparison,
     compare,
@@ -28,6 +29,8 @@ from retrain.analysis.stats import (
 
 # Metrics where lower is better.
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
+RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
+"""Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "95 % interval", "p", "p (Holm)", "d", "verdict")
 NARROW = ("condition", "mean", "difference", "95 % interval", "p (Holm)")
 """On a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
@@ -71,6 +74,10 @@ def compare_runs(
     measured = measure(runs, metric or default_metric(runs), last)
     less = lower_is_better or measured.metric.endswith("_time_s") or measured.metric in LESS_IS_BETTER
     comparisons = compare(measured.values, baseline, alpha, higher_is_better=not less)
+    floor = noise_floor(measured.values)
+    if measured.metric in RATES:
+        comparisons = [_limit_to_rates(c) for c in comparisons]
+        floor = replace(floor, single_runs=min(1.0, floor.single_runs)) if floor else None
     by_problem = {c.condition: _by_problem(runs, measured, c) for c in comparisons}
     return ComparisonReport(
         metric=measured.metric,
@@ -78,11 +85,21 @@ def compare_runs(
         higher_is_better=not less,
         alpha=alpha,
         notes=[*measured.notes, *_unpaired(measured, comparisons)],
-        noise_floor=noise_floor(measured.values),
+        noise_floor=floor,
         values=measured.values,
         comparisons=comparisons,
         by_problem={name: found for name, found in by_problem.items() if found is not None},
     )
+
+
+def _limit_to_rates(c: Comparison) -> Comparison:
+    """The same comparison without impossible values: t intervals of two or three seeds may reach beyond ±1."""
+    test = replace(c.test, interval=_clip(c.test.interval), bootstrap_interval=_clip(c.test.bootstrap_interval))
+    return replace(c, test=test, detectable=None if c.detectable is None else min(1.0, c.detectable))
+
+
+def _clip(interval: Interval | None) -> Interval | None:
+    return (max(-1.0, interval[0]), min(1.0, interval[1])) if interval else None
 
 
 def early_stops(folders: Sequence[str]) -> list[str]:
@@ -168,15 +185,18 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
     for c in report.comparisons:
         lines.append(c.sentence)
         test, seeds, problems = c.test, len(c.seeds), report.by_problem.get(c.condition)
+        is_rate = report.metric in RATES
+        if is_rate and test.interval and max(map(abs, test.interval)) == 1.0:
+            lines.append(f"  The interval is cut at ±1, the largest possible difference: {seeds} seeds are too few.")
         if test.bootstrap_interval:
             low, high = test.bootstrap_interval
-            lines.append(f"  Studentised bootstrap: {low:+.4f} to {high:+.4f}.")
+            lines.append(f"  Studentized bootstrap: {low:+.4f} to {high:+.4f}.")
         elif test.interval:
-            lines.append("  Studentised bootstrap: none, too few of the differences are distinct.")
+            lines.append("  Studentized bootstrap: none, too few of the differences are distinct.")
         if test.permutation_p is not None:
             least = f" ({seeds} seeds cannot give less than {_p(2 / 2**seeds)})" if seeds <= 6 else ""
             lines.append(f"  Sign-flip p = {_p(test.permutation_p)}{least}.")
-        if c.detectable is not None:
+        if c.detectable is not None and not (is_rate and c.detectable == 1.0):
             lines.append(f"  Detectable difference at 80 % power: {c.detectable:.4f}.")
         if problems and problems.interval:
             low, high = problems.interval
@@ -186,10 +206,10 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             )
     floor = report.noise_floor
     if floor:
-        lines.append(
-            f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; in 5 % of cases, "
-            f"two runs of one condition differ by more than {floor.single_runs:.4f}."
-        )
+        reach = f"in 5 % of cases, two runs of one condition differ by more than {floor.single_runs:.4f}."
+        if report.metric in RATES and floor.single_runs == 1.0:
+            reach = "there are too few seeds to say how much two runs of one condition may differ."
+        lines.append(f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; {reach}")
     return [*lines, *(f"Note: {note}" for note in report.notes)]
 
 

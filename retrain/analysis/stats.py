@@ -7,7 +7,7 @@
     sequential_test(differences, max_seeds)     early stopping, valid when tested after every seed
 
 Verdicts use the paired t-test: with five seeds a sign-flip test cannot go below 2/32, and a percentile bootstrap covers
-only 84 to 90 %. The sign-flip p-value and a studentised bootstrap interval, which assume no normal distribution, are
+only 84 to 90 %. The sign-flip p-value and a studentized bootstrap interval, which assume no normal distribution, are
 reported alongside.
 """
 
@@ -250,7 +250,7 @@ def sign_flip_p(differences: Floats) -> float:
 
 
 def bootstrap_interval(differences: Floats, alpha: float = 0.05, draws: int = BOOTSTRAP_DRAWS) -> Interval | None:
-    """Studentised paired bootstrap (Efron & Tibshirani 1993, chapter 12); None where too few values are distinct.
+    """Studentized paired bootstrap (Efron & Tibshirani 1993, chapter 12); None where too few values are distinct.
 
     Each resample's mean is divided by its own standard error, which corrects for the spread that a small resample
     loses. A resample of equal values has none; when these reach into the tails there is no interval.

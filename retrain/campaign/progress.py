@@ -50,6 +50,13 @@ class RunProgress:
     attempts: int = 1
     health: tuple[Check, ...] = ()
     """Checks of the beginning and the end of its logs."""
+    activity: str = ""
+    """What a running run does outside of steps: loading, before the first, or evaluating, after the last."""
+
+    @property
+    def state(self) -> str:
+        """The status, or for a running run what it is doing."""
+        return self.activity or self.status if self.status == "running" else self.status
 
     @property
     def overhead_seconds(self) -> float | None:
@@ -63,7 +70,7 @@ class RunProgress:
     @property
     def eta_seconds(self) -> float | None:
         """Seconds until the end at the pace of the last steps; None when not running."""
-        if self.status != "running" or self.step_seconds is None or self.max_steps is None:
+        if self.state not in ("running", "loading") or self.step_seconds is None or self.max_steps is None:
             return None
         return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - (self.quiet_seconds or 0.0))
 
@@ -80,6 +87,7 @@ def read_progress(folder: Path) -> RunProgress:
     times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
     evaluations = read_ends(folder / EVALS)
     max_tokens = training.get("max_tokens")
+    is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
     return RunProgress(
         status=_status(folder, state),
         step=done,
@@ -92,6 +100,7 @@ def read_progress(folder: Path) -> RunProgress:
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_age(folder / METRICS),
         health=tuple(check_health(steps, evaluations, max_tokens)) if steps else (),
+        activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
     )
 
 
@@ -194,6 +203,14 @@ def _status(folder: Path, state: Table) -> str:
         started = bool(state) or (_age(folder / METRICS) is not None)
         return "dead" if started else "pending"
     return str(state.get("status"))
+
+
+def _is_loading(folder: Path) -> bool:
+    """Whether the process that locked the folder has not prepared it yet: it writes the configuration once it has."""
+    try:
+        return (folder / LOCK_FILE).stat().st_mtime_ns > (folder / CONFIG_FILE).stat().st_mtime_ns
+    except FileNotFoundError:
+        return not (folder / CONFIG_FILE).exists()
 
 
 def _read_state(folder: Path) -> Table:

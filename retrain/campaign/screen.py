@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 COLUMNS = ("run", "state", "step", "ETA", "correct", "held-out", "health", "idle")
 LIVE_EVERY_S = 1.0
 _ORDER = {"running": 0, "failed": 1, "interrupted": 2, "finished": 3, "skipped": 4, "pending": 5}
-_STYLES = {"running": "bold", "failed": "bold red", "dead": "bold red", "interrupted": "yellow", "finished": "green"}
+_STYLES = {
+    "running": "bold",
+    "loading": "bold",
+    "evaluating": "bold",
+    "failed": "bold red",
+    "dead": "bold red",
+    "interrupted": "yellow",
+    "finished": "green",
+}
 
 
 class Screen:
@@ -91,7 +99,7 @@ def cells(run: RunProgress) -> tuple[str, ...]:
     """State, step, ETA, correct rate, held-out rate, health and time since the last step ("idle"), as table cells."""
     bad = worst(run.health)
     return (
-        run.status,
+        run.state,
         f"{run.step}/{run.max_steps}" if run.max_steps is not None else str(run.step),
         format_seconds(run.eta_seconds) if run.status == "running" else "-",
         format_rate(run.correct_rate),

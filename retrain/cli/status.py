@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_line, print_table
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
+from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 
 
@@ -57,7 +59,7 @@ def command(logs: str, as_json: bool) -> int:
 
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
-    turns, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An unfinished run is
+    turns, activity, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An unfinished run is
     dead when no process holds the lock of its folder. Runs of `retrain grpo` are shown as of TRL's last checkpoint:
     finished or unfinished.
     """
@@ -82,7 +84,9 @@ def find_entries(logs: Path) -> list[Entry]:
 def _search(folder: Path, depth: int) -> Iterator[Entry]:
     if (folder / MANIFEST).is_file():
         yield read_campaign(folder)
-    elif (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES):
+    elif is_locked(folder) or (
+        (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES)
+    ):
         progress = read_progress(folder)
         yield Entry(str(folder), "run", progress.status, progress.status == "running", {folder.name: progress})
     elif trl_progress := read_trl_progress(folder):
@@ -145,6 +149,8 @@ def print_entry(entry: Entry) -> None:
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
         print_table(COLUMNS, rows, header=True)
+    if text := resume_line(entry):
+        click.echo(f"  {text}")
     for name, run in entry.runs.items():
         if text := summary(run.health):
             print_line(f"  {name}: {text}")
@@ -157,7 +163,18 @@ def heading(entry: Entry) -> str:
     done = sum(run.status in ("finished", "skipped") for run in entry.runs.values())
     counts = f", {done} of {plural(len(entry.runs), 'run')} done" if entry.kind == "campaign" else ""
     left = f", {format_seconds(entry.eta_seconds)} left" if entry.eta_seconds is not None else ""
-    return f"{entry.path}: {entry.kind}, {entry.status}{counts}{left}"
+    states = {run.state for run in entry.runs.values()}
+    state = states.pop() if entry.status == "running" and len(states) == 1 else entry.status
+    return f"{entry.path}: {entry.kind}, {state}{counts}{left}"
+
+
+def resume_line(entry: Entry) -> str:
+    """The command that continues what ended early; empty for anything else."""
+    if entry.status not in ("dead", "interrupted"):
+        return ""
+    if entry.kind == "run" and not (Path(entry.path) / STATE_FILE).is_file():
+        return "It ended before its first checkpoint: start it again."
+    return f"To resume: retrain --resume {shlex.quote(entry.path)}"
 
 
 def _changed(path: Path) -> float:

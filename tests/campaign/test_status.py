@@ -78,6 +78,41 @@ def test_a_run_is_live_while_its_lock_is_held_and_dead_after(tmp_path: Path) -> 
     assert read_progress(folder).eta_seconds is None
 
 
+def test_a_run_that_loads_its_model_says_so(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    with lock_folder(folder):
+        (entry,) = status_of(tmp_path, capsys)
+        assert (entry["status"], entry["runs"]["train"]["activity"]) == ("running", "loading")
+        assert run(["status", str(tmp_path)]) == 0
+        assert f"{folder}: run, loading" in capsys.readouterr().out
+        # The configuration is written when everything is loaded.
+        write_run(folder, [0.1], status="running", training__max_steps=10)
+        assert read_progress(folder).state == "running"
+    # Resumed: the files of the earlier attempt are older than the lock.
+    with lock_folder(folder):
+        assert read_progress(folder).state == "loading"
+
+
+def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with lock_folder(tmp_path / "train"):
+        folder = write_run(tmp_path / "train", [0.1, 0.4], status="running", eval__every=1)
+        assert read_progress(folder).state == "evaluating"
+        assert read_progress(folder).eta_seconds is None
+
+
+def test_a_dead_run_shows_the_command_that_resumes_it(tmp_path: Path, capsys: Captured) -> None:
+    folder = write_run(tmp_path / "my train", [0.1], status="running", training__max_steps=10)
+    assert run(["status", str(tmp_path)]) == 0
+    assert f"To resume: retrain --resume '{folder}'" in capsys.readouterr().out
+    assert run(["top", str(tmp_path), "--all"]) == 0
+    assert "To resume: retrain --resume" in capsys.readouterr().out
+    (folder / "trainer_state.json").unlink()
+    assert run(["status", str(tmp_path)]) == 0
+    assert "It ended before its first checkpoint: start it again." in capsys.readouterr().out
+
+
 def test_the_lock_of_a_killed_process_counts_for_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

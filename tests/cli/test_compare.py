@@ -108,6 +108,24 @@ def test_one_seed_has_no_interval_but_its_problems_can_be_counted(
     assert pair["problems"]["p_value"] < 0.001
 
 
+def test_an_interval_of_two_seeds_contains_only_possible_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"grpo+none": {1: [1, 0, 0, 0], 2: [1, 1, 1, 0]}, "maxrl+none": {1: [1, 1, 1, 1], 2: [1, 1, 0, 0]}}
+    folder = write_campaign(tmp_path / "c", scores)
+    data = as_json(capsys, folder)
+    (pair,) = data["comparisons"]
+    assert pair["test"]["difference"] == 0.25
+    # The t interval of 0.75 and -0.25 is 0.25 ± 6.35.
+    assert pair["test"]["interval"] == [-1.0, 1.0]
+    assert pair["detectable"] == 1.0 and data["noise_floor"]["single_runs"] == 1.0
+    assert run(["compare", str(folder)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The interval is cut at ±1, the largest possible difference: 2 seeds are too few." in text
+    assert "too few seeds to say how much two runs of one condition may differ" in text
+    assert "Detectable difference" not in text
+
+
 def test_unequal_steps_are_compared_at_the_step_all_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"a{seed}", [0.1, 0.2, 0.3, 0.9], {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)

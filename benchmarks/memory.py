@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from workloads import MODELS, PROMPT, NoText, random_model
 
-from retrain.capacity.memory import Shape, TrainingCost, plan_memory, read_shape, workload_of
+from retrain.capacity.memory import Shape, TrainingCost, read_shape, workload_of
+from retrain.capacity.plan import plan_memory
 
 GIB = 2**30
 

@@ -1,15 +1,15 @@
-"""Memory of a step by component, from the model's shape and the configuration.
+"""Memory of weights and of training, from the model's shape and the configuration.
 
-Imports no torch. `retrain plan` and `explain` print it; the local learner plans micro-batches with the same formulas
-and corrects them by measurements.
+Imports no torch. The local learner plans micro-batches with these formulas and corrects them by measurements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from retrain.capacity.sampling import Sampler
 from retrain.config import TrainConfig
 from retrain.runtime.devices import is_on_cpu
 from retrain.types import JsonObject
@@ -20,17 +20,19 @@ MICRO_BATCH = 9216
 SMALL_MICRO_BATCH = 4096
 # Maximum float32 bytes of one slice of logits.
 LOGITS_SLICE = 512 << 20
-# Share of GPU memory reserved for CUDA and allocator fragmentation.
+# Share of GPU memory reserved for allocator fragmentation.
 SPARE = 0.06
-# Weight, gradient, float32 master, its gradient, and two AdamW moments; float32 adapters are their own masters.
-ADAPTER_BYTES = {2: 2 + 2 + 4 + 4 + 8, 4: 4 + 4 + 8}
+# CUDA context, kernels and workspaces; measured on an H200.
+CONTEXT_BYTES = 700 << 20
+# Per trained weight: its gradient and its master's; two AdamW moments; and all of these with weight and float32 master.
+# float32 weights are their own masters.
+GRADIENT_BYTES = {2: 2 + 4, 4: 4}
+MOMENT_BYTES = 8
+ADAPTER_BYTES = {2: 2 + 4 + GRADIENT_BYTES[2] + MOMENT_BYTES, 4: 4 + GRADIENT_BYTES[4] + MOMENT_BYTES}
 # Bytes per weight of quantized matrices; NF4 has a float32 scale per 64 weights.
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 # Assumed prompt length where it is unknown.
 PROMPT_TOKENS = 256
-MEMORY_PARTS = ("weights", "sampling_copy", "adapter", "kv_cache", "activations", "logits")
-_CACHE_BLOCK = 128
-_CACHE_SPARE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,10 @@ class Workload:
     micro_batch_tokens: int = 0
     recompute: bool = False
     samples_here: bool = True
-    """Whether this process also samples, with a merged copy of the adapted matrices and a KV cache."""
+    """Whether this process also samples."""
+    sampler: Sampler = field(default_factory=Sampler)
+    overlaps: bool = False
+    """Whether training begins before sampling ends, so that both need their memory at once."""
     keeps_reference: bool = False
     """Whether a frozen copy of the model is kept as the reference."""
     quantization: str = "none"
@@ -238,17 +243,6 @@ class Workload:
         largest = max(rows * columns for rows, columns in shape.matrices.values())
         dequantized = largest * self.width if self.quantization != "none" else 0
         return int((parameters - matrices) * self.width + matrices * self.matrix_width) + dequantized
-
-    def sampling_copy_bytes(self, shape: Shape) -> int:
-        """Bytes of the sampler's own weights: merged matrices, or the adapter over quantized ones.
-
-        In full fine-tuning the model itself is sampled from.
-        """
-        if not (self.samples_here and self.rank):
-            return 0
-        if self.quantization != "none":
-            return self.trained_parameters(shape) * self.width
-        return shape.adapted_parameters(self.target_modules) * self.width
 
     @property
     def completions(self) -> int:
@@ -275,72 +269,24 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
         cache_width={"auto": width, "bf16": 2, "fp8": 1, "int8": 1}[config.inference.kv_cache_dtype],
         micro_batch_tokens=config.memory.micro_batch_tokens, recompute=config.memory.gradient_checkpointing,
         samples_here=config.inference.engine == "pytorch" and "," not in config.backend.devices,
+        sampler=_sampler_of(config, width),
+        overlaps=config.training.overlap is True,
         keeps_reference=bool(config.kl.beta and not config.model.lora_rank)
         and not config.memory.offload_untrained_models,
         quantization=config.model.quantization,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Peak memory of a step by component."""
-
-    weights: int
-    sampling_copy: int
-    adapter: int
-    """Trainable parameters with gradients, float32 masters and moments."""
-    kv_cache: int
-    activations: int
-    logits: int
-    training: TrainingPlan
-
-    @property
-    def total(self) -> int:
-        """Total bytes."""
-        return self.weights + self.sampling_copy + self.adapter + self.kv_cache + self.activations + self.logits
-
-
-def plan_memory(shape: Shape, work: Workload, memory: int | None = None) -> MemoryPlan:
-    """Peak memory of a step, on a GPU with `memory` bytes or one that is large enough."""
-    cost = TrainingCost(shape, work.rank, work.width)
-    weights = work.weight_bytes(shape, shape.parameters) * (2 if work.keeps_reference else 1)
-    copy = work.sampling_copy_bytes(shape)
-    held = ADAPTER_BYTES[work.width] - (0 if work.rank else work.width)
-    adapter = work.trained_parameters(shape) * held
-    cache = cache_bytes(shape, work) if work.samples_here else 0
-    room = math.inf if memory is None else memory * (1 - SPARE) - weights - copy - adapter - cache
-    training = plan_training(cost, room, work.longest, work.micro_batch_tokens, work.recompute)
-    # A step may have fewer tokens than the learner's micro-batches may hold.
-    tokens = min(training.micro_batch_tokens, work.completions * work.longest)
-    activations = cost.bytes(tokens, training.recomputed_layers)
-    training = TrainingPlan(tokens, training.recomputed_layers, activations, activations <= room)
-    logits = cost.logits(tokens)
-    return MemoryPlan(weights, copy, adapter, cache, activations - logits, logits, training)
-
-
-def cache_bytes(shape: Shape, work: Workload) -> int:
-    """A dense KV cache: every completion has room for the longest prompt and `max_tokens`."""
-    capacity = -(-(work.longest + _CACHE_SPARE_TOKENS) // _CACHE_BLOCK) * _CACHE_BLOCK
-    return work.completions * capacity * shape.cached_values * work.cache_width
-
-
-def largest_batch(shape: Shape, work: Workload, memory: int) -> int:
-    """Maximum prompts per step whose completions fit into `memory` at once; 0 if none fit."""
-
-    def fits(prompts: int) -> bool:
-        plan = plan_memory(shape, _with_prompts(work, prompts), memory)
-        return plan.training.fits and plan.total <= memory * (1 - SPARE)
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= 1 << 20 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _with_prompts(work: Workload, prompts: int) -> Workload:
-    return Workload(**{**vars(work), "prompts": prompts})
+def _sampler_of(config: TrainConfig, width: int) -> Sampler:
+    inference, on_cpu = config.inference, is_on_cpu(config.backend.devices)
+    copy_width = {"bf16": 2, "fp8": 1}.get(inference.dtype, width)
+    # Weights in another precision are copies in any case.
+    is_other = copy_width != width
+    return Sampler(
+        merge_adapter="always" if is_other else inference.merge_adapter,
+        may_merge_in_place=not (is_other or on_cpu or config.training.overlap is True),
+        copy_width=copy_width,
+        is_paged=not on_cpu and inference.attention_kernel != "flash",
+        shares_prompts=inference.prefix_caching,
+        prompts_at_once=config.training.prompts_per_sampling,
+    )

@@ -7,9 +7,12 @@ import subprocess
 from dataclasses import dataclass
 
 from retrain.capacity.memory import Shape, Workload
+from retrain.capacity.sampling import SamplingPlan
 
 # Share of the roofline that complete steps reach; measured 0.5 on an H200 with a 4B model (docs/benchmarks.md).
 ROOFLINE_SHARE = 0.5
+# GB/s from pinned host memory: PCIe 4.0 × 16.
+HOST_BANDWIDTH = 25
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ def find_card(name: str) -> Card | None:
     return max(known, key=lambda card: len(card.name), default=None)
 
 
+def cards_with_memory(gigabytes: float) -> list[Card]:
+    """GPUs with about this much memory."""
+    return [card for card in CARDS if abs(card.memory - gigabytes) <= 0.05 * gigabytes]
+
+
 def detect_card() -> Card | None:
     """The first GPU according to nvidia-smi, with its actual memory; None if there is none or it is unknown."""
     if shutil.which("nvidia-smi") is None:
@@ -75,8 +83,11 @@ class Phase:
         return max(self.flops / (tflops * 1e12), self.bytes / (bandwidth * 1e9))
 
 
-def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
-    """Prefill once per group, then decode all completions to `max_tokens`."""
+def sampling_phases(shape: Shape, work: Workload, sampling: SamplingPlan | None = None) -> list[Phase]:
+    """Prefill once per group, then decode all completions to `max_tokens`, at once unless the plan has them take turns.
+
+    Every turn reads all weights for every token.
+    """
     layers, head = shape.layers * shape.layer_parameters, shape.vocabulary * shape.hidden
     prompts = work.prompts * work.prompt_tokens
     prefill = 2 * layers * prompts + _attention(shape, work.prompt_tokens, 0) * work.prompts
@@ -85,11 +96,13 @@ def sampling_phases(shape: Shape, work: Workload) -> list[Phase]:
     cached = shape.cached_values * work.cache_width * sampled * (work.prompt_tokens + work.max_tokens / 2)
     weights = layers * work.matrix_width + head * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
-    adapted = shape.adapted_parameters(work.target_modules) if work.rank and work.quantization == "none" else 0
+    is_merged = work.quantization == "none" and (sampling is None or sampling.merging != "never")
+    adapted = shape.adapted_parameters(work.target_modules) if work.rank and is_merged else 0
+    turns = work.completions / sampling.at_once if sampling is not None else 1
     return [
         Phase("adapter folding", 2 * work.rank * adapted, 2 * adapted * work.width),
         Phase("prefill", prefill, layers * work.width),
-        Phase("decode", decode, work.max_tokens * weights + cached),
+        Phase("decode", decode, turns * work.max_tokens * weights + cached),
     ]
 
 
@@ -139,8 +152,13 @@ class StepTime:
         return (self.sample + self.train) / ROOFLINE_SHARE
 
 
-def step_time(shape: Shape, work: Workload, card: Card, recomputed_layers: int = 0) -> StepTime:
+def step_time(
+    shape: Shape, work: Workload, card: Card, recomputed_layers: int = 0, sampling: SamplingPlan | None = None
+) -> StepTime:
     """Minimum time of sampling and training."""
-    halves = (sampling_phases(shape, work), training_phases(shape, work, recomputed_layers))
+    halves = (sampling_phases(shape, work, sampling), training_phases(shape, work, recomputed_layers))
     sample, train = (sum(phase.seconds(card.tflops, card.bandwidth) for phase in half) for half in halves)
+    if sampling is not None and sampling.merging == "in-place":
+        # The matrices are restored from the host after sampling.
+        sample += shape.adapted_parameters(work.target_modules) * work.width / (HOST_BANDWIDTH * 1e9)
     return StepTime(sample, train)

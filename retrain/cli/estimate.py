@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
 from retrain.campaign.plan import plan_runs
-from retrain.capacity.memory import MemoryPlan, Workload, plan_memory
+from retrain.capacity.memory import Workload
+from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.errors import ConfigError
@@ -21,7 +21,7 @@ MEMORY_LABELS = {
     "weights": "weights",
     "sampling_copy": "weights that only sampling uses",
     "adapter": "adapter, gradients, float32 masters, moments",
-    "kv_cache": "KV cache, every completion at full length",
+    "kv_cache": "KV cache, completions at full length",
     "activations": "activations per micro-batch",
     "logits": "logits per slice",
 }
@@ -62,8 +62,7 @@ def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) ->
     """Peak memory by part, with the parameter count of the model's files; None for an unknown architecture."""
     if facts.shape is None:
         return None
-    plan = plan_memory(facts.shape, work, memory)
-    return plan if facts.parameters is None else replace(plan, weights=work.weight_bytes(facts.shape, facts.parameters))
+    return plan_memory(facts.shape, work, memory, facts.parameters)
 
 
 def measured_step_time(config: TrainConfig) -> tuple[float | None, str]:

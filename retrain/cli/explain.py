@@ -11,7 +11,8 @@ from typing import TypedDict
 
 import click
 
-from retrain.capacity.memory import MEMORY_PARTS, PROMPT_TOKENS, workload_of
+from retrain.capacity.memory import PROMPT_TOKENS, workload_of
+from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import find_obstacles
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (

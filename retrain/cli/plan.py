@@ -8,17 +8,9 @@ from typing import TypedDict
 import click
 
 from retrain.capacity.cost import Prices, evaluation_tokens, logged_tokens, max_tokens_per_step
-from retrain.capacity.memory import (
-    MEMORY_PARTS,
-    PROMPT_TOKENS,
-    SPARE,
-    MemoryPlan,
-    Shape,
-    Workload,
-    largest_batch,
-    workload_of,
-)
-from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, detect_card, find_card, step_time
+from retrain.capacity.memory import PROMPT_TOKENS, Shape, Workload, workload_of
+from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch
+from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, cards_with_memory, detect_card, find_card, step_time
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
@@ -70,6 +62,8 @@ class Step(TypedDict):
     seconds_from: str | None
     roofline_sample_seconds: float | None
     roofline_train_seconds: float | None
+    seconds_by_card: dict[str, float]
+    """If only the GPU's memory is known: by roofline, on GPUs with as much."""
 
 
 class Run(TypedDict):
@@ -111,6 +105,7 @@ class Plan(TypedDict):
     model: Model
     card: dict[str, str | float] | None
     memory: dict[str, int | bool | None] | None
+    sampling: dict[str, str | int | bool | None] | None
     training: dict[str, int] | None
     largest_batch_size: int | None
     step: Step
@@ -146,12 +141,14 @@ def command(
     """Show the memory, time and cost of CONFIG (default: ./retrain.toml). Takes the same flags as training.
 
     The JSON has these keys, null where unknown: file, backend, devices, model (name, parameters, parameters_from), card
-    (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits, total,
-    fits; bytes), training (micro_batch_tokens, recomputed_layers, prompt_tokens), largest_batch_size, step
-    (completions, tokens, seconds, seconds_from, roofline_sample_seconds, roofline_train_seconds), run (steps, seconds),
-    campaign (conditions, seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens:
-    prefill_tokens, sample_tokens, train_tokens and price per step, tokens_from, run_price, campaign_price; prices need
-    all of --prefill-price, --sample-price and --train-price).
+    (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits,
+    sampling_peak, training_peak, total: the larger peak, fits; bytes), sampling (merging: copies, in-place or never;
+    completions_at_once, frees_cache), training (micro_batch_tokens, recomputed_layers, prompt_tokens),
+    largest_batch_size, step (completions, tokens, seconds, seconds_from, roofline_sample_seconds,
+    roofline_train_seconds, seconds_by_card: if only --memory is given), run (steps, seconds), campaign (conditions,
+    seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
+    train_tokens and price per step, tokens_from, run_price, campaign_price; prices need all of --prefill-price,
+    --sample-price and --train-price).
     """
     prices = _read_prices(prefill_price, sample_price, train_price)
     path, loaded = read_config(config, parameters, as_json)
@@ -191,8 +188,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         },
         "card": asdict(card) if card is not None else None,
         "memory": _memory(memory, available),
+        "sampling": _sampling(memory, work),
         "training": _training(memory, work),
-        "largest_batch_size": largest_batch(facts.shape, work, available)
+        "largest_batch_size": largest_batch(facts.shape, work, available, facts.parameters)
         if facts.shape is not None and is_local and available
         else None,
         "step": step,
@@ -253,8 +251,23 @@ def choose_card(config: TrainConfig, given: Given) -> Card | None:
 def _memory(plan: MemoryPlan | None, available: int | None) -> dict[str, int | bool | None] | None:
     if plan is None:
         return None
-    fits = plan.training.fits and plan.total <= available * (1 - SPARE) if available else None
-    return {**{part: vars(plan)[part] for part in MEMORY_PARTS}, "total": plan.total, "fits": fits}
+    return {
+        **{part: vars(plan)[part] for part in MEMORY_PARTS},
+        "sampling_peak": plan.sampling_peak,
+        "training_peak": plan.training_peak,
+        "total": plan.total,
+        "fits": plan.fits if available else None,
+    }
+
+
+def _sampling(plan: MemoryPlan | None, work: Workload) -> dict[str, str | int | bool | None] | None:
+    if plan is None or not work.samples_here:
+        return None
+    return {
+        "merging": plan.sampling.merging,
+        "completions_at_once": plan.sampling.at_once,
+        "frees_cache": plan.frees_cache,
+    }
 
 
 def _training(plan: MemoryPlan | None, work: Workload) -> dict[str, int] | None:
@@ -283,9 +296,16 @@ def _step(
         "seconds_from": source if seconds is not None else None,
         "roofline_sample_seconds": None,
         "roofline_train_seconds": None,
+        "seconds_by_card": {},
     }
-    if shape is not None and card is not None and card.tflops and card.bandwidth:
-        at_best = step_time(shape, work, card, memory.training.recomputed_layers if memory is not None else 0)
+    if shape is None or card is None:
+        return step
+    recomputed, sampling = (memory.training.recomputed_layers, memory.sampling) if memory is not None else (0, None)
+    if not card.tflops and not card.bandwidth and seconds is None:
+        known = {one.name: step_time(shape, work, one, recomputed, sampling) for one in cards_with_memory(card.memory)}
+        step["seconds_by_card"] = {name: time.likely for name, time in known.items()}
+    if card.tflops and card.bandwidth:
+        at_best = step_time(shape, work, card, recomputed, sampling)
         step["roofline_sample_seconds"], step["roofline_train_seconds"] = at_best.sample, at_best.train
         if seconds is None:
             step["seconds"] = at_best.likely
@@ -335,7 +355,10 @@ def _print(data: Plan) -> None:
     else:
         fits = "" if memory["fits"] is None else "  fits" if memory["fits"] else "  DOES NOT FIT"
         rows = [(label, format_bytes(memory[part])) for part, label in MEMORY_LABELS.items()]
+        rows += [(f"peak while {phase}", format_bytes(memory[f"{phase}_peak"])) for phase in ("sampling", "training")]
         print_table(("part", "memory"), [*rows, ("total", format_bytes(memory["total"]) + fits)])
+        for line in _memory_lines(data):
+            click.echo(line)
         layers = training["recomputed_layers"] or "none"
         click.echo(f"micro-batches of {training['micro_batch_tokens']:,} tokens; layers recomputed: {layers}")
         click.echo(f"prompts are assumed to have {training['prompt_tokens']:,} tokens (--prompt-tokens)")
@@ -348,6 +371,27 @@ def _print(data: Plan) -> None:
         print_table(("what", "value"), _cost_rows(data["cost"]))
 
 
+_MERGING = {
+    "copies": "merged into copies of the adapted matrices",
+    "in-place": "merged in place, and the matrices restored from host memory before training",
+    "never": "not merged",
+}
+
+
+def _memory_lines(data: Plan) -> list[str]:
+    """How sampling will use memory, as far as it is not the plain case."""
+    sampling, completions = data["sampling"], data["step"]["completions"]
+    if sampling is None:
+        return []
+    lines = [f"adapter: {_MERGING[str(sampling['merging'])]}"] if sampling["merging"] else []
+    at_once = sampling["completions_at_once"]
+    if at_once != completions:
+        lines.append(f"sampled at once, at full length: {at_once} of {completions} completions; the others take turns")
+    if sampling["frees_cache"]:
+        lines.append("the KV cache is freed before training")
+    return lines
+
+
 def _time_rows(data: Plan) -> list[tuple[str, str]]:
     step, run, campaign = data["step"], data["run"], data["campaign"]
     size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled"
@@ -358,7 +402,9 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
             reason = "CPUs differ too much to estimate one.  Try: a run of 5 steps"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
-        rows.append(("seconds per step", f"unknown: no step has been measured, and {reason}"))
+        unknown = f"unknown: no step has been measured, and {reason}"
+        by_card = ", ".join(f"{seconds:.0f} on {name}" for name, seconds in step["seconds_by_card"].items())
+        rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
     else:
         rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
         rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])}"))

@@ -59,6 +59,14 @@ def test_where_there_is_room_nothing_is_recomputed_and_one_line_says_so(tiny: Pa
     assert logged[0].startswith("Memory plan: micro-batches of 9216 tokens, none of 3 layers recomputed: about ")
 
 
+def test_memory_that_is_gone_is_none_and_not_less_than_none(tiny: Path, gpu: Gpu) -> None:
+    gpu.free = 0
+    memory = memory_of(tiny, logged := [])
+    memory.prepare(600, pending=7 << 30)
+    assert "0.0 GiB free." in logged[0] and "-" not in logged[0].replace("micro-batches", "")
+    assert "0.0 GiB are free" in memory.explain(600) and "-" not in memory.explain(600)
+
+
 def test_layers_are_recomputed_only_as_far_as_memory_asks(tiny: Path, gpu: Gpu) -> None:
     found = []
     for gigabytes in (10, 1.9, 1.5, 1.2):

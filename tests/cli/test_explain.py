@@ -145,12 +145,12 @@ def test_a_local_model_is_measured_from_its_files(tmp_path: Path, capsys: pytest
     assert data["model"]["parameters"] == 32 + 16 + 24 + 4 + 32
     assert data["model"]["trainable"] == 2 * (4 + 4) + 2 * (6 + 4)
     # Keys and values of one layer, one head of two numbers, for 2 completions with room for 384 tokens (a prompt of
-    # 256, 10 drawn, in blocks of 128), in 32 bits.
+    # 256, 10 drawn, in blocks of 128), in 32 bits. On a CPU nothing of it is left while training.
     memory = data["memory"]
     assert memory["kv_cache_bytes"] == 2 * 1 * 1 * 2 * 2 * 384 * 4
     assert memory["weights_bytes"] == 4 * 108
     parts = [value for key, value in memory.items() if key.endswith("_bytes") and key != "total_bytes"]
-    assert memory["total_bytes"] == sum(parts)
+    assert memory["total_bytes"] == sum(parts) - memory["kv_cache_bytes"]
 
 
 def test_a_model_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 def test_memory_is_shown_by_part_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     memory = plan(capsys)["memory"]
     assert memory.pop("fits") is None, "no card is known"
-    assert memory.pop("total") == sum(memory.values())
+    total, sampling, training = (memory.pop(key) for key in ("total", "sampling_peak", "training_peak"))
+    assert total == training == sum(memory.values())
+    assert memory["weights"] + memory["kv_cache"] < sampling < training
     assert memory["weights"] == pytest.approx(2 * 1.236e9, rel=1e-3)
 
 
@@ -61,6 +63,43 @@ def test_a_card_shows_what_fits_and_how_long_it_takes(capsys: pytest.CaptureFixt
     assert small["memory"]["fits"] is False
     assert small["largest_batch_size"] == 0
     assert small["training"]["recomputed_layers"] == 16
+
+
+W1 = """
+[model]
+model = "./qwen"
+[training]
+max_tokens = 512
+"""
+
+
+@pytest.mark.parametrize(("gigabytes", "at_once", "layers"), [("24", 111, 12), ("16", 48, 29)])
+def test_a_4b_model_fits_small_gpus_and_the_text_says_how(
+    capsys: pytest.CaptureFixture[str], gigabytes: str, at_once: int, layers: int
+) -> None:
+    qwen = SHAPE | {"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    write(json.dumps(qwen | {"head_dim": 128, "vocab_size": 151_936}), "qwen/config.json")
+    write(W1)
+    data = plan(capsys, "--memory", gigabytes, "--prompt-tokens", "67")
+    memory = data["memory"]
+    assert memory["fits"] is True
+    assert memory["total"] == max(memory["sampling_peak"], memory["training_peak"]) < int(gigabytes) * 0.94e9
+    assert data["sampling"] == {"merging": "in-place", "completions_at_once": at_once, "frees_cache": True}
+    assert data["training"]["recomputed_layers"] == layers
+    assert run(["plan", "--memory", gigabytes, "--prompt-tokens", "67"]) == 0
+    text = capsys.readouterr().out
+    assert "fits" in text and "DOES NOT" not in text
+    assert "adapter: merged in place" in text and "the KV cache is freed before training" in text
+    assert f"sampled at once, at full length: {at_once} of 128 completions; the others take turns" in text
+    # Only the memory is known, so the time is that of GPUs with as much.
+    assert ("on RTX 4090" if gigabytes == "24" else "on T4") in text
+    assert data["step"]["seconds"] is None
+
+
+def test_more_memory_makes_a_step_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    large, small = (plan(capsys, "--card", "H100", "--memory", size) for size in ("80", "6"))
+    assert small["memory"]["fits"] is True
+    assert small["step"]["seconds"] > large["step"]["seconds"]
 
 
 def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,10 @@ from inference_engine.kernel_checks import (
     check_small_batch,
 )
 
+from retrain.capacity import sampling as sampling_rules
+from retrain.capacity.sampling import blocks_for
 from retrain.inference_engine import StreamingEngine, Turn
-from retrain.inference_engine.pytorch import StreamingPyTorchEngine, batch_shape
-from retrain.inference_engine.pytorch.paged import blocks_for
+from retrain.inference_engine.pytorch import StreamingPyTorchEngine
 from retrain.modeling.packing import pack
 from retrain.types import Completion, Sampling
 
@@ -126,7 +127,7 @@ def test_rows_that_wait_draw_the_same_as_in_one_big_batch(
     monkeypatch.setattr(policy, "stop_ids", tuple(range(stops)))
     sampling = Sampling(max_tokens=40, n=8, seed=3)
     together = engine_on(policy, config).generate(prompts, sampling)
-    monkeypatch.setattr(batch_shape, "LARGEST", 11)
+    monkeypatch.setattr(sampling_rules, "LARGEST", 11)
     assert flat(engine_on(policy, config).generate(prompts, sampling)) == flat(together)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.capacity.sampling import BLOCK
 from retrain.inference_engine.pytorch.cache import Store, pack, unpack
-from retrain.inference_engine.pytorch.paged import BLOCK
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 

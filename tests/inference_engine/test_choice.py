@@ -19,6 +19,7 @@ from e2e.tiny import (
 )
 from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig, Qwen2Config, Qwen2ForCausalLM
 
+from retrain.capacity import sampling as sampling_rules
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine, choice
@@ -190,7 +191,7 @@ def test_adapters_are_merged_in_float32_and_into_large_models(
 ) -> None:
     policy = policy_for(config_for(write_model(tmp_path), model__dtype=dtype))
     assert choice.choose(policy, Inference()).merging == merging
-    monkeypatch.setattr(choice, "LARGE_MODEL", 10)
+    monkeypatch.setattr(sampling_rules, "LARGE_MODEL", 10)
     assert choice.choose(policy, Inference()).merging == "copies"
 
 

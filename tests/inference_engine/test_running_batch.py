@@ -12,6 +12,7 @@ import pytest
 import torch
 from e2e.tiny import CONTEXT, PlainTokenizer, random_prompts
 
+from retrain.capacity import sampling as sampling_rules
 from retrain.config.schema import Inference
 from retrain.errors import RolloutError
 from retrain.inference_engine import StreamingEngine, Turn
@@ -260,9 +261,7 @@ def test_batch_sizes_follow_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPa
     # Three quarters of 100 000 free, 2 000 reserved but unused and 10 000 held, over 100 tokens × 384 bytes.
     assert cache.free_memory(llama.policy.device) == 102_000
     assert cache.rows_that_fit(llama.policy, 100, torch.float32, 102_000 + 10_000) == 2
-    with pytest.raises(
-        RolloutError, match=r"1000 tokens × 0 KiB per token = 0.0 GiB, and three quarters of 0.0 GiB free"
-    ):
+    with pytest.raises(RolloutError, match=r"1000 tokens × 0 KiB per token = 0.0 GiB, and 75% of 0.0 GiB free"):
         cache.rows_that_fit(llama.policy, 1000, torch.float32, 102_000)
 
 
@@ -295,7 +294,7 @@ def test_sizes_that_do_not_fit_any_more_are_not_taken_over(running: Make, monkey
 
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (paged, batch_shape, graphs, plain_kernels):
+    for module in (sampling_rules, paged, batch_shape, graphs, plain_kernels):
         monkeypatch.setattr(module, "BLOCK", 8)
 
 
@@ -316,7 +315,7 @@ def test_a_cache_that_runs_out_grows_before_rows_make_room(
     swapped: list[object] = []
     monkeypatch.setattr(GraphDecoder, "_swap_out", lambda self, row, slot: swapped.append(row))
     assert flat(running().generate(prompts, sampling)) == flat(together)
-    assert allocated == [int(38 * batch_shape.FIRST_SHARE / batch_shape.CACHE_SHARE), 38]
+    assert allocated == [int(38 * sampling_rules.FIRST_SHARE / sampling_rules.CACHE_SHARE), 38]
     assert not swapped
 
 

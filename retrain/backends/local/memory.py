@@ -76,7 +76,7 @@ class StepMemory:
         self.log(
             f"Memory plan: micro-batches of {plan.micro_batch_tokens} tokens, {plan.recomputed_layers or 'none'} of "
             f"{self.layers} layers recomputed: about {plan.bytes / GIB:.1f} GiB of activations "
-            f"({cost.layer * self.layers / 2**20:.2f} MiB per token), {self.planned_room / GIB:.1f} GiB free."
+            f"({cost.layer * self.layers / 2**20:.2f} MiB per token), {max(self.planned_room, 0) / GIB:.1f} GiB free."
         )
 
     def room(self) -> float:
@@ -155,7 +155,7 @@ class StepMemory:
             f"one sequence of {longest} tokens does not fit into the memory of {self.device}, all layers recomputed"
         )
         if self.cost is not None:
-            needed, room = self.cost.bytes(longest, self.layers), self.room()
+            needed, room = self.cost.bytes(longest, self.layers), max(self.room(), 0)
             message += (
                 f": it needs about {self.layers} layers × {longest} tokens × {self.cost.boundary / 1024:.1f} KiB of "
                 f"layer inputs and {self.cost.layer * longest / GIB:.1f} GiB for the active layer, "

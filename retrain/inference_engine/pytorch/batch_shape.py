@@ -7,24 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from retrain.errors import RolloutError
-from retrain.inference_engine.pytorch.cache import bytes_per_token
+from retrain.capacity.sampling import (
+    BLOCK,
+    LARGEST,
+    SMALLEST,
+    beside_logits,
+    blocks_for,
+    cache_share,
+    largest_running_batch,
+)
+from retrain.inference_engine.pytorch.cache import bytes_per_token, does_not_fit
 from retrain.inference_engine.pytorch.decoder import Row, by_prompt
-from retrain.inference_engine.pytorch.paged import BLOCK, blocks_for
 from retrain.modeling.policy import Policy
 
-# Smaller batches cost the same, so they share one graph; rows beyond the largest batch wait.
-SMALLEST = 8
-LARGEST = 1024
 # Free memory fluctuates: a new cache and new graphs pay off only for this many times more rows.
 WORTH_GROWING = 1.25
-# Few completions reach their limit: if not all could, the cache starts with this share of what fits, and grows if that
-# runs out.
-FIRST_SHARE = 0.4
-# Growing copies one layer, and prefills need memory too.
-CACHE_SHARE = 0.75
-# The logits of a row and what is computed from them.
-BYTES_PER_LOGIT = 8
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,10 @@ def blocks_needed(rows: Sequence[Row], share: bool) -> int:
 
 
 def rows_that_fit(policy: Policy, room: int) -> int:
-    """The largest batch: its logits take at most a quarter of the free memory."""
+    """The largest batch for this much free memory."""
     if policy.device.type != "cuda":
         return LARGEST
-    return min(max(room // 4 // (policy.vocabulary * BYTES_PER_LOGIT), SMALLEST), LARGEST)
+    return largest_running_batch(policy.vocabulary, room)
 
 
 def blocks_that_fit(policy: Policy, rows: int, longest: int, dtype: torch.dtype, room: int) -> int:
@@ -85,19 +82,8 @@ def blocks_that_fit(policy: Policy, rows: int, longest: int, dtype: torch.dtype,
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)
-    left = max(room - rows * policy.vocabulary * BYTES_PER_LOGIT, 0)
-    fitting = int(CACHE_SHARE * left) // (BLOCK * each)
+    left = beside_logits(rows, policy.vocabulary, room)
+    fitting = cache_share(left) // (BLOCK * each)
     if fitting < blocks_for(longest) + 1:
-        raise RolloutError(
-            f"the KV cache of one completion does not fit: {longest} tokens × {each / 1024:.0f} KiB per token = "
-            f"{longest * each / 2**30:.1f} GiB, and three quarters of {left / 2**30:.1f} GiB free memory may be "
-            'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
-        )
+        raise does_not_fit(longest, each, left)
     return fitting
-
-
-def first_blocks(needed: int, fitting: int, longest: int) -> int:
-    """How many blocks to begin with."""
-    if needed <= fitting:
-        return needed
-    return max(int(FIRST_SHARE / CACHE_SHARE * fitting), blocks_for(longest) + 1)

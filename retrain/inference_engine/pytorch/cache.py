@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from retrain.capacity.sampling import CACHE_SHARE, cache_share
 from retrain.errors import RolloutError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
@@ -195,12 +196,17 @@ def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) ->
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)
-    # Moving rows copies one layer, and logits need memory too: at most three quarters may be cache.
-    fitting = int(0.75 * room) // (tokens * each)
+    # Moving rows copies one layer, and logits need memory too.
+    fitting = cache_share(room) // (tokens * each)
     if fitting < 1:
-        raise RolloutError(
-            f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
-            f"{tokens * each / 2**30:.1f} GiB, and three quarters of {room / 2**30:.1f} GiB free memory may be "
-            'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
-        )
+        raise does_not_fit(tokens, each, room)
     return fitting
+
+
+def does_not_fit(tokens: int, each: int, room: int) -> RolloutError:
+    """A completion of `tokens` tokens of `each` bytes is too long for `room` bytes of free memory."""
+    return RolloutError(
+        f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
+        f"{tokens * each / 2**30:.1f} GiB, and {CACHE_SHARE:.0%} of {room / 2**30:.1f} GiB free memory may be "
+        'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
+    )

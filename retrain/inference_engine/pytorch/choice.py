@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from peft.tuners.lora import LoraLayer
 
+from retrain.capacity.sampling import Merging, leaves_unmerged, merges_in_place
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch.cache import FP8, free_memory
@@ -16,7 +17,7 @@ from retrain.inference_engine.pytorch.decoder import Decoder
 from retrain.inference_engine.pytorch.eager import CachedForward, EagerDecoder
 from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.inference_engine.pytorch.native import NativeForward
-from retrain.inference_engine.pytorch.weights import Merging, SamplingModel, SmallBatch
+from retrain.inference_engine.pytorch.weights import SamplingModel, SmallBatch
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.policy import Policy
 
@@ -27,10 +28,6 @@ TAKES = {
     "kv_cache_dtype": ("auto", "bf16", "fp8", "int8"),
 }
 FLASH = 'attention_kernel = "flash"'
-# Merged copies of the adapted matrices may take this share of the free memory; KV cache and activations need the rest.
-COPY_SHARE = 1 / 3
-# Parameters from which an adapter is merged in bf16.
-LARGE_MODEL = 10**9
 # Ada; the first GPUs that compute with 8-bit floats.
 FP8_CAPABILITY = (8, 9)
 
@@ -98,12 +95,10 @@ def choose(policy: Policy, inference: Inference) -> Choice:
 
 
 def _choose_merging(policy: Policy, inference: Inference) -> Merging:
-    """In a small bf16 model the rounding of merged weights is felt, and decoding is not bound by reading weights."""
     if not policy.rank or policy.quantization != "none" or policy.attention_fallback_reason:
         return "copies"
     parameters = sum(parameter.numel() for parameter in policy.adapted.parameters())
-    is_felt = policy.dtype != torch.float32 and parameters < LARGE_MODEL
-    if inference.merge_adapter == "never" or (inference.merge_adapter == "auto" and is_felt):
+    if leaves_unmerged(inference.merge_adapter, parameters, policy.dtype.itemsize):
         return "never"
     return "in-place" if _is_copy_too_large(policy) else "copies"
 
@@ -114,7 +109,7 @@ def _is_copy_too_large(policy: Policy) -> bool:
         return False
     adapted = [m.get_base_layer().weight for m in policy.adapted.modules() if isinstance(m, LoraLayer)]
     copies = sum(int(weight.nbytes) for weight in adapted)
-    return copies > COPY_SHARE * free_memory(policy.device)
+    return merges_in_place(copies, free_memory(policy.device))
 
 
 _NEEDS_FP8 = "it needs a GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell)"

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.capacity.sampling import DENSE_BLOCK
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import Decode, KVCache, Placement, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
@@ -19,8 +20,6 @@ from retrain.types import Sampling
 
 # Compacting the cache costs a few decode steps, so it waits until enough rows are finished.
 SHRINK_BELOW = 0.8
-# The cache grows by blocks, so that it is not reallocated for every token.
-BLOCK = 128
 
 
 class Forward(Protocol):
@@ -64,7 +63,7 @@ class CachedForward:
         self.lengths = self.lengths + 1
         self.longest += 1
         if self.longest > self.cache.capacity:
-            self.cache.grow(self.cache.rows, self.cache.capacity + BLOCK)
+            self.cache.grow(self.cache.rows, self.cache.capacity + DENSE_BLOCK)
         attend = Decode(self.cache, self.lengths, self.longest)
         return self.model.head(self.model.hidden(tokens[:, None], self.lengths[:, None] - 1, attend)[:, 0])
 
@@ -187,4 +186,4 @@ class _Batch:
 
 
 def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK) * BLOCK
+    return -(-tokens // DENSE_BLOCK) * DENSE_BLOCK

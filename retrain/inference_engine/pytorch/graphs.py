@@ -16,22 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrain.capacity.sampling import BLOCK, SMALLEST, blocks_for, first_blocks
 from retrain.errors import RolloutError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.batch_shape import (
-    SMALLEST,
     WORTH_GROWING,
     BatchShape,
     blocks_needed,
     blocks_that_fit,
     bucket,
-    first_blocks,
     rows_that_fit,
 )
 from retrain.inference_engine.pytorch.cache import free_memory
 from retrain.inference_engine.pytorch.decode_step import DecodeAttention, Kernels
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
-from retrain.inference_engine.pytorch.paged import BLOCK, Group, PagedCache, blocks_for
+from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.distribution import shape_logits

@@ -15,16 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retrain.capacity.sampling import BLOCK, blocks_for
 from retrain.inference_engine.pytorch.cache import Placement, Store, pack
 
-# Tokens per block. The decode kernel reads one block per iteration.
-BLOCK = 64
 SCRATCH = 0
-
-
-def blocks_for(tokens: int) -> int:
-    """Blocks that hold this many tokens."""
-    return -(-tokens // BLOCK)
 
 
 @dataclass(frozen=True)

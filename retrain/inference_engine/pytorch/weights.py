@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from retrain.capacity.sampling import Merging
 from retrain.inference_engine.pytorch.products import (
     Fp8Product,
     PackedProduct,
@@ -39,8 +40,6 @@ from retrain.modeling.causal_lm import module_of
 from retrain.modeling.policy import Policy, last_hidden
 from retrain.modeling.quantization import QuantizedLinear
 from retrain.modeling.torch_internals import pack_matrix, packed_linear
-
-Merging = Literal["copies", "in-place", "never"]
 
 
 class SmallBatch(Protocol):

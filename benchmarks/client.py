@@ -163,7 +163,7 @@ def measure(engine: Any, url: str, args: argparse.Namespace) -> None:
             (statistics.median(wall for wall, _ in runs), statistics.median(busy for _, busy in runs))
             for runs in (plain, ours)
         )
-        over = f"{100 * (client / loop - 1):.1f} %"
+        over = f"{100 * (client / loop - 1):.1f}%"
         shape = f"{len(asks)} of {n}"
         print(f"| {shape} | {loop:.2f} s | {client:.2f} s | {over} | {loop_busy:.3f} s | {client_busy:.3f} s |")
     wall, busy = (statistics.median(part) for part in zip(*deliveries, strict=True))

@@ -70,7 +70,7 @@ def run_once(name: str, seed: int, steps: int | None, folder: str) -> tuple[str,
 
 
 def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of the 95 % t interval over seeds."""
+    """Mean and half width of the 95% t interval over seeds."""
     from scipy.stats import t
 
     if len(values) < 2:
@@ -97,7 +97,7 @@ def main() -> int:
             name, seed, before, after, seconds = job.result()
             rows[name].append((seed, before, after, seconds))
             print(f"{name} seed {seed}: {before:.3f} -> {after:.3f} in {seconds:.0f} s", file=sys.stderr, flush=True)
-    lines = ["| method | before | after, mean ± 95 % | lowest seed | highest seed |", "|---|---|---|---|---|"]
+    lines = ["| method | before | after, mean ± 95% | lowest seed | highest seed |", "|---|---|---|---|---|"]
     for name, results in rows.items():
         afters = [after for _, _, after, _ in results]
         mean, half = mean_and_interval(afters)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: pass@1 and unbiased pass@k with a 95 % interval, always on the same examples."""
+"""Held-out evaluation: pass@1 and unbiased pass@k with a 95% interval, always on the same examples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of pass@1."""
+        """95% confidence interval of pass@1."""
         return wilson_interval([c / n for c, n in self._scored()])
 
     def _scored(self) -> list[tuple[int, int]]:

@@ -31,8 +31,8 @@ from retrain.analysis.stats import (
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
 RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
-COLUMNS = ("condition", "seeds", "mean", "difference", "95 % interval", "p", "p (Holm)", "d", "verdict")
-NARROW = ("condition", "mean", "difference", "95 % interval", "p (Holm)")
+COLUMNS = ("condition", "seeds", "mean", "difference", "95% interval", "p", "p (Holm)", "d", "verdict")
+NARROW = ("condition", "mean", "difference", "95% interval", "p (Holm)")
 """On a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
 
 
@@ -197,7 +197,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             least = f" ({seeds} seeds cannot give less than {_p(2 / 2**seeds)})" if seeds <= 6 else ""
             lines.append(f"  Sign-flip p = {_p(test.permutation_p)}{least}.")
         if c.detectable is not None and not (is_rate and c.detectable == 1.0):
-            lines.append(f"  Detectable difference at 80 % power: {c.detectable:.4f}.")
+            lines.append(f"  Detectable difference at 80% power: {c.detectable:.4f}.")
         if problems and problems.interval:
             low, high = problems.interval
             lines.append(
@@ -206,7 +206,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             )
     floor = report.noise_floor
     if floor:
-        reach = f"in 5 % of cases, two runs of one condition differ by more than {floor.single_runs:.4f}."
+        reach = f"in 5% of cases, two runs of one condition differ by more than {floor.single_runs:.4f}."
         if report.metric in RATES and floor.single_runs == 1.0:
             reach = "there are too few seeds to say how much two runs of one condition may differ."
         lines.append(f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; {reach}")

@@ -7,7 +7,7 @@
     sequential_test(differences, max_seeds)     early stopping, valid when tested after every seed
 
 Verdicts use the paired t-test: with five seeds a sign-flip test cannot go below 2/32, and a percentile bootstrap covers
-only 84 to 90 %. The sign-flip p-value and a studentized bootstrap interval, which assume no normal distribution, are
+only 84 to 90%. The sign-flip p-value and a studentized bootstrap interval, which assume no normal distribution, are
 reported alongside.
 """
 
@@ -33,7 +33,7 @@ Verdict = Literal["statistically_significant_improvement", "significant_degradat
 Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 9999
-# With three or four values of a bimodal distribution a t-test at 5 % has 6.1 % false positives.
+# With three or four values of a bimodal distribution a t-test at 5% has 6.1% false positives.
 FIRST_LOOK = 5
 MAX_SEEDS = 1000
 ENOUGH_SEEDS = 5
@@ -67,9 +67,9 @@ class Comparison:
     p_adjusted: float | None
     """Holm-adjusted over all conditions."""
     more_seeds: int | None
-    """Additional seeds for 80 % power at the observed difference; None when unknown."""
+    """Additional seeds for 80% power at the observed difference; None when unknown."""
     detectable: float | None
-    """The difference that this many seeds detect with 80 % power."""
+    """The difference that this many seeds detect with 80% power."""
     verdict: Verdict
 
     @property
@@ -86,7 +86,7 @@ class Comparison:
             low, high = self.test.interval or (self.test.difference, self.test.difference)
             return (
                 f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} "
-                f"(95 % interval of the difference {low:+.4g} to {high:+.4g}, {count} seeds)."
+                f"(95% interval of the difference {low:+.4g} to {high:+.4g}, {count} seeds)."
             )
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
         if self.test.cohens_d is None:
@@ -96,7 +96,7 @@ class Comparison:
         if count < ENOUGH_SEEDS:
             return f"{start} That is too few to estimate how many it takes. Run at least {ENOUGH_SEEDS} seeds."
         more = f"about {plural(self.more_seeds, 'more seed')}" if self.more_seeds else f"more than {MAX_SEEDS} seeds"
-        return f"{start} If the true difference equals the observed one, 80 % power needs {more}."
+        return f"{start} If the true difference equals the observed one, 80% power needs {more}."
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class NoiseFloor:
     standard_deviation: float
     degrees_of_freedom: int
     single_runs: float
-    """In 5 % of cases, two runs of one condition differ by more than this."""
+    """In 5% of cases, two runs of one condition differ by more than this."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _estimated_spreads(n: int) -> Floats:
 
 
 def _detectable(test: PairedTest, n: int, level: float) -> float | None:
-    """The difference that n seeds with this spread detect with 80 % power."""
+    """The difference that n seeds with this spread detect with 80% power."""
     if not test.cohens_d:
         return None
     low, high = 0.0, 1000.0

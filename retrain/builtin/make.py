@@ -141,7 +141,7 @@ def collate(batch: list[list[int]], prompt_end: int) -> tuple[torch.Tensor, torc
 
 
 def pretrain(model: Qwen3ForCausalLM, batches: list[list[list[int]]], prompt_end: int, recipe: Recipe) -> None:
-    """Train on each batch once, with a warm-up and a cosine decay to 2 % of the learning rate."""
+    """Train on each batch once, with a warm-up and a cosine decay to 2% of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
 
     def scale(step: int) -> float:

@@ -249,7 +249,7 @@ def compared(datum: Datum) -> BoolArray:
 
 
 def sample_unsignalled(datums: Sequence[Datum], trained_tokens: int, seed: int) -> list[Datum]:
-    """A random sample of rows that are not trained on: at least one, about 1 % of the trained tokens."""
+    """A random sample of rows that are not trained on: at least one, about 1% of the trained tokens."""
     chosen: list[Datum] = []
     left = trained_tokens / 100
     for at in np.random.default_rng(seed).permutation(len(datums)):

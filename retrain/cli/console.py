@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 
@@ -16,6 +18,22 @@ from retrain.errors import ConfigError
 
 # Styles of status words.
 MARKS = {"ok": "green", "warning": "yellow", "missing": "bold red", "broken": "bold red", "shadowed": "yellow"}
+
+
+# Seconds of silence after which a command says what it is doing.
+SLOW_S = 2.0
+
+
+@contextmanager
+def announce_if_slow(line: str) -> Iterator[None]:
+    """Print a line on standard error if what is inside takes more than a moment."""
+    timer = threading.Timer(SLOW_S, click.echo, [line], {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def can_ask() -> bool:

@@ -68,10 +68,10 @@ def command(seed: int, steps: int | None, log_dir: str) -> int:
 
 def print_evaluations(before: Evaluation, after: Evaluation) -> None:
     """Print held-out accuracy before and after training, with a few answers that became correct."""
-    click.echo(f"\nHeld-out accuracy ({plural(len(before.correct), 'problem')} not trained on, 95 % interval):")
+    click.echo(f"\nHeld-out accuracy ({plural(len(before.correct), 'problem')} not trained on, 95% interval):")
     for name, evaluation in (("before", before), ("after ", after)):
         low, high = evaluation.interval
-        click.echo(f"  {name} {100 * evaluation.pass_at_1:5.1f} %   ({100 * low:.1f} to {100 * high:.1f})")
+        click.echo(f"  {name} {100 * evaluation.pass_at_1:5.1f}%   ({100 * low:.1f} to {100 * high:.1f})")
     fixed = [i for i, (was, now) in enumerate(zip(before.correct, after.correct, strict=True)) if now and not was]
     # Those first whose answer was wrong, not only without the box that scoring looks for.
     for index in sorted(fixed, key=lambda index: _has_answer(*before.answers[index]))[:SHOWN_ANSWERS]:
@@ -94,9 +94,9 @@ def draw_chart(rates: Sequence[float]) -> list[str]:
     rows = []
     for row in reversed(range(CHART_ROWS)):
         filled = [min(8, max(0, round((mean * CHART_ROWS - row) * 8))) for mean in means]
-        label = f"{100 * (row + 1) // CHART_ROWS:4d} % " if (row + 1) % 5 == 0 else "       "
+        label = f"{100 * (row + 1) // CHART_ROWS:4d}% " if (row + 1) % 5 == 0 else "      "
         rows.append(f"{label}│{''.join(eighths[level] for level in filled)}")
-    return [*rows, f"   0 % └{'─' * columns}"]
+    return [*rows, f"   0% └{'─' * columns}"]
 
 
 def _one_line(text: str) -> str:

@@ -26,7 +26,7 @@ from retrain.checks.preflight import (
     missing_keys,
     packages_by_option,
 )
-from retrain.cli.console import print_heading, print_json, print_table
+from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
@@ -101,7 +101,8 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
     else:
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None
-    checks = list(run_checks(loaded))
+    with announce_if_slow("Importing PyTorch and trying out what the configuration names ..."):
+        checks = list(run_checks(loaded))
     ok = all(check.status != "missing" for check in checks)
     if as_json:
         print_json({"ok": ok, "file": str(path) if path else None, "checks": [asdict(check) for check in checks]})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from retrain.cli.console import announce_if_slow
 from retrain.errors import ConfigError
 from retrain.storage.checkpoint import explain_write_error
 
@@ -35,11 +36,12 @@ def command(file: Path, folder: Path, dtype: str) -> int:
     those that transformers can read.
     """
     check_paths(file, folder)
-    model, tokenizer = read_gguf(file, dtype)
-    try:
-        write_folder(model, tokenizer, folder)
-    except OSError as error:
-        raise explain_write_error(error, folder) from error
+    with announce_if_slow(f"Converting {file} ({file.stat().st_size / 1e6:,.0f} MB) ..."):
+        model, tokenizer = read_gguf(file, dtype)
+        try:
+            write_folder(model, tokenizer, folder)
+        except OSError as error:
+            raise explain_write_error(error, folder) from error
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     click.echo(f"Wrote {folder}: {type(model).__name__}, {millions:,.1f} million parameters in {dtype}.")
     if not tokenizer.chat_template:

@@ -20,7 +20,7 @@ from retrain.modeling.policy import Policy
 from retrain.modeling.torch_internals import embedding_backward, use_deterministic_compilation
 
 # With few long sequences the backward pass of flash attention splits them over the multiprocessors; summing the parts
-# in order is what costs. On an H200: 1 % at 4 × 4096 tokens, 45 % at 1 × 8192.
+# in order is what costs. On an H200: 1% at 4 × 4096 tokens, 45% at 1 × 8192.
 SHORT = 2048
 BUSY = 0.9
 

@@ -66,7 +66,7 @@ def _runs(data: JsonObject) -> list[str]:
 
 
 def _interval(point: JsonObject) -> str:
-    return f"{100 * point['y']:.1f} % ({100 * point['low']:.1f} to {100 * point['high']:.1f})"
+    return f"{100 * point['y']:.1f}% ({100 * point['low']:.1f} to {100 * point['high']:.1f})"
 
 
 def _health(data: JsonObject) -> list[str]:
@@ -88,7 +88,7 @@ def _checked(data: JsonObject) -> str:
 def _comparison(verdict: JsonObject) -> list[str]:
     if verdict["kind"] != "comparison":
         return []
-    head = ("condition", "seeds", "mean", f"difference from {verdict['baseline']}", "95 % interval", "p (Holm)")
+    head = ("condition", "seeds", "mean", f"difference from {verdict['baseline']}", "95% interval", "p (Holm)")
     rows = []
     for row in verdict["rows"]:
         low, high = row["interval"] or (None, None)

@@ -67,7 +67,7 @@ def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
         reach = [[p["y"] - p["low"] for p in run["evals"]], [p["high"] - p["y"] for p in run["evals"]]]
         colour = f"C{names.index(run['condition'])}"
         axes.errorbar(steps, means, yerr=reach, capsize=2, color=colour, alpha=0.8, label=run["name"])
-    axes.set(title="Held-out pass@1, 95 % intervals", xlabel="step")
+    axes.set(title="Held-out pass@1, 95% intervals", xlabel="step")
     axes.legend(fontsize="small")
     figure.savefig(folder / "eval_pass_at_1.png", dpi=150)
     pyplot.close(figure)

@@ -95,7 +95,7 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
     low, high = row["interval"]
     return (
         f"{row['condition']} is {word} than {baseline}: {100 * row['difference']:+.1f} points of {metric} "
-        f"(95 % interval {100 * low:+.1f} to {100 * high:+.1f}, {plural(len(row['pairs']), 'seed')})."
+        f"(95% interval {100 * low:+.1f} to {100 * high:+.1f}, {plural(len(row['pairs']), 'seed')})."
     )
 
 
@@ -162,7 +162,7 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
         low, high = last["low"], last["high"]
         problems = f", {plural(last['problems'], 'problem')}" if last["problems"] else ""
         steps = f"between steps {first['step']} and {last['step']}"
-        where = f" (95 % interval {_percent(low)} to {_percent(high)}{problems}) {steps}"
+        where = f" (95% interval {_percent(low)} to {_percent(high)}{problems}) {steps}"
         if len(rows) == 1 and first["low"] <= after <= first["high"] and verb != "stayed":
             where += ", which is within the interval of the first evaluation"
     else:
@@ -199,4 +199,4 @@ def _format_for(metric: str) -> Callable[[float], str]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}%"

@@ -84,7 +84,7 @@ def test_complete_campaigns_without_effect_raise_few_false_alarms_and_those_with
         b, c = compare({name: dict(enumerate(map(float, row))) for name, row in campaign.items()})
         false += b.verdict != "insufficient_evidence"
         found += c.verdict == "statistically_significant_improvement"
-    # 300 campaigns at 5 %: 27 or more would happen once in ten thousand tries.
+    # 300 campaigns at 5%: 27 or more would happen once in ten thousand tries.
     assert false < 27
     assert found > 270
 
@@ -139,7 +139,7 @@ def test_holm_is_the_textbook_one() -> None:
 
 
 def test_seeds_for_power_agree_with_published_tables() -> None:
-    # Cohen's d of differences 0.5, 0.8 and 1.0, two-sided 5 %, 80 %: G*Power gives 34, 15 and 10 pairs.
+    # Cohen's d of differences 0.5, 0.8 and 1.0, two-sided 5%, 80%: G*Power gives 34, 15 and 10 pairs.
     assert [seeds_for_power(effect) for effect in (0.5, 0.8, 1.0, -1.0)] == [34, 15, 10, 10]
     assert seeds_for_power(0.001) is None
     assert seeds_for_power(50.0) == 2

@@ -71,7 +71,7 @@ def test_the_table_says_it_in_words(campaign: Path, capsys: pytest.CaptureFixtur
     assert "maxrl+gtpo is not distinguishable from grpo+none with 6 seeds." in text
     assert "6 seeds cannot give less than 0.0312" in text
     assert "Noise floor" in text and "held-out problems" in text
-    assert "in 5 % of cases, two runs of one condition differ by more than 0." in " ".join(text.split())
+    assert "in 5% of cases, two runs of one condition differ by more than 0." in " ".join(text.split())
     assert "insufficient evidence" in text and "insufficient_evidence" not in text
 
 

@@ -30,7 +30,7 @@ def test_a_campaign_begins_with_its_verdict_and_has_a_row_for_each_run(campaign:
     card = card_of(str(campaign))
     title, _, sentence = card.splitlines()[:3]
     assert title == "# sweep" and sentence.startswith("**maxrl+gtpo_sepa is ")
-    assert "| maxrl_3 | maxrl+gtpo_sepa | 3 | 6/6 | 63.3 % (53.3 to 73.3) |" in card
+    assert "| maxrl_3 | maxrl+gtpo_sepa | 3 | 6/6 | 63.3% (53.3 to 73.3) |" in card
     assert "## Comparison: held-out pass@1 at step 6" in card
     assert '| algorithm.advantage_mode | `"grpo"` | `"maxrl"` |' in card
 

@@ -102,7 +102,7 @@ def test_the_verdict_of_one_run_is_before_and_after(tmp_path: Path) -> None:
     verdict = collect([tmp_path / "a"])["verdict"]
     assert verdict["kind"] == "evaluation"
     assert verdict["sentence"] == (
-        "Held-out pass@1 stayed at 41.0 % (95 % interval 31.0 % to 51.0 %, 2 problems) between steps 0 and 6."
+        "Held-out pass@1 stayed at 41.0% (95% interval 31.0% to 51.0%, 2 problems) between steps 0 and 6."
     )
     assert (verdict["rows"][0]["before"]["low"], verdict["rows"][0]["after"]["step"]) == (pytest.approx(0.31), 6)
 
@@ -113,7 +113,7 @@ def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) ->
     verdict = collect([tmp_path / "a"])["verdict"]
     # The rate is 0.31 + 0.05 per step: means over steps 0-9 and 20-29.
     assert verdict["sentence"] == (
-        "The correct rate in training rose from 53.5 % to 153.5 % between the first 10 and the last 10 steps."
+        "The correct rate in training rose from 53.5% to 153.5% between the first 10 and the last 10 steps."
     )
 
 
@@ -166,7 +166,7 @@ def test_different_models_are_shown_but_not_compared(campaign: Path) -> None:
     data = collect([campaign])
     assert data["verdict"]["kind"] == "evaluation" and "different models" in data["verdict"]["notes"][0]
     assert data["verdict"]["sentence"].startswith("Held-out pass@1: grpo+gtpo_sepa")
-    assert "42.0 % → 42.0 %, maxrl+gtpo_sepa" in data["verdict"]["sentence"]
+    assert "42.0% → 42.0%, maxrl+gtpo_sepa" in data["verdict"]["sentence"]
     assert len(data["runs"]) == 6
 
 

@@ -151,7 +151,7 @@ class Training(Section):
     )
     deterministic: Deterministic = option(
         "auto",
-        "Bitwise reproducible runs: auto does so on a CPU, and on a GPU where it costs less than 5 %.",
+        "Bitwise reproducible runs: auto does so on a CPU, and on a GPU where it costs less than 5%.",
         on_resume="free",
     )
     overlap: Overlap = option(

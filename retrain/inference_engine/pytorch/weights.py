@@ -5,7 +5,7 @@ weights are never written, so no rounding accumulates, and decoding does not pay
 all tensors are shared, except copies in another precision or layout.
 
 Over a quantized base nothing is merged, nor into small models in bf16: the adapter is applied as in training. Rounding
-to bf16 loses updates below 0.2 % of a weight, and small models are sensitive to that.
+to bf16 loses updates below 0.2% of a weight, and small models are sensitive to that.
 
 Where memory is short, nothing is copied: the adapter is merged into the policy's own matrices for the time of sampling,
 and they are restored, bit for bit, from a copy in host memory.

@@ -107,7 +107,7 @@ function badge() {
   node.className = clock.failed ? "badge lost" : slow ? "badge slow" : running.length ? "badge running" : "badge";
   const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? (data.runs.every((run) => run.status === "finished") ? "Finished" : "Not running") : data.head_version ? "Waiting for the first step" : "Loading …";
   const loading = Math.min(1, ...data.runs.map((run) => run.loading ?? 1));
-  node.textContent = [state, latest ? `last step ${duration(age)} ago` : "", loading < 1 ? `reading ${Math.floor(100 * loading)} %` : ""].filter(Boolean).join(" · ");
+  node.textContent = [state, latest ? `last step ${duration(age)} ago` : "", loading < 1 ? `reading ${Math.floor(100 * loading)}%` : ""].filter(Boolean).join(" · ");
 }
 
 build();

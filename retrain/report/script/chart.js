@@ -29,7 +29,7 @@ class Chart {
     const { box } = this;
     this.levels = this.log ? logTicks(this.y0, this.y1) : ticks(this.y0, this.y1, 4);
     const isShare = this.unit === "percent";
-    this.labels = labelsOf(this.levels.map((level) => level * (isShare ? 100 : 1))).map((text) => text + (isShare ? " %" : ""));
+    this.labels = labelsOf(this.levels.map((level) => level * (isShare ? 100 : 1))).map((text) => text + (isShare ? "%" : ""));
     // A digit of the labels is less than 7 pixels wide.
     box.left = Math.max(46, 12 + 7 * Math.max(0, ...this.labels.map((text) => text.length)));
     const svg = draw("svg", { width, height: box.height, viewBox: `0 0 ${width} ${box.height}`, role: "img", "aria-label": this.describe(lines) });

@@ -77,7 +77,7 @@ function evaluationCharts() {
     name, ...styleOf(name), band: true, points: combine(runs().filter((run) => run.condition === name).map((run) => ({ xs: run.evals.map((e) => placeOf(run, e.x)), ys: run.evals.map(read) }))),
   })).filter((line) => line.points.length);
   const each = () => runs().map((run) => ({ name: `${run.condition}, seed ${run.seed}`, ...styleOf(run.condition), bars: true, thin: true, points: run.evals.map((e) => ({ ...e, x: placeOf(run, e.x) })) }));
-  const specs = [{ key: "eval_pass_at_1", title: data.runs.length > 1 ? "Held-out pass@1 by run, 95 % intervals" : "Held-out pass@1, 95 % intervals", unit: "percent", lines: each }];
+  const specs = [{ key: "eval_pass_at_1", title: data.runs.length > 1 ? "Held-out pass@1 by run, 95% intervals" : "Held-out pass@1, 95% intervals", unit: "percent", lines: each }];
   if (data.runs.length > names().length) specs.unshift({ key: "eval_pass_at_1 by condition", title: "Held-out pass@1 by condition", unit: "percent", lines: mean((e) => e.y) });
   const keys = new Set(data.runs.flatMap((run) => run.evals.flatMap((e) => Object.keys(e.more))));
   for (const key of ["eval_pass_at_1", "eval_ci_low", "eval_ci_high"]) keys.delete(key);

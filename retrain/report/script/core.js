@@ -74,7 +74,7 @@ function show(value, digits = 3) {
   if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(digits - 1).replace("e+", "e");
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : value.toFixed(size >= 100 ? 1 : digits);
 }
-const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`);
 const points = (value) => `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)}`;
 const counted = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
 

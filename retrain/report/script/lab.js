@@ -123,7 +123,7 @@ function fillStatus() {
   const parts = [lab.busy ? "Searching…" : shown];
   if (!data.live) parts.push(data.groups_note);
   if (data.live && lab.next !== null && !["newest", "oldest"].includes(view.sort)) parts.push("Sorted among the groups shown");
-  if (indexing < 1) parts.push(`Indexing completions: ${Math.floor(100 * indexing)} %.`);
+  if (indexing < 1) parts.push(`Indexing completions: ${Math.floor(100 * indexing)}%.`);
   node.replaceChildren(parts.filter(Boolean).join(". ").replace(/\.\.+/g, ".") + " ", ...(fresh ? [make("button", { type: "button", id: "lab-fresh", onclick: search }, `${counted(fresh, "new group")}: show`)] : []));
 }
 

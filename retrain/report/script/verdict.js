@@ -60,7 +60,7 @@ function forestPlot(verdict) {
       nodes.push(...(row.pairs.length > 1 ? row.pairs : []).map((pair, index) => dot(x(pair.difference), y + 9 * (index % 2 ? 1 : -1), 3.2, color, `seed ${pair.seed}: ${text(pair.difference)}`, { opacity: 0.6 })));
       const at = x(row.difference);
       nodes.push(draw("polygon", { class: "diamond", points: `${at - 7},${y} ${at},${y - 7} ${at + 7},${y} ${at},${y + 7}`, fill: color }));
-      nodes.push(dot(at, y, 8, "transparent", `mean difference ${text(row.difference)}${row.interval ? `\n95 % interval ${text(row.interval[0])} to ${text(row.interval[1])}` : ""}`));
+      nodes.push(dot(at, y, 8, "transparent", `mean difference ${text(row.difference)}${row.interval ? `\n95% interval ${text(row.interval[0])} to ${text(row.interval[1])}` : ""}`));
       return nodes;
     },
   }));
@@ -71,7 +71,7 @@ function changePlot(verdict) {
   const share = isShare(verdict.metric);
   const all = verdict.rows.flatMap((row) => [row.before, row.after].flatMap((end) => [end.y, end.low ?? end.y, end.high ?? end.y]));
   const text = (value) => (share ? percent(value) : show(value));
-  const end = (name, e) => `${name}, step ${e.step}: ${text(e.y)}${e.low === undefined ? "" : `\n95 % interval ${text(e.low)} to ${text(e.high)}`}`;
+  const end = (name, e) => `${name}, step ${e.step}: ${text(e.y)}${e.low === undefined ? "" : `\n95% interval ${text(e.low)} to ${text(e.high)}`}`;
   const rows = verdict.rows.slice(0, 40).map((row) => ({
     name: verdict.rows.length > 1 ? `${row.condition}, seed ${row.seed}` : "",
     value: `${text(row.after.y)}`,
@@ -83,7 +83,7 @@ function changePlot(verdict) {
         dot(x(row.before.y), y - 6, 5, "var(--page)", end("before", row.before), { stroke: color, "stroke-width": 2 }), dot(x(row.after.y), y + 6, 5.5, color, end("after", row.after))];
     },
   }));
-  return dotPlot({ rows, low: Math.min(...all), high: Math.max(...all), label: { factor: share ? 100 : 1, unit: share ? " %" : "" }, axis: `${verdict.name}: ○ before, ● after`, height: 40 });
+  return dotPlot({ rows, low: Math.min(...all), high: Math.max(...all), label: { factor: share ? 100 : 1, unit: share ? "%" : "" }, axis: `${verdict.name}: ○ before, ● after`, height: 40 });
 }
 
 function renderVerdict() {
@@ -97,8 +97,8 @@ function renderVerdict() {
     const svg = forestPlot(verdict);
     nodes.push(make("div", { class: "forest" }, svg, saver(svg, "Verdict", "verdict")));
     const several = verdict.rows.some((row) => row.interval);
-    const key = [several ? "Each dot is one pair of runs with the same seed; the diamond is their mean with its 95 % interval." : "Each diamond is one pair of runs with the same seed; one pair has no interval."];
-    if (verdict.noise) key.push(`Shaded: the noise floor, ±${isShare(verdict.metric) ? `${(100 * verdict.noise).toFixed(1)} points` : show(verdict.noise)}, which two runs of one condition exceed 5 % of the time.`);
+    const key = [several ? "Each dot is one pair of runs with the same seed; the diamond is their mean with its 95% interval." : "Each diamond is one pair of runs with the same seed; one pair has no interval."];
+    if (verdict.noise) key.push(`Shaded: the noise floor, ±${isShare(verdict.metric) ? `${(100 * verdict.noise).toFixed(1)} points` : show(verdict.noise)}, which two runs of one condition exceed 5% of the time.`);
     nodes.push(make("p", { class: "soft" }, key.join(" ")), statistics(verdict, opened));
   } else if (verdict.rows?.length) {
     const svg = changePlot(verdict);
@@ -122,7 +122,7 @@ function statistics(verdict, opened) {
   const base = [verdict.baseline, "", verdict.rows[0].baseline_mean.toFixed(4), "", "", "", "", "", "baseline"];
   return make("details", { open: Boolean(opened) }, make("summary", {}, "Statistics"),
     make("p", { class: "soft" }, `${capital(verdict.name)} at step ${verdict.step}, paired by seed.`),
-    table(["condition", "seeds", "mean", "difference", "95 % interval", "p", "p (Holm)", "d", "verdict"], [base, ...rows], [1, 2, 3, 4, 5, 6, 7]),
+    table(["condition", "seeds", "mean", "difference", "95% interval", "p", "p (Holm)", "d", "verdict"], [base, ...rows], [1, 2, 3, 4, 5, 6, 7]),
     make("ul", { class: "notes" }, [...(verdict.rows.length > 1 ? verdict.rows.map((row) => row.sentence) : []), ...verdict.notes].map((note) => make("li", {}, note))));
 }
 
@@ -175,7 +175,7 @@ function renderRuns() {
     run.max_steps ? `${show(run.done)} of ${show(run.max_steps)}` : show(run.done), percent(run.late_correct_rate),
     run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–", deadGroups(run), show(run.median_step_s)]);
   document.getElementById("runs").replaceChildren(table(
-    ["run", "condition", "seed", "status", "steps", "correct, last 10 %", "held-out pass@1", "dead groups", "s/step"], rows, [2, 4, 5, 6, 7, 8]));
+    ["run", "condition", "seed", "status", "steps", "correct, last 10%", "held-out pass@1", "dead groups", "s/step"], rows, [2, 4, 5, 6, 7, 8]));
 }
 
 function deadGroups(run) {

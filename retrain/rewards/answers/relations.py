@@ -58,7 +58,7 @@ def side_values(chain: Relation, equal: Equal) -> list[Node]:
         if "~" in chain.signs:
             return fixed if all(_close(one, other) for one, other in pairwise(fixed)) else []
         agreed = all(equal(one, other) for one, other in pairwise(fixed))
-        # All are equal, but maybe in different units: 0.56 = 56 %.
+        # All are equal, but maybe in different units: 0.56 = 56%.
         return fixed if agreed else []
     stated = [side for side in chain.sides if not is_name(side)] or [chain.sides[-1]]
     agreed = all(equal(one, other) for one, other in pairwise(stated))

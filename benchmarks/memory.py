@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from workloads import MODELS, PROMPT, NoText, random_model
 
-from retrain.capacity.memory import Shape, TrainingCost, read_shape, workload_of
+from retrain.capacity.memory import ADAPTER_BYTES, MOMENT_BYTES, Shape, TrainingCost, read_shape, workload_of
 from retrain.capacity.plan import plan_memory
 
 GIB = 2**30
@@ -52,8 +52,8 @@ def measure(name: str, prompts: int, group: int, tokens: int) -> list[dict[str, 
     rows = []
     engine.generate(asked, training_distribution(config))
     torch.cuda.synchronize()
-    # Moments and gradients exist only once a step was taken.
-    sampling_estimate = held - planned.adapter * 18 // 20
+    # Moments exist only once a step was taken.
+    sampling_estimate = planned.sampling_peak - planned.adapter * MOMENT_BYTES // ADAPTER_BYTES[2]
     rows.append({"model": name, "what": "sampling", "estimate": sampling_estimate, "measured": peak()})
     groups = engine.generate(asked, training_distribution(config))
     datums = [

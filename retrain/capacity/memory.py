@@ -22,7 +22,7 @@ SMALL_MICRO_BATCH = 4096
 LOGITS_SLICE = 512 << 20
 # Share of GPU memory reserved for allocator fragmentation.
 SPARE = 0.06
-# CUDA context, kernels and workspaces; measured on an H200.
+# CUDA context, kernels and workspaces; derived from two runs with little free memory (docs/capacity-planning.md).
 CONTEXT_BYTES = 700 << 20
 # Per trained weight: its gradient and its master's; two AdamW moments; and all of these with weight and float32 master.
 # float32 weights are their own masters.

@@ -373,7 +373,7 @@ def _print(data: Plan) -> None:
 
 _MERGING = {
     "copies": "merged into copies of the adapted matrices",
-    "in-place": "merged in place, and the matrices restored from host memory before training",
+    "in-place": "merged in place; the matrices are restored from host memory",
     "never": "not merged",
 }
 

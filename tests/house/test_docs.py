@@ -143,6 +143,13 @@ def test_commands_in_the_docs_exist_with_their_flags(page: Path) -> None:
     assert wrong == []
 
 
+def test_percentages_are_written_one_way() -> None:
+    # As in the lines of a step, which say correct=18.8%.
+    texts = [*PAGES, *sorted((ROOT / "retrain").glob("**/*.py")), *sorted((ROOT / "retrain").glob("**/*.js"))]
+    spaced = re.compile(r"[0-9}] %(?!\w)")
+    assert [_name(path) for path in texts if spaced.search(path.read_text(encoding="utf-8"))] == [], "write 5%"
+
+
 def test_make_targets_in_the_docs_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"^make ([\w-]+)", page.read_text("utf-8"), re.MULTILINE)}

@@ -45,6 +45,7 @@ class Shape:
     """Heads times head size."""
     keys: int
     """Key heads times head size."""
+    key_heads: int
     intermediate: int
     vocabulary: int
     tied: bool
@@ -122,7 +123,7 @@ def read_shape(config: JsonObject) -> Shape | None:
     if min(hidden, heads, head, key_heads, intermediate, layers, vocabulary) < 1:
         return None
     return Shape(
-        hidden, layers, heads * head, key_heads * head, intermediate, vocabulary,
+        hidden, layers, heads * head, key_heads * head, key_heads, intermediate, vocabulary,
         tied=bool(settings.get("tie_word_embeddings", family == "gpt2")),
         gated=family not in _UNGATED_FAMILIES,
         norms_queries=family in _NORMED_FAMILIES,
@@ -231,6 +232,13 @@ class Workload:
     keeps_reference: bool = False
     """Whether a frozen copy of the model is kept as the reference."""
     quantization: str = "none"
+    has_cache_scales: bool = False
+    """Whether the cache has a float32 scale per token and head."""
+
+    def cache_bytes_per_token(self, shape: Shape) -> int:
+        """Keys and values of one token in all layers."""
+        scales = 2 * shape.layers * shape.key_heads * 4 if self.has_cache_scales else 0
+        return shape.cached_values * self.cache_width + scales
 
     @property
     def matrix_width(self) -> float:
@@ -273,7 +281,7 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
         overlaps=config.training.overlap is True,
         keeps_reference=bool(config.kl.beta and not config.model.lora_rank)
         and not config.memory.offload_untrained_models,
-        quantization=config.model.quantization,
+        quantization=config.model.quantization, has_cache_scales=config.inference.kv_cache_dtype == "int8",
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int) 
     rows = min(work.prompts, work.sampler.prompts_at_once or work.prompts) * work.group
     running = min(max(rows, SMALLEST), largest_running_batch(shape.vocabulary, room))
     logits = running * shape.vocabulary * BYTES_PER_LOGIT
-    token = shape.cached_values * work.cache_width
+    token = work.cache_bytes_per_token(shape)
     if not work.sampler.is_paged:
         capacity = -(-work.longest // DENSE_BLOCK) * DENSE_BLOCK
         at_once = min(cache_share(room) // (work.longest * token), rows)

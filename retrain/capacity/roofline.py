@@ -93,7 +93,7 @@ def sampling_phases(shape: Shape, work: Workload, sampling: SamplingPlan | None 
     prefill = 2 * layers * prompts + _attention(shape, work.prompt_tokens, 0) * work.prompts
     sampled = work.completions * work.max_tokens
     # Keys and values of a growing row are read for every token.
-    cached = shape.cached_values * work.cache_width * sampled * (work.prompt_tokens + work.max_tokens / 2)
+    cached = work.cache_bytes_per_token(shape) * sampled * (work.prompt_tokens + work.max_tokens / 2)
     weights = layers * work.matrix_width + head * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
     is_merged = work.quantization == "none" and (sampling is None or sampling.merging != "never")

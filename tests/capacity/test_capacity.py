@@ -135,6 +135,14 @@ def test_a_cache_that_does_not_fit_takes_its_share_and_completions_take_turns() 
     assert in_turns - at_once == pytest.approx(again, rel=1e-3)
 
 
+def test_a_cache_in_8_bits_has_scales_unless_they_are_floats() -> None:
+    each = [
+        workload_of(load_config(None, {"inference.kv_cache_dtype": kind}), 67).cache_bytes_per_token(qwen())
+        for kind in ("bf16", "fp8", "int8")
+    ]
+    assert each == [TOKEN, TOKEN // 2, TOKEN // 2 + 2 * 36 * 8 * 4]
+
+
 def test_a_dense_cache_is_gone_before_training() -> None:
     plan = plan_memory(qwen(), replace(W1, sampler=Sampler(is_paged=False)))
     assert plan.kv_cache == 128 * 640 * TOKEN

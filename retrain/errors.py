@@ -70,6 +70,10 @@ class RolloutError(RetrainError):
     """Sampling or scoring failed for too much of a batch to train on the rest."""
 
 
+class SamplingMemoryError(RolloutError):
+    """Sampling needs more memory than there is."""
+
+
 class CheckpointError(RetrainError):
     """A checkpoint is missing, corrupt, or belongs to a different run."""
 

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from trl.trainer.utils import pad
 
 from retrain.builtin import resolve_model
+from retrain.errors import SamplingMemoryError
 from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
 from retrain.grpo.engine import PromptLengthError, TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch, pack_rows
@@ -143,7 +144,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             logger.warning_once(f"Using TRL for sampling of this batch: {error}.")
         except UnsupportedModelError as error:
             self._use_trl("sampling", str(error))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, SamplingMemoryError):
             self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
         # Outside the handlers: a traceback keeps the tensors of the failed call alive.
         if "sampling" in self._reasons:

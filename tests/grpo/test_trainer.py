@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from retrain.builtin import resolve_model
+from retrain.errors import SamplingMemoryError
 from retrain.grpo import GRPOConfig, GRPOTrainer
 from retrain.grpo.engine import TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch
@@ -178,9 +179,12 @@ def test_one_batch_that_does_not_fit_is_sampled_by_trl(make: Make) -> None:
     assert trainer._generate_single_turn([[5] * 6] * 4, None, {}, 4)[1] is not None
 
 
-def test_no_memory_for_the_copy_that_samples_means_trl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, SamplingMemoryError])
+def test_no_memory_for_the_copy_that_samples_means_trl(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     def too_large(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error("CUDA out of memory")
 
     trainer = make()
     monkeypatch.setattr(trainer, "_build_engine", too_large)

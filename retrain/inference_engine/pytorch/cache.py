@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retrain.capacity.sampling import CACHE_SHARE, cache_share
-from retrain.errors import RolloutError
+from retrain.errors import SamplingMemoryError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from retrain.capacity.sampling import BLOCK, SMALLEST, blocks_for, first_blocks
-from retrain.errors import RolloutError
+from retrain.errors import SamplingMemoryError
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.batch_shape import (
     WORTH_GROWING,
@@ -143,7 +143,7 @@ class GraphDecoder:
             return finished
         except torch.OutOfMemoryError as error:
             if self.restarts == RESTARTS:
-                raise RolloutError(
+                raise SamplingMemoryError(
                     f"out of GPU memory while sampling, even in {self.room / 2**30:.1f} GiB; does another process "
                     "take memory?  Try: a smaller [training] batch_size or max_tokens, then resume"
                 ) from error

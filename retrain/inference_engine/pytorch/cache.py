@@ -203,9 +203,9 @@ def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) ->
     return fitting
 
 
-def does_not_fit(tokens: int, each: int, room: int) -> RolloutError:
+def does_not_fit(tokens: int, each: int, room: int) -> SamplingMemoryError:
     """A completion of `tokens` tokens of `each` bytes is too long for `room` bytes of free memory."""
-    return RolloutError(
+    return SamplingMemoryError(
         f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
         f"{tokens * each / 2**30:.1f} GiB, and {CACHE_SHARE:.0%} of {room / 2**30:.1f} GiB free memory may be "
         'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'

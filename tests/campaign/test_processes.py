@@ -66,7 +66,8 @@ def write_slow_campaign(folder: Path, steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
-    broken = MAXRL | {"reward": {"custom_module": "not_there"}}
+    (tmp_path / "breaks.py").write_text("import not_there\n\ndef score(response, reference):\n    return 0.0\n")
+    broken = MAXRL | {"reward": {"type": "custom", "custom_module": "breaks"}}
     config = campaign_config(tmp_path / "c", seeds=[1], conditions=[GRPO, broken], parallel=True)
     (tmp_path / "campaign.toml").write_text(dump_config(config))
     process = start(tmp_path, "campaign.toml")

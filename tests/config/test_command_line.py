@@ -94,11 +94,11 @@ def test_a_campaign_table_can_be_added_to_the_demo(folder: Path, capsys: pytest.
     assert run(["mine.toml", *small]) == 0
     shown = capsys.readouterr()
     assert [line.split(" is not used")[0] for line in shown.err.splitlines()] == [
+        "note: [backend] adapter_path",
         "note: [training] seed",
         "note: [training] max_steps",
-        "note: [backend] adapter_path",
     ]
-    assert "Done: 1 runs" in shown.out
+    assert "Done: 1 run" in shown.out
 
 
 def test_the_full_annotated_file_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

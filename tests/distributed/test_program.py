@@ -64,7 +64,7 @@ def test_a_rank_that_dies_ends_all_and_is_named_first(tmp_path: Path, broken: Br
     assert code == 1
     assert seconds < 60
     failure, _, rest = printed.partition(f"rank {broken.rank} (process ")[2].partition("error: ")
-    assert "ValueError: broken on purpose" in failure or "ended without a word" in failure
+    assert "ValueError: broken on purpose" in failure or "ended without a message" in failure
     assert rest.startswith(f"rank {broken.rank} (process ")
     assert "Traceback" not in rest
     # Between steps the run's state is whole, and saved.

@@ -161,6 +161,6 @@ def serves(words: list[str]) -> bool:
         try:
             assert server.stdout is not None
             with urllib.request.urlopen(server.stdout.readline().split()[2], timeout=60) as answer:
-                return b"retrain: sweep" in answer.read()
+                return b"<title>retrain report</title>" in answer.read()
         finally:
             server.kill()

@@ -62,11 +62,15 @@ def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
         return
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     names = list(dict.fromkeys(run["condition"] for run in runs))
+    named: set[str] = set()
     for run in runs:
         steps, means = [point["x"] for point in run["evals"]], [point["y"] for point in run["evals"]]
         reach = [[p["y"] - p["low"] for p in run["evals"]], [p["high"] - p["y"] for p in run["evals"]]]
-        colour = f"C{names.index(run['condition'])}"
-        axes.errorbar(steps, means, yerr=reach, capsize=2, color=colour, alpha=0.8, label=run["name"])
+        color = f"C{names.index(run['condition'])}"
+        # Runs of one condition look alike, so that it is named once.
+        label = None if run["condition"] in named else run["condition"]
+        named.add(run["condition"])
+        axes.errorbar(steps, means, yerr=reach, capsize=2, color=color, alpha=0.8, label=label)
     axes.set(title="Held-out pass@1, 95% intervals", xlabel="step")
     axes.legend(fontsize="small")
     figure.savefig(folder / "eval_pass_at_1.png", dpi=150)

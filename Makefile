@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PYTEST_THREADS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=2 GOMP_SPINCOUNT=10000 $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-lowest test-gpu test-real check format docs bench sync clean
+.PHONY: demo test test-kernels test-slow test-lowest test-gpu test-real check format docs bench sync clean
 
 demo: $(STAMP)
 	$(BIN)/retrain demo
@@ -22,6 +22,14 @@ test: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(PYTEST) -n auto --dist loadfile --durations=30 -m 'not slow and not gpu and not real and not threads'
 	$(PYTEST_THREADS) -m 'threads and not slow' $$(grep -rl --include='test_*.py' 'pytest.mark.threads' tests)
+	$(MAKE) --no-print-directory test-kernels
+
+# Triton kernels in Triton's interpreter; on a machine with a GPU, test-gpu runs them compiled. Triton is kept apart:
+# every process that finds it imports it, which takes a second. At exit its bindings print what they leak.
+TRITON := $(VENV)/triton
+test-kernels: $(DEV_STAMP)
+	test -d $(TRITON) || $(PIP_INSTALL) --no-deps --target $(TRITON) triton==3.9.0 || echo "No Triton for this platform: its kernels are not tested."
+	test ! -d $(TRITON) || PYTHONPATH=$(TRITON) $(PYTEST) -n auto tests/inference_engine/test_kernels.py 2>/dev/null || test $$? = 5
 
 test-slow: $(DEV_STAMP)
 	$(PYTEST) -n auto -m slow

@@ -1,12 +1,13 @@
 """One RLVR step, ours against a peer's, on the same workload in one process tree.
 
-    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--quantization nf4] [--steps 3] [--rounds 1]
+    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--quantization nf4] [--overlap] [--steps 3]
 
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
 of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
 model, adapter, prompts and lengths, the peer with its usual settings. With `--peer trl`, `trl-retrain` is the same
 script with retrain's import; vLLM only samples, with the adapter. `--free` holds memory back, as on a smaller GPU.
+With `--overlap`, complete groups are trained on while others are sampled, and `train` is what is left then.
 Numbers are of the last step of each; with several rounds the sides take turns and the median counts. A peer cut off by
 --peer-timeout shows what it had done. `CPU s` is what a step cost all threads of its process, which tells more than
 seconds on a machine that others use.
@@ -57,12 +58,13 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     from retrain.backends.local.learner import Learner
     from retrain.backends.local.precision import make_agreement
     from retrain.config import load_config
-    from retrain.inference_engine.pytorch import PyTorchEngine
+    from retrain.inference_engine.pytorch import PyTorchEngine, StreamingPyTorchEngine
     from retrain.modeling.attention import ATTENTION_NAME, register
+    from retrain.modeling.compiling import start_compiler
     from retrain.modeling.policy import adapt
     from retrain.modeling.quantization import quantize_layers
     from retrain.modeling.sampling import training_distribution
-    from retrain.types import Datum
+    from retrain.types import Completion, Datum
 
     register()
     alone = workload.prompts * workload.group == 1
@@ -74,8 +76,11 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
         "memory.gradient_checkpointing": alone,
         "training.deterministic": {"true": True, "false": False}.get(args.deterministic, args.deterministic),
         "model.quantization": args.quantization,
+        "training.overlap": args.overlap,
     }
     config = load_config(None, options)
+    if device == "cuda":
+        start_compiler()
     model = random_model(workload.model, ATTENTION_NAME, device)
     vocabulary = model.config.vocab_size
     if args.quantization != "none":
@@ -86,37 +91,48 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     learner = Learner(policy, config, print)
     rng = np.random.default_rng(0)
     prompts = random_prompts(workload, vocabulary)
-    backend = (
-        None if alone else LocalBackend(learner, PyTorchEngine(policy, config.inference, NoText(), lambda *_: None))
-    )
+    policy.is_trained_while_sampled = args.overlap
+    kind = StreamingPyTorchEngine if args.overlap else PyTorchEngine
+    backend = None if alone else LocalBackend(learner, kind(policy, config.inference, NoText(), lambda *_: None))
     if backend is not None and not args.unchecked:
         learner.agreement = make_agreement(config, policy, backend.engine, print)
     sampling = training_distribution(config)
+    datums_P: dict[int, list[Datum]] = {}
+
+    def score(at: int, completions: list[Completion]) -> None:
+        datums_P[at] = [
+            Datum(
+                prompts[at], c.token_ids_T, c.logprobs_T, np.full(len(c.token_ids_T), rng.normal()),
+                np.ones(len(c.token_ids_T), bool), at, copy,
+            )
+            for copy, c in enumerate(completions)
+        ]  # fmt: skip
+        if args.overlap and backend is not None:
+            backend.accumulate(at, datums_P[at])
+
     for step in range(args.steps):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         begin, cpu = synchronise(device), time.process_time()
+        datums_P.clear()
         if backend is None:
             made_up = rng.integers(10, vocabulary - 10, workload.tokens)
-            rows = [(prompts[0], made_up, np.zeros(workload.tokens, np.float32))]
+            score(0, [Completion(made_up, np.zeros(workload.tokens, np.float32), "", "length")])
+        elif isinstance(engine := backend.sampler(step), StreamingPyTorchEngine):
+            engine.generate_each(prompts, sampling, score)
         else:
-            groups = backend.sampler(step).generate(prompts, sampling)
-            rows = [(p, c.token_ids_T, c.logprobs_T) for p, g in zip(prompts, groups, strict=True) for c in g]
-        sampled = synchronise(device)
-        lengths = [len(ids) for _, ids, _ in rows]
+            for at, completions in enumerate(engine.generate(prompts, sampling)):
+                score(at, completions)
+        sampled = time.perf_counter() if args.overlap else synchronise(device)
+        datums = [datum for at in sorted(datums_P) for datum in datums_P[at]]
+        lengths = [len(datum.completion_ids_T) for datum in datums]
         numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
         report(numbers)
-        datums = [
-            Datum(
-                p, ids, logprobs, np.full(len(ids), rng.normal()), np.ones(len(ids), bool), *divmod(at, workload.group)
-            )
-            for at, (p, ids, logprobs) in enumerate(rows)
-        ]
-        metrics = learner.step(datums)
+        metrics = learner.step(datums, step) if backend is None else backend.train_step(datums, step)
         done = synchronise(device)
         numbers |= {"train_s": done - sampled, "step_s": done - begin, "peak_gib": peak_gib(device)}
         numbers["step_cpu_s"] = time.process_time() - cpu
-        numbers["train_tokens_per_s"] = (sum(lengths) + PROMPT * len(rows)) / (done - sampled)
+        numbers["train_tokens_per_s"] = (sum(lengths) + PROMPT * len(datums)) / (done - sampled)
         numbers |= {"ratio_mean": metrics["ratio_mean"], "ratio_max": metrics["ratio_max"]}
         if step == 0:
             print(f"first step done {done - started:.1f} s after the weights were there", flush=True)
@@ -295,6 +311,7 @@ def main() -> int:
     parser.add_argument("--deterministic", choices=["auto", "true", "false"], default="auto", help="ours only")
     parser.add_argument("--unchecked", action="store_true", help="ours without comparing every row's log-probs")
     parser.add_argument("--quantization", choices=["none", "int8", "nf4"], default="none", help="ours only")
+    parser.add_argument("--overlap", action="store_true", help="ours only: train while sampling")
     parser.add_argument("--free", type=float, default=0.0, help="GiB of GPU memory to leave free; 0 leaves all")
     parser.add_argument("--json", type=Path, default=None, help="write all numbers to this file as well")
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
@@ -310,6 +327,8 @@ def main() -> int:
         return 2
     if args.free and device != "cuda":
         parser.error("--free holds back GPU memory, and this workload runs on the CPU")
+    if args.overlap and device != "cuda":
+        parser.error("--overlap trains beside the running batch of a GPU, and this workload runs on the CPU")
     if args.side and args.free:
         hold_back(args.free)
     if args.side == "vllm":
@@ -333,11 +352,13 @@ def main() -> int:
             command = [python, __file__, "--side", side, "--workload", args.workload, "--steps", str(steps)]
             command += ["--tokenizer", args.tokenizer, "--deterministic", args.deterministic, "--free", str(args.free)]
             command += ["--quantization", args.quantization, *(["--unchecked"] if args.unchecked else [])]
+            command += ["--overlap"] if args.overlap else []
             rounds_by_side[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in rounds_by_side.items()}
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     memory = f", {args.free:g} GiB free" if args.free else ""
     base = f", {args.quantization}" if args.quantization != "none" else ""
+    base += ", overlapped" if args.overlap else ""
     title = f"{args.workload}{base} on {card}{memory}, torch {torch.__version__}"
     print_table(title, rows)
     if args.json:

@@ -51,8 +51,9 @@ class Facets:
     """Its names in other tools, to suggest this option for."""
     kind: str | None = None
     """Plugin registry that its value is looked up in."""
-    package: str | None = None
-    """Package that every value but the default needs; components declare theirs in the registry."""
+    package: str | Mapping[str, str] | None = None
+    """Package that every value but the default needs, or those of some choices; components declare theirs in the
+    registry."""
     unused: Reason | None = None
     """Why it has no effect on a run; a note is printed if it is set nevertheless."""
     in_campaign: Reason | None = None

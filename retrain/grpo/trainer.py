@@ -35,7 +35,7 @@ from retrain.grpo.engine import PromptLengthError, TrainerEngine, UnsupportedMod
 from retrain.grpo.packed import AttentionSwitch, pack_rows
 from retrain.grpo.settings import TESTED, is_tested
 from retrain.grpo.teaching import TeachingRun
-from retrain.modeling.compiling import compile_layers
+from retrain.modeling.compiling import compile_layers, traced_only
 from retrain.modeling.logprobs import only_tempered
 from retrain.types import Sampling
 
@@ -281,7 +281,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         ids = torch.arange(30, device=device).view(3, 10) % self._causal_lm.config.get_text_config().vocab_size
         ids[1, :6], mask, keep = ids[0, :6], torch.ones_like(ids), 4
         mask[2, :3], mask[1, 9:] = 0, 0
-        with torch.no_grad(), _evaluating(self.model):
+        # Shapes of no batch: kernels for them would be compiled for nothing.
+        with torch.no_grad(), _evaluating(self.model), traced_only(self._causal_lm):
             theirs = super()._get_per_token_logps_and_entropies(model, ids, mask, keep)[0]
             try:
                 found = self._packed(model, self._attention, (ids, mask, keep), len(ids))

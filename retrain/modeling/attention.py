@@ -1,12 +1,18 @@
 """Our attention in Hugging Face models, registered through transformers' attention interface.
 
-Every forward pass gets an attention object (`model(..., attend=...)`): over packed sequences for training and prefill,
-over a KV cache for decoding. Layers, norms and rotary embeddings are those of Hugging Face.
+Every forward pass has an attention object: over packed sequences for training and prefill, over a KV cache for
+decoding. Layers, norms and rotary embeddings are those of Hugging Face.
+
+A model that is trained gets it as an argument (`model(..., attend=...)`), and compiled layers are interrupted for it. A
+model that is only sampled from gets it from `attending`, and calls it through an operator that the compiler treats as a
+black box: a layer is then one compiled graph, for prompts and for single tokens alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +24,7 @@ from transformers import AttentionInterface
 from retrain.modeling.causal_lm import Backbone
 
 ATTENTION_NAME = "retrain"
+SAMPLING_NAME = "retrain_sampling"
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,13 @@ class Attention(Protocol):
 
 
 def register() -> None:
-    """Register `attn_implementation="retrain"` with transformers; idempotent.
+    """Register both implementations with transformers; idempotent.
 
     There is deliberately no entry in the mask registry: transformers then builds no mask, which would be quadratic in
-    the packed length. The attention object does the masking. It is excluded from compilation.
+    the packed length. The attention object does the masking.
     """
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(attention_forward))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(SAMPLING_NAME, sampling_attention_forward)
 
 
 def attention_forward(
@@ -62,11 +70,72 @@ def attention_forward(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, by the `attend` of this forward pass."""
-    if s_aux is not None:
-        raise TypeError("attention sinks are not supported")
-    scoring = Scoring(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    scoring = Scoring(_scale(query, scaling, s_aux), sliding_window, softcap)
     output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
     return output.transpose(1, 2), None
+
+
+def sampling_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, by the object of the current `attending`."""
+    scale = _scale(query, scaling, s_aux)
+    # An operator costs microseconds per call, which layers that are not compiled need not pay.
+    attend = attend_operator if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, scale, sliding_window, softcap), None
+
+
+def _scale(query: Tensor, scaling: float | None, s_aux: Tensor | None) -> float:
+    if s_aux is not None:
+        raise TypeError("attention sinks are not supported")
+    return scaling if scaling is not None else query.shape[-1] ** -0.5
+
+
+class _ForwardPass(threading.local):
+    attend: Attention | None = None
+    layer = 0
+
+
+_pass = _ForwardPass()
+
+
+@contextmanager
+def attending(attend: Attention) -> Iterator[None]:
+    """One forward pass of a sampling model in this thread. Layers run in order: `find_attention_fallback` checks it."""
+    _pass.attend, _pass.layer = attend, 0
+    try:
+        yield
+    finally:
+        _pass.attend = None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of the next layer of the current forward pass: (batch, tokens, heads, head size)."""
+    assert _pass.attend is not None, "a sampling model runs within `attending`"
+    layer, _pass.layer = _pass.layer, _pass.layer + 1
+    output = _pass.attend.attend(layer, query, key, value, Scoring(scale, window, softcap))
+    return output.transpose(1, 2).contiguous()
+
+
+attend_operator = torch.library.custom_op("retrain::attend", _attend, mutates_args=())
+
+
+@attend_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 
 class PackedAttention:

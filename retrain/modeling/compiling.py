@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.modeling.policy import Policy
-from retrain.modeling.torch_internals import is_compiled, raise_recompile_limit
+from retrain.modeling.torch_internals import compiled_with, is_compiled, raise_recompile_limit, start_compile_workers
 from retrain.modeling.transformers_internals import compilable_layers
 from retrain.types import Datum
 
-# Two sizes, so that the number of tokens is dynamic; large enough for kernels that suit real batches.
+# Two sizes, so that the number of tokens is dynamic; the second is large enough for kernels that suit real batches.
 WARM_UP_TOKENS = (1536, 2304)
 WARM_UP_LENGTH = 256
+
+
+def start_compiler() -> None:
+    """Import the compiler and start its processes in the background; weights are loaded meanwhile."""
+    _keep_cache()
+    threading.Thread(target=start_compile_workers, name="retrain-compiler", daemon=True).start()
+
+
+def _keep_cache() -> None:
+    """Keep what is compiled for later runs; the default is a temporary folder."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/retrain/inductor").expanduser()))
 
 
 def compile_layers(causal_lm: CausalLM) -> None:
     """Compile every decoder layer in place. They share their code and therefore compile once.
 
-    The first shape is compiled statically, the second makes sizes dynamic. The cache is kept for later runs.
+    The first shape is taken as fixed; a second one shows which sizes are dynamic, and everything is compiled again. See
+    `traced_only`.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/retrain/inductor").expanduser()))
+    _keep_cache()
     raise_recompile_limit()
     for layer in compilable_layers(module_of(causal_lm)):
         # Runs that share a model call this repeatedly; compiling again would discard the result.
         if not is_compiled(layer):
             layer.compile()
+
+
+@contextmanager
+def traced_only(causal_lm: CausalLM) -> Iterator[None]:
+    """Trace compiled layers without generating kernels.
+
+    Shows the compiler a first shape at a fraction of the time that it takes to compile it.
+    """
+    with ExitStack() as stack:
+        for layer in compilable_layers(module_of(causal_lm)):
+            if is_compiled(layer):
+                stack.enter_context(compiled_with(layer, "eager"))
+        yield
 
 
 def datums_for_warm_up(policy: Policy, tokens: int) -> list[Datum]:

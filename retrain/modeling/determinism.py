@@ -6,8 +6,9 @@ the backward pass of flash attention, PyTorch's deterministic kernels are used.
 
 from __future__ import annotations
 
+import heapq
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,11 +19,14 @@ from retrain.config.schema import Deterministic
 from retrain.errors import BackendError
 from retrain.modeling.policy import Policy
 from retrain.modeling.torch_internals import embedding_backward, use_deterministic_compilation
+from retrain.modeling.transformers_internals import decoder_layers
 
-# With few long sequences the backward pass of flash attention splits them over the multiprocessors; summing the parts
-# in order is what costs. On an H200: 1% at 4 × 4096 tokens, 45% at 1 × 8192.
-SHORT = 2048
-BUSY = 0.9
+# `auto` does without deterministic kernels where they would cost more than this share of a micro-batch.
+MAX_COST = 0.05
+# Speed of flash attention relative to matrix products, measured on an H200.
+ATTENTION_SPEED = 0.4
+# More programs than this per multiprocessor keep all of them busy until the end.
+MANY_PROGRAMS = 8
 
 # cuBLAS is deterministic across streams only with a workspace of fixed size.
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -36,19 +40,24 @@ class Determinism:
         self.is_required = wanted is True
         self.is_on = policy.device.type == "cpu" or wanted is not False
         self.log = log
-        self.min_sequences = 0.0
-        """Below this number of long sequences, deterministic kernels are too slow for `auto`."""
         self.has_warned = False
+        settings = policy.causal_lm.config.get_text_config()
+        self.heads = int(settings.num_attention_heads)
+        self.width = self.heads * int(settings.to_dict().get("head_dim") or settings.hidden_size // self.heads)
+        """Of the attention output: all heads."""
+        layers = decoder_layers(policy.adapted)
+        self.layer_size = sum(p.numel() for layer in layers for p in layer.parameters()) / policy.layers
+        self.processors = 0
+        """Multiprocessors of the GPU; 0 on a CPU."""
         if self.is_on and policy.device.type == "cuda":
-            heads = int(policy.causal_lm.config.get_text_config().num_attention_heads)
-            self.min_sequences = BUSY * torch.cuda.get_device_properties(policy.device).multi_processor_count / heads
+            self.processors = torch.cuda.get_device_properties(policy.device).multi_processor_count
             os.environ.setdefault(_WORKSPACE, ":4096:8")
             use_deterministic_compilation()
 
     @contextmanager
-    def kernels(self, sequences: int, longest: int) -> Iterator[None]:
-        """Use deterministic kernels for a micro-batch, unless `auto` considers them too slow."""
-        if not self.is_on or not (self.is_required or self._are_cheap(sequences, longest)):
+    def kernels(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Use deterministic kernels for a micro-batch of these sequences, unless `auto` considers them too slow."""
+        if not self.is_on or not (self.is_required or self._are_cheap(lengths)):
             yield
             return
         was_on, was_warning = torch.are_deterministic_algorithms_enabled(), _warns_only()
@@ -61,13 +70,21 @@ class Determinism:
             torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
-    def _are_cheap(self, sequences: int, longest: int) -> bool:
-        if longest <= SHORT or sequences >= self.min_sequences:
+    def cost(self, lengths: Sequence[int]) -> float:
+        """How much longer a micro-batch takes with deterministic kernels, as a share of its time."""
+        pairs = sum(length * length for length in lengths)
+        # Both in units of matrix products: forward and backward pass, which takes 2.5 times as long for attention.
+        attention, products = 2 * pairs * self.width / ATTENTION_SPEED, 4 * self.layer_size * sum(lengths)
+        slower = flash_backward_slowdown(lengths, self.heads, self.processors) - 1
+        return slower * 2.5 * attention / (products + 3.5 * attention)
+
+    def _are_cheap(self, lengths: Sequence[int]) -> bool:
+        if not self.processors or self.cost(lengths) <= MAX_COST:
             return True
         if not self.has_warned:
             self.has_warned = True
             self.log(
-                f"Note: {sequences} sequences of up to {longest} tokens at once are trained with faster kernels, whose "
+                f"Note: {len(lengths)} sequences of up to {max(lengths)} tokens are trained with faster kernels, whose "
                 "last digits vary from run to run.  [training] deterministic = true avoids that, but is slower."
             )
         return False
@@ -83,6 +100,23 @@ class Determinism:
             ) from error
         self.is_on = False
         self.log(f"Warning: this run is not bitwise reproducible: {str(error).split('.')[0]}.")
+
+
+def flash_backward_slowdown(lengths: Sequence[int], heads: int, processors: int) -> float:
+    """How much longer the backward pass of flash attention takes if it is deterministic.
+
+    It then has one program per head of a sequence, or a few where that leaves multiprocessors idle. Their time grows
+    with the square of the length, so all others may wait for the longest sequence.
+    """
+    programs = len(lengths) * heads
+    if programs > MANY_PROGRAMS * processors:
+        return 1.0
+    each = -(-processors // programs)
+    busy_until = [0.0] * processors
+    for length in sorted(lengths, reverse=True):
+        for _ in range(heads * each):
+            heapq.heapreplace(busy_until, busy_until[0] + length * length / each)
+    return max(busy_until) * processors / (heads * sum(length * length for length in lengths))
 
 
 def _warns_only() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
-from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, register
+from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, attending, register
 from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
@@ -94,7 +95,7 @@ class Policy:
         if self.attention_fallback_reason:
             assert isinstance(attend, PackedAttention), "the model's own attention takes packed sequences only"
             return attend.run_padded(self.causal_lm.base_model, token_ids)
-        return last_hidden(self.causal_lm, token_ids, positions, attend)
+        return last_hidden(self.causal_lm, token_ids, positions, attend=attend)
 
     @property
     def has_plain_head(self) -> bool:
@@ -147,10 +148,10 @@ class Policy:
             tensor.copy_(state[name])
 
 
-def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, **more: Attention) -> Tensor:
     """Run the backbone with our attention."""
-    inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "attend": attend}
-    return causal_lm.base_model(**inputs).last_hidden_state
+    inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
+    return causal_lm.base_model(**inputs, **more).last_hidden_state
 
 
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, log: Callable[[str], None]) -> Policy:
@@ -194,7 +195,8 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
 def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> PeftModel:
     targets: str | list[str] = lora.target_modules
     if targets != "all-linear":
-        targets = [name.strip() for name in lora.target_modules.split(",")]
+        targets = [name.strip() for name in lora.target_modules.split(",") if name.strip()]
+        _check_targets(targets, causal_lm, model.model)
     adapter = LoraConfig(
         r=model.lora_rank,
         lora_alpha=lora.alpha or 2 * model.lora_rank,
@@ -220,6 +222,18 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             'Try: [lora] target_modules = "q_proj,k_proj,v_proj,o_proj"'
         )
     return adapted
+
+
+def _check_targets(targets: Sequence[str], causal_lm: CausalLM, name: str) -> None:
+    """Reject names of no module; PEFT ignores them if another name fits."""
+    modules = dict(module_of(causal_lm).named_modules())
+    unknown = [target for target in targets if not any(f".{path}".endswith(f".{target}") for path in modules)]
+    if unknown:
+        linear = (path for path, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
+        known = sorted({path.rpartition(".")[2] for path in linear})
+        raise ConfigError(
+            f"[lora] target_modules: {name} has no module {', '.join(map(repr, unknown))}.  Try: {', '.join(known)}"
+        )
 
 
 def _cast_adapter(adapted: PeftModel) -> None:
@@ -292,9 +306,11 @@ def find_attention_fallback(causal_lm: CausalLM) -> str:
             return super().attend(layer, query, key, value, scoring)
 
     ids = torch.arange(4, device=causal_lm.device)[None] % int(causal_lm.get_output_embeddings().weight.shape[0])
-    with suppress(TypeError, AttributeError):
-        last_hidden(causal_lm, ids, ids, Counting([ids.shape[1]], causal_lm.device))
-    if sorted(calls) == list(range(int(causal_lm.config.get_text_config().num_hidden_layers))):
+    counting = Counting([ids.shape[1]], causal_lm.device)
+    # Given to both kinds of models: those that are trained, and those that are only sampled from.
+    with suppress(TypeError, AttributeError), attending(counting):
+        last_hidden(causal_lm, ids, ids, attend=counting)
+    if calls == list(range(int(causal_lm.config.get_text_config().num_hidden_layers))):
         return ""
     return f"{type(causal_lm).__name__} does not use transformers' attention interface in every layer"
 

@@ -1,6 +1,6 @@
 """A quantized base model: frozen matrices in 4 or 8 bits, dequantized for every product.
 
-bitsandbytes quantizes, dequantizes and multiplies 4-bit matrices. Its 8-bit layer is not used: it also quantizes the
+bitsandbytes quantizes, dequantizes and multiplies 4-bit matrices. Its 8-bit code is not used: it also quantizes the
 inputs and treats outliers per batch, so a token's log-prob would depend on its neighbours, and sampler and trainer
 would disagree.
 """
@@ -22,6 +22,9 @@ from retrain.runtime.packages import install_command
 PACKAGE = "bitsandbytes"
 # Weights per scale in 4 bits.
 BLOCK = 64
+INT8_MAX = 127.0
+# Keeps the scale of all-zero values non-zero.
+LEAST_SCALE = 1e-8
 
 
 class QuantizedLinear(nn.Linear):
@@ -101,17 +104,19 @@ def dequantize(stored: Tensor, scales: Tensor, shape: tuple[int, int], dtype: to
 
 
 def _quantize(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    functional = importlib.import_module(f"{PACKAGE}.functional")
     if kind == "int8":
-        stored, largest, _ = functional.int8_vectorwise_quant(matrix.half())
-        return stored, largest / 127
+        # Here, so that every device stores the same values.
+        scales = matrix.float().abs().amax(1).clamp_min(LEAST_SCALE) / INT8_MAX
+        return (matrix.float() / scales[:, None]).round().to(torch.int8), scales
+    functional = importlib.import_module(f"{PACKAGE}.functional")
     stored, state = functional.quantize_4bit(matrix, blocksize=BLOCK, quant_type="nf4")
     return stored, state.absmax
 
 
 def quantize_layers(causal_lm: CausalLM, kind: str, device: torch.device) -> None:
     """Quantize every linear layer but the head, one at a time on the device."""
-    require_package()
+    if kind == "nf4":
+        require_package()
     model, head = module_of(causal_lm), causal_lm.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if layer is not head and (type(layer) is nn.Linear or isinstance(layer, Conv1D)):
@@ -123,7 +128,7 @@ def require_package() -> None:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        needed = f"[model] quantization needs the package {PACKAGE}, which is not installed."
+        needed = f'[model] quantization = "nf4" needs the package {PACKAGE}, which is not installed.'
         raise MissingExtraError(f"{needed}  Try: {install_command(PACKAGE)}") from error
 
 

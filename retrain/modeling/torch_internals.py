@@ -5,8 +5,8 @@ Tested with torch 2.11 (GPU) and 2.13 (CPU). Where a version lacks one, there is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,26 @@ def raise_recompile_limit() -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
+
+
+@contextmanager
+def compiled_with(module: nn.Module, backend: str) -> Iterator[None]:
+    """Compile a module with another backend for a while; what was compiled before is kept."""
+    kept = module._compiled_call_impl
+    module.compile(backend=backend)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = kept
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels; they otherwise start with the first kernel."""
+    # Versions that lack it start them later; a broken compiler is reported where it is used.
+    with suppress(AttributeError, ImportError):
+        from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415  (takes seconds)
+
+        AsyncCompile.warm_pool()
 
 
 def use_deterministic_compilation() -> None:

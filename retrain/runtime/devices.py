@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from retrain.config import TrainConfig
 
 AUTO = "auto"
 """The first GPU, or the CPU if there is none."""

@@ -19,7 +19,7 @@ from retrain.config.schema import Loss
 from retrain.errors import BackendError, ConfigError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
-from retrain.modeling.determinism import Determinism, gather_rows, sum_by_row
+from retrain.modeling.determinism import Determinism, flash_backward_slowdown, gather_rows, sum_by_row
 from retrain.types import Datum, Sampling
 
 pytestmark = pytest.mark.threads
@@ -107,18 +107,43 @@ def test_a_training_step_repeats_to_the_bit_with_four_threads(
 def test_deterministic_kernels_are_on_inside_and_as_before_outside(tiny: Path) -> None:
     determinism = Determinism("auto", policy_for(config_for(tiny)), print)
     assert not torch.are_deterministic_algorithms_enabled()
-    with determinism.kernels(1, 100_000):
+    with determinism.kernels([100_000]):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# In tokens, and how much longer the deterministic backward pass took than the other on an H200 (2026-11-16).
+UNEVEN = [4000, 2500, 1500, 800, 400]
+MEASURED = [
+    (UNEVEN, 2.19),
+    ([1900] * 5, 1.49),
+    ([3000, 2800, 1800, 900, 400, 200, 100], 1.58),
+    ([579] * 16, 0.99),
+    ([9200], 1.62),
+]
+
+
+@pytest.mark.parametrize(("lengths", "measured"), MEASURED)
+def test_the_price_of_deterministic_attention_is_estimated_as_it_was_measured(
+    lengths: list[int], measured: float
+) -> None:
+    assert flash_backward_slowdown(lengths, 32, 132) == pytest.approx(measured, rel=0.2)
 
 
 def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_configured_otherwise(tiny: Path) -> None:
     for wanted, expected in (("auto", False), (True, True)):
         logged: list[str] = []
         determinism = Determinism(wanted, policy_for(config_for(tiny)), logged.append)  # type: ignore[arg-type]
-        determinism.min_sequences = 3.7
-        for sequences, longest, always in ((1, 2048, True), (4, 9000, True), (3, 2049, False), (3, 2049, False)):
-            with determinism.kernels(sequences, longest):
+        # A Qwen3-4B on an H200.
+        determinism.heads, determinism.width, determinism.layer_size, determinism.processors = 32, 4096, 101e6, 132
+        for lengths, always in (
+            ([500], True),
+            ([579] * 16, True),
+            ([4096] * 4, True),
+            (UNEVEN, False),
+            ([9000], False),
+        ):
+            with determinism.kernels(lengths):
                 assert torch.are_deterministic_algorithms_enabled() == (always or expected)
         assert len(logged) == (0 if expected else 1)
 

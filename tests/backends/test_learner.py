@@ -433,9 +433,21 @@ def test_rank_alpha_and_target_modules_are_as_configured(tiny: Path) -> None:
     assert double.lora_alpha == 6
 
 
-def test_target_modules_that_do_not_exist_are_rejected(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[lora\] target_modules = 'nonsense' does not fit"):
-        policy_for(config_for(tiny, lora__target_modules="nonsense"))
+@pytest.mark.parametrize("given", ["v_porj", "q_proj,v_porj", "q_proj,xself_attn.k_proj,v_porj"])
+def test_target_modules_that_do_not_exist_are_rejected(tiny: Path, given: str) -> None:
+    unknown = ", ".join(repr(name) for name in given.split(",") if name != "q_proj")
+    with pytest.raises(ConfigError, match=rf"\[lora\] target_modules: .* has no module {unknown}\.  Try: .*v_proj"):
+        policy_for(config_for(tiny, lora__target_modules=given))
+
+
+def test_target_modules_that_cannot_have_an_adapter_are_rejected(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[lora\] target_modules = 'mlp' does not fit"):
+        policy_for(config_for(tiny, lora__target_modules="mlp"))
+
+
+def test_a_target_module_may_be_one_of_one_layer(tiny: Path) -> None:
+    policy = policy_for(config_for(tiny, lora__target_modules="0.self_attn.q_proj,"))
+    assert len(policy.adapter_state()) == 2
 
 
 def test_the_adapter_begins_the_same_for_the_same_seed(tiny: Path) -> None:

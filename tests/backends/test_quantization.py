@@ -1,4 +1,4 @@
-"""A quantized base: 8 bits with a stand-in for bitsandbytes, which tests/real replaces by the real one."""
+"""A quantized base in 8 bits; tests/real has 4 bits, which need bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,68 +9,46 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.tiny import config_for, policy_for
-from torch import Tensor, nn
+from torch import nn
 
 from retrain.checks.preflight import find_obstacles
 from retrain.config.unsupported import find_unsupported
 from retrain.errors import MissingExtraError
-from retrain.modeling import quantization
 from retrain.modeling.quantization import QuantizedLinear
 
 from . import quantized
 
 
-def quantize_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """As bitsandbytes in 8 bits: each row is scaled so that its largest value is 127."""
-    assert kind == "int8"
-    scales = matrix.float().abs().amax(1) / 127
-    return (matrix.float() / scales[:, None]).round().to(torch.int8), scales
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "require_package", lambda: None)
-    monkeypatch.setattr(quantization, "_quantize", quantize_rows)
-
-
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_sampler_and_trainer_agree(family: str, tmp_path: Path) -> None:
     quantized.check_sampler_and_trainer_agree(tmp_path, "int8", family)
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_gradients_are_those_of_the_dequantized_model(family: str, tmp_path: Path) -> None:
     quantized.check_it_is_the_model_with_the_dequantized_matrices(tmp_path, "int8", family)
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_it_learns_and_resumes_to_the_bit(tiny: Path, tmp_path: Path) -> None:
     quantized.check_learning_and_an_exact_resume(tiny, tmp_path, "int8")
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_the_adapter_loads_with_plain_peft(tiny: Path, tmp_path: Path) -> None:
     quantized.check_the_adapter_loads_with_plain_peft(tiny, tmp_path, "int8")
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_copies_share_the_quantized_matrices(tiny: Path) -> None:
     quantized.check_copies_share_the_quantized_matrices(tiny, "int8")
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_fresh_adapter_has_the_precision_of_the_model(tiny: Path) -> None:
     quantized.check_a_fresh_adapter_is_the_first_one(tiny, "int8")
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_compiled_layers_keep_only_the_quantized_matrix() -> None:
     quantized.check_compiled_layers_keep_only_the_quantized_matrix("int8")
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_a_row_of_127_values_is_kept_exactly() -> None:
     layer = nn.Linear(4, 2)
     layer.weight.data = torch.tensor([[1.27, -0.5, 0.0, 0.01], [2.54, 0.02, -2.54, 1.0]])
@@ -80,7 +58,6 @@ def test_a_row_of_127_values_is_kept_exactly() -> None:
     torch.testing.assert_close(made(torch.eye(4)) - layer.bias, layer.weight.T, rtol=0, atol=2e-3)
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_the_parameters_of_quantized_matrices_are_counted(tiny: Path) -> None:
     lines: list[list[str]] = []
     for kind in ("none", "int8"):
@@ -90,15 +67,24 @@ def test_the_parameters_of_quantized_matrices_are_counted(tiny: Path) -> None:
     assert lines[0] == lines[1]
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_a_missing_package_is_answered_with_the_command_that_installs_it(
-    tiny: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("retrain.checks.preflight._is_importable", lambda name: name != "bitsandbytes")
-    config = config_for(tiny, model__quantization=kind)
+
+
+@pytest.mark.usefixtures("without_package")
+def test_8_bits_need_no_package(tiny: Path) -> None:
+    config = config_for(tiny, model__quantization="int8")
+    assert not list(find_obstacles(config))
+    assert policy_for(config).quantization == "int8"
+
+
+@pytest.mark.usefixtures("without_package")
+def test_a_missing_package_is_answered_with_the_command_that_installs_it(tiny: Path) -> None:
+    config = config_for(tiny, model__quantization="nf4")
     (issue,) = find_obstacles(config)
-    assert issue.where == "[model] quantization"
+    assert issue.where == '[model] quantization = "nf4"'
     assert issue.text == "needs the package bitsandbytes, which is not installed."
     assert "pip install" in issue.hint
     with pytest.raises(MissingExtraError, match=r"needs the package bitsandbytes, which is not installed\..*pip"):

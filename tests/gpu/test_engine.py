@@ -74,7 +74,7 @@ def test_drawing_is_that_of_plain_loops() -> None:
 
 def test_the_best_there_is_is_chosen_and_reported(broad: Path) -> None:
     engine = engine_on(policy_for(config_for(broad), device="cuda"), config_for(broad))
-    assert engine.description == "pytorch on cuda, CUDA graphs, triton attention, bf16 weights, bf16 cache"
+    assert engine.description == "pytorch on cuda, CUDA graphs, triton attention, bf16 unmerged weights, bf16 cache"
     assert isinstance(engine, StreamingEngine)
     flash = config_for(broad, inference__attention_kernel="flash")
     assert not isinstance(engine_on(policy_for(flash, device="cuda"), flash), StreamingEngine)

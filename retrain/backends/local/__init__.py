@@ -17,10 +17,12 @@ from retrain.backends.local.precision import make_agreement
 from retrain.backends.local.sizes import load_sizes, save_sizes
 from retrain.backends.local.split import SplitBackend, engine_metrics
 from retrain.config import TrainConfig
+from retrain.config.reasons import trains_complete_steps
 from retrain.errors import ConfigError
 from retrain.inference_engine import Described, HoldsMemory, IncrementalEngine, InferenceEngine, Progress, Remote
 from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.http.spec import ServerSpec
+from retrain.modeling.compiling import start_compiler
 from retrain.modeling.policy import Policy, load_policy
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.tokens import Tokenizer
@@ -42,6 +44,8 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
         )
     devices = resolve_devices(config.backend.devices, log)
     seed = config.training.seed
+    if devices[-1].type == "cuda":
+        start_compiler()
     log(f"Loading train model: {config.model.model} on {devices[-1]}...")
     policy = load_policy(config.model, config.lora, seed, devices[-1], log)
     policy.tokenizer = tokenizer
@@ -117,15 +121,13 @@ class LocalBackend:
 
     def overlap_obstacle(self) -> Obstacle | None:
         """Sampling elsewhere can overlap with training; on the same device it can, but may not be faster."""
-        config, device = self.learner.config, self.learner.policy.device
-        if config.lora.dropout:
-            return Obstacle("[lora] dropout draws its masks in the order of training", is_final=True)
-        if config.memory.micro_batches:
-            return Obstacle("[memory] micro_batches is for complete steps", is_final=True)
+        reason = trains_complete_steps(self.learner.config)
+        if reason:
+            return Obstacle(reason, is_final=True)
         if not isinstance(self.engine, IncrementalEngine):
             return Obstacle("the engine returns the completions of a step together", is_final=True)
         if not isinstance(self.engine, Remote):
-            return Obstacle(f"sampling and training share {device}", is_final=False)
+            return Obstacle(f"sampling and training share {self.learner.policy.device}", is_final=False)
         return None
 
     def accumulate(self, part: int, datums: Sequence[Datum]) -> None:

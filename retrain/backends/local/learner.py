@@ -24,7 +24,7 @@ from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
-from retrain.modeling.compiling import WARM_UP_TOKENS, compile_layers, datums_for_warm_up
+from retrain.modeling.compiling import WARM_UP_LENGTH, WARM_UP_TOKENS, compile_layers, datums_for_warm_up, traced_only
 from retrain.modeling.determinism import Determinism, sum_by_row
 from retrain.modeling.packing import (
     BatchLoad,
@@ -275,15 +275,15 @@ class Learner:
         for batch, packed, expected in zip(batches, packs, references, strict=True):
             # A sampler over the same weights takes its turn between two micro-batches.
             with self.policy.turns:
-                totals.add(*self._backward_one(packed, expected, max(map(length_of, batch)), divisor))
+                totals.add(*self._backward_one(packed, expected, [length_of(datum) for datum in batch], divisor))
         self._train_mode(False)
         totals.datums = [datum for batch in batches for datum in batch]
         return totals
 
     def _backward_one(
-        self, packed: MicroBatch, expected: Tensor | None, longest: int, divisor: float
+        self, packed: MicroBatch, expected: Tensor | None, lengths: Sequence[int], divisor: float
     ) -> tuple[Tensor, TokenBatch]:
-        with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(packed.rows, longest):
+        with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(lengths):
             token_batch = TokenBatch(
                 self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
                 packed.rows, expected,
@@ -302,14 +302,14 @@ class Learner:
         if not self.is_compiled or not self.determinism.is_on or ways <= self.warm:
             return
         self.warm |= ways
-        with torch.random.fork_rng([self.policy.device]):
-            for tokens in WARM_UP_TOKENS:
-                packed = self.pack(datums_for_warm_up(self.policy, tokens))
-                if not torch.is_grad_enabled():
-                    self.logprobs(packed)
-                    continue
-                with self.determinism.kernels(packed.rows, 0):
-                    (0.0 * self.logprobs(packed).sum()).backward()  # type: ignore[no-untyped-call]
+        first, second = (self.pack(datums_for_warm_up(self.policy, tokens)) for tokens in WARM_UP_TOKENS)
+        devices = [self.policy.device] if self.policy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.determinism.kernels([WARM_UP_LENGTH] * second.rows):
+            with traced_only(self.policy.causal_lm):
+                self.logprobs(first)
+            logprobs = self.logprobs(second)
+            if logprobs.requires_grad:
+                (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clear()
 
     def _reference_logprobs(self, packs: Sequence[MicroBatch]) -> list[Tensor | None]:

@@ -80,7 +80,7 @@ class Model(Section):
         "none",
         "Store the frozen matrices in 8 or 4 bits, below an adapter in full precision (QLoRA).",
         on_tinker="The service loads the model by itself.",
-        package="bitsandbytes",
+        package={"nf4": "bitsandbytes"},
         synonyms=("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),
     )
     init_kwargs: Table = option(

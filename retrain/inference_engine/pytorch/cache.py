@@ -13,12 +13,10 @@ from retrain.capacity.sampling import CACHE_SHARE, cache_share
 from retrain.errors import SamplingMemoryError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
+from retrain.modeling.quantization import INT8_MAX, LEAST_SCALE
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-INT8_MAX = 127.0
-# Keeps the scale of an all-zero token non-zero.
-LEAST_SCALE = 1e-8
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,13 @@ class DecodeAttention:
             self.splits *= 2
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attend over the row up to the new token, which is appended to it."""
+        """Attend over each row up to its new token, which is appended to it.
+
+        The new tokens of all rows are packed like prompts, into one sequence: (1, heads, rows, head size).
+        """
+        query, key, value = (packed.transpose(0, 2) for packed in (query, key, value))
         stores = self.cache.layers[layer]
-        return self.kernels.decode_attention(
+        output = self.kernels.decode_attention(
             query, (key, value), stores, self.cache.table, self.cached, scoring, self.splits
         )
+        return output.transpose(0, 2)

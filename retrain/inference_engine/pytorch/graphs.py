@@ -33,6 +33,7 @@ from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, p
 from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
+from retrain.modeling.compiling import traced_only
 from retrain.modeling.distribution import shape_logits
 from retrain.types import Sampling
 
@@ -40,9 +41,8 @@ from retrain.types import Sampling
 POLL_EVERY = 16
 # How often a batch begins again in less memory before an out-of-memory error ends the run.
 RESTARTS = 4
-# Two batch sizes, so that the compiler treats rows and prompt tokens as dynamic.
-WARM_UP_ROWS = (24, 12)
-WARM_UP_LENGTH = 64
+# Rows and prompt tokens vary. The compiler sees two sizes, and generates kernels for the second.
+WARM_UP_ROWS = (12, 24)
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class GraphDecoder:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile with fixed batches, so that kernels do not depend on which batch comes first."""
-        prompt = np.arange(min(WARM_UP_LENGTH, self.model.policy.context_length - 2)) % self.model.policy.vocabulary
-        for rows in WARM_UP_ROWS:
-            # Distinct prompts are prefilled separately.
-            prompts = [np.roll(prompt, row) for row in range(rows)]
-            sampling = Sampling(max_tokens=2)
-            self.draw([Row(ids, 0, n, sampling.max_tokens) for n, ids in enumerate(prompts)], sampling, _ignore)
+        sampling = Sampling(max_tokens=2)
+        first, second = ([Row(np.array([row]), 0, row, sampling.max_tokens) for row in range(n)] for n in WARM_UP_ROWS)
+        with traced_only(self.model.causal_lm):
+            self.draw(first, sampling, _ignore)
+        self.release()
+        self.draw(second, sampling, _ignore)
         self.release()
         self.room = 0
 
@@ -391,9 +391,9 @@ class GraphDecoder:
         slots, attention = self.slots, DecodeAttention(self.kernels, self.cache, self.slots.cached, size)
 
         def body() -> None:
-            positions = slots.cached[:size, None].long()
-            hidden = self.model.hidden(slots.next_token[:size, None], positions, attention)
-            self._draw(self.model.head(hidden[:, 0]), slots.everyone[:size])
+            # Packed into one row, like prompts: both run through the same compiled graph.
+            hidden = self.model.hidden(slots.next_token[None, :size], slots.cached[None, :size].long(), attention)
+            self._draw(self.model.head(hidden[0]), slots.everyone[:size])
 
         return body
 

@@ -102,7 +102,8 @@ def _read(
     return best, total, gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
 
 
-@triton.jit
+# Not compiled again for other lengths of rows.
+@triton.jit(do_not_specialize=["table_row"])
 def _attend(
     query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, table, cached,
     output, partial_output, partial_stats, scale, window, softcap,
@@ -245,7 +246,7 @@ def _scan_vocabulary(
     tl.store(choices + row * blocks + block, block * BLOCK + winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _settle(
     stats, choices, slots, drawn, cached, limits, done, next_token,
     out_tokens, out_logprobs, out_entropies, stops, blocks, width,

@@ -31,7 +31,8 @@ def _store(output, at, total, bias, n, outputs, is_inside, HAS_BIAS: tl.constexp
     tl.store(output + at, total.to(output.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+# One kernel for all numbers of rows, whether or not a multiple of 16.
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     inputs, weight, bias, output, partial, arrived, rows, outputs, width, inputs_row,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,

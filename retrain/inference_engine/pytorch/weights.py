@@ -35,7 +35,7 @@ from retrain.inference_engine.pytorch.products import (
     packs,
     replace_with,
 )
-from retrain.modeling.attention import ATTENTION_NAME, Attention
+from retrain.modeling.attention import SAMPLING_NAME, Attention, attending
 from retrain.modeling.causal_lm import module_of
 from retrain.modeling.policy import Policy, last_hidden
 from retrain.modeling.quantization import QuantizedLinear
@@ -77,7 +77,7 @@ class SamplingModel:
                 # A copy: the attention would otherwise be written into the configuration of the trained model.
                 copy.deepcopy(policy.causal_lm.config),
                 dtype=self.dtype,
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=SAMPLING_NAME,
             )
         self.causal_lm.eval().requires_grad_(False)
         self.packs = packs(self.dtype, policy.device) and packs(policy.dtype, policy.device)
@@ -125,7 +125,8 @@ class SamplingModel:
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
-        return last_hidden(self.causal_lm, token_ids, positions, attend)
+        with attending(attend):
+            return last_hidden(self.causal_lm, token_ids, positions)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""

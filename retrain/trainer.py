@@ -289,6 +289,11 @@ def resume(parts: Parts) -> RunState:
     saved = checkpoint.state
     parts.backend.load(checkpoint.path)
     parts.order.load_state_dict(saved["order"])
+    if saved.get("data_digest", parts.order.digest) != parts.order.digest:
+        parts.console.print(
+            "Warning: the data was changed since the checkpoint: it has as many examples, but not the same ones in the "
+            "same order. The run continues with those of now."
+        )
     parts.sepa.load_state_dict(saved["sepa"])
     parts.backpressure.load_state_dict(saved["backpressure"])
     unknown = saved["progress"].keys() - {each.name for each in fields(RunState)}
@@ -327,6 +332,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "configured_batch_size": parts.config.training.batch_size,
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
+        "data_digest": parts.order.digest,
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
         # Every generator is seeded from these at each step, so they are the complete random state.

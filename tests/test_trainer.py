@@ -156,7 +156,7 @@ def test_a_run_writes_every_documented_file_and_key(model: Path, tmp_path: Path)
 
 
 def test_the_lines_of_a_run_are_the_documented_ones(model: Path, tmp_path: Path) -> None:
-    _, printed = train_quietly(fake_config(model, tmp_path))
+    _, printed = train_quietly(fake_config(model, tmp_path, sepa__delay_steps=2))
     lines = printed.splitlines()
     assert lines[:7] == [
         f"Loading tokenizer for {model} ...",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import overload
 
 from retrain.errors import CheckpointError, PluginError, RetrainError
@@ -116,6 +119,16 @@ class ExampleOrder:
             self._permutation = list(range(len(self._examples)))
             random.Random(f"{self._seed}:epoch {epoch}").shuffle(self._permutation)
         return self._examples[self._permutation[index]]
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all prompts and references, in order; empty for an endless source."""
+        if isinstance(self._examples, Endless | First):
+            return ""
+        found = hashlib.blake2b(digest_size=16)
+        for example in self._examples:
+            found.update(json.dumps([example.prompt, example.reference], default=str).encode())
+        return found.hexdigest()
 
     def state_dict(self) -> dict[str, int]:
         """Return the state for a checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -126,9 +127,11 @@ def _read_message(message: object, field: str) -> dict[str, str]:
 
 def read_answer(value: object, field: str, named: bool) -> str:
     """The reference answer of a row; of a solution, its final answer. Raises BadRow."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"has {value} in {field!r}, where text or a number belongs")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # 27.0 in a numeric column is the answer 27
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
         raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a number belongs")

@@ -169,10 +169,10 @@ class EnvironmentProcess:
         """Forward the environment's output; of a progress bar only the last state."""
         with os.fdopen(printed, encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
             for line in lines:
-                text = line.rstrip("\r\n").rpartition("\r")[2][:_LONGEST_LINE]
-                self._printed.append(redact(text))
+                text = redact(line.rstrip("\r\n").rpartition("\r")[2])[:_LONGEST_LINE]
+                self._printed.append(text)
                 if not self.was_unresponsive:
-                    self.log(redact(text))
+                    self.log(text)
 
 
 def _settle(answer: Future[WireReply], reply: WireReply) -> None:

@@ -270,7 +270,9 @@ def mark_tasks(loop: asyncio.AbstractEventLoop, liveness: Liveness) -> None:
         number = context.get(_rollout, 0)
         return asyncio.Task(_marked(coroutine, number, liveness) if number else coroutine, loop=loop, **options)
 
-    loop.set_task_factory(make)  # type: ignore[arg-type]  # typeshed has the signature of one Python version
+    # Any: its declared signature differs between Python versions.
+    factory: Any = make
+    loop.set_task_factory(factory)
 
 
 def mark_threads(liveness: Liveness) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from urllib.parse import quote
 
 HIDDEN = "***"
 
@@ -111,10 +112,11 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
 
 
 def _forms(value: str) -> set[str]:
-    """A secret as it is, line by line, and escaped as `repr` and JSON print it."""
+    """A secret as it is, line by line, and escaped as `repr` and JSON print it and as URLs quote it."""
     parts = {value, *(line.strip() for line in value.splitlines())}
     quoted = {write(part)[1:-1] for part in parts for write in (repr, json.dumps, _dump_unicode)}
     # repr escapes one kind of quote only where both occur.
+    quoted |= {quote(part, safe=safe, errors="surrogateescape") for part in parts for safe in ("", "/")}
     return parts | quoted | {part.replace("\\", "\\\\").replace("'", "\\'") for part in parts}
 
 

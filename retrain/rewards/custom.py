@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from retrain.errors import PluginError
+from retrain.isolation.redaction import redact
 
 if TYPE_CHECKING:
     import asyncio
@@ -71,6 +72,7 @@ def _shorten(result: object) -> str:
         text = repr(result)
     except Exception as error:
         text = f"<its repr failed: {error!r}>"
+    text = redact(text)  # before it is cut: a part of a secret is not recognised
     text = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{text} ({type(result).__name__})"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from retrain.isolation.framing import LENGTH, FrameBuffer, frame
+from retrain.isolation.redaction import redact
 
 if TYPE_CHECKING:
     from retrain.types import IntArray
@@ -146,10 +147,11 @@ def _is_number(value: object) -> bool:
 
 
 def read_tail(fd: int, most: int = 4000) -> str:
-    """The end of the file of descriptor `fd`."""
+    """The end of the file of descriptor `fd`, without secrets."""
+    read = 16 * most  # more than is shown: a secret at the cut is redacted as a whole
     try:
         size = os.fstat(fd).st_size
-        data = os.pread(fd, most, max(0, size - most))
+        data = os.pread(fd, read, max(0, size - read))
     except OSError:  # the user's code may have closed it
         return ""
-    return data.decode("utf-8", "replace").strip()
+    return redact(data.decode("utf-8", "replace"))[-most:].strip()

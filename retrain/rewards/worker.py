@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from retrain.errors import RetrainError
+from retrain.isolation.redaction import redact
 from retrain.rewards import load_reward
 from retrain.rewards.custom import call_reward, extras_of
 from retrain.rewards.weighted import Term, WeightedReward
@@ -161,7 +162,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _format_error(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__))).strip()
+    lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
+    text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognised
     return text if len(text) <= _LONGEST_TRACEBACK else f"…{text[-_LONGEST_TRACEBACK:]}"
 
 

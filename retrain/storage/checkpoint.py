@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps with a checkpoint, in order."""
         names = [path.name for path in self.folder.glob("step_*")] if self.folder.is_dir() else []
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        return sorted(int(name[5:]) for name in names if re.fullmatch("step_[0-9]+", name))
 
     def newest(self) -> Checkpoint:
         """The newest valid checkpoint."""
@@ -90,7 +91,10 @@ class Checkpoints:
             if not problem:
                 return Checkpoint(path, step, manifest["state"])
             self.log(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
-        raise CheckpointError(f"{self.log_dir} has no checkpoint to resume from.")
+        raise CheckpointError(
+            f"{self.log_dir} has no checkpoint to resume from: there is one every [training] save_every steps.  "
+            "Try: start the run again"
+        )
 
     def drop_after(self, step: int) -> None:
         """Delete checkpoints after `step`, which a resume will rewrite."""
@@ -150,16 +154,21 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], N
             f"The adapter is in {source}."
         )
         return source
+    log_dir = checkpoint.parent.parent.absolute()
     try:
-        publish_folder(adapter_path, lambda draft: _copy_into(source, draft))
+        publish_folder(adapter_path, lambda draft: _copy_into(source, draft), run=str(log_dir))
     except OSError as error:
-        log(f"Warning: the adapter could not be copied to {adapter_path}: {error}. It is in {source}.")
+        # copytree raises one error with a list of (source, target, reason).
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        log(f"Warning: the adapter could not be copied to {adapter_path}: {reason}. It is in {source}.")
         return source
     return adapter_path
 
 
 def _copy_into(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder, dirs_exist_ok=True)
+    # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them
+    # may be another user's.
+    shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def digest(path: Path) -> str:

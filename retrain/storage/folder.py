@@ -15,6 +15,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
 from retrain.storage.logs import EVAL_PROBLEMS, FILES, cut_logs, restore_logs
+from retrain.storage.publishing import published_by
 from retrain.storage.recording import drop_recordings
 
 CONFIG_FILE = "config.toml"
@@ -61,8 +62,8 @@ class RunFolder:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():
                     _copy_logs(self.resumed, self.path)
-                short = cut_logs(self.path, self.checkpoint.state["log_sizes"])
-                restore_logs(self.path, short, self.checkpoint.step, self.config.condition, self.log)
+                changed = cut_logs(self.path, self.checkpoint.state["log_sizes"], self.checkpoint.step)
+                restore_logs(self.path, changed, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
             elif any(_is_not_empty(self.path / name) for name in RUN_FILES):
@@ -74,6 +75,18 @@ class RunFolder:
             os.replace(draft, self.path / CONFIG_FILE)
         except OSError as error:
             raise explain_write_error(error, self.path) from error
+        self._warn_of_other_run()
+
+    def _warn_of_other_run(self) -> None:
+        """Say that the adapter of another run is going to be replaced."""
+        adapter, own = Path(self.config.backend.adapter_path).expanduser(), self.path.resolve()
+        other = published_by(adapter)
+        is_own = not other or Path(other).resolve() == own or adapter.resolve().is_relative_to(own)
+        if not is_own and Path(other).is_dir():
+            self.log(
+                f"Warning: {adapter} holds the adapter of the run in {other}, and this run replaces it; that run's "
+                f"checkpoints stay.  Try: --adapter-path {self.path / 'adapter'}"
+            )
 
     def _step_aside_earlier_run(self) -> None:
         """Rename the folder of an earlier run."""
@@ -99,7 +112,17 @@ class RunFolder:
             )
         self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()
         self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
-        return config
+        return self._with_own_adapter(config, stored)
+
+    def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
+        """An adapter folder inside of a run folder that was renamed since is in the renamed one."""
+        adapter, log_dir = Path(config.backend.adapter_path), Path(stored.logging.log_dir).expanduser().parts
+        # The log_dir is stored as it was given, which may be relative to a folder that is not known.
+        was_in = next((folder for folder in adapter.parents if folder.parts[-len(log_dir) :] == log_dir), None)
+        if config.backend.adapter_path != stored.backend.adapter_path or was_in is None:
+            return config
+        moved = str(self.path.absolute() / adapter.relative_to(was_in))
+        return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": moved})})
 
 
 def step_aside(path: Path) -> str:

@@ -34,30 +34,53 @@ def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
             yield row
 
 
-def cut_logs(log_dir: Path, sizes: Mapping[str, int]) -> list[str]:
-    """Truncate the files to their sizes at a checkpoint; later steps will be rewritten.
+def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int) -> list[str]:
+    """Truncate the files to their sizes at a checkpoint after `steps` steps; later steps will be rewritten.
 
-    Returns the names of files that are shorter than that.
+    Returns the names of files that are shorter than that or were changed since; they are left as they are.
     """
-    short = []
+    changed = []
     for name in FILES:
         path, size = log_dir / name, sizes.get(name, 0)
         held = path.stat().st_size if path.exists() else 0
-        if held < size:
-            short.append(name)
+        if held < size or (size and not _ends_at(path, size, steps, name in (METRICS, STEPS))):
+            changed.append(name)
         elif held > size:
             os.truncate(path, size)
-    return short
+    return changed
 
 
-def restore_logs(log_dir: Path, short: Sequence[str], steps: int, condition: str, log: Callable[[str], None]) -> None:
-    """Rebuild `steps` steps of files that are too short, as far as the other files allow."""
+def _ends_at(path: Path, size: int, steps: int, every_step: bool) -> bool:
+    """Whether the rows before `steps` end at `size`; only the lines there and the first one are read."""
+    with path.open("rb") as file:
+        first = file.readline(size)
+        block, before = 0, b""
+        while block < size and b"\n" not in before[:-1]:
+            block = min(size, 2 * block or 1 << 16)
+            file.seek(size - block)
+            before = file.read(block)
+        after = file.readline()
+    last = before[:-1].rpartition(b"\n")[2]
+    numbers = [_step_of(line) for line in (first, last)]
+    is_whole = before.endswith(b"\n") and all(0 <= number < steps for number in numbers)
+    later = _step_of(after)
+    return is_whole and (numbers[1] == steps - 1 or not every_step) and (later < 0 or later >= steps)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a row; -1 if it is not one."""
+    step = next((row.get("step") for row in parse_rows([line])), None)
+    return step if isinstance(step, int) else -1
+
+
+def restore_logs(log_dir: Path, changed: Sequence[str], steps: int, condition: str, log: Callable[[str], None]) -> None:
+    """Rebuild `steps` steps of files that are too short or were changed, as far as the other files allow."""
     for name in (STEPS, METRICS):
-        if name in short:
+        if name in changed:
             _restore(log_dir, name, steps, condition, log)
-    for name in (name for name in short if name not in (STEPS, METRICS)):
+    for name in (name for name in changed if name not in (STEPS, METRICS)):
         replace_rows(log_dir / name, _rows_before(log_dir / name, steps))
-        log(f"Warning: {log_dir / name} is shorter than at the checkpoint. The lost rows cannot be rebuilt.")
+        log(f"Warning: {log_dir / name} was shortened or changed since the checkpoint. Lost rows cannot be rebuilt.")
 
 
 def _restore(log_dir: Path, name: str, steps: int, condition: str, log: Callable[[str], None]) -> None:
@@ -67,6 +90,7 @@ def _restore(log_dir: Path, name: str, steps: int, condition: str, log: Callable
     rebuilt = {step: {**found[step], "rebuilt": True} for step in lost if step in found}
     replace_rows(log_dir / name, [row for _, row in sorted((rows | rebuilt).items())])
     if not lost:
+        log(f"Warning: {log_dir / name} was changed since the checkpoint; it still has the rows of all earlier steps.")
         return
     text = f"Warning: {log_dir / name} lost the rows of {_list_steps(lost)} since the checkpoint."
     if rebuilt:

@@ -12,8 +12,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from retrain.types import JsonObject
+
 RECORD = ".retrain_published.json"
-"""Lists the files of the last publish, which are the only ones that the next publish may replace or delete."""
+"""Lists the files of the last publish, which are the only ones that the next publish may replace or delete, and says
+which run they are of."""
 
 
 def may_replace(target: Path) -> bool:
@@ -23,7 +26,12 @@ def may_replace(target: Path) -> bool:
     return not target.exists()
 
 
-def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
+def published_by(target: Path) -> str:
+    """The folder of the run that published to `target`; empty if that is not known."""
+    return str(_read_record(target).get("run") or "")
+
+
+def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:
     """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
 
     It is written beside its place, so a kill leaves the earlier weights; what such a kill left is deleted here.
@@ -34,7 +42,8 @@ def publish_folder(target: Path, fill: Callable[[Path], None]) -> None:
     try:
         draft.mkdir(parents=True)
         fill(draft)
-        (draft / RECORD).write_text(json.dumps(sorted(map(str, _files(draft)))), encoding="utf-8")
+        record = {"run": run, "files": sorted(map(str, _files(draft)))}
+        (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
         if (target.is_dir() and _files(target) - _published(target)) or os.path.ismount(target):
             _replace_files(target, draft)
         else:
@@ -83,12 +92,21 @@ def _files(folder: Path) -> set[Path]:
 
 
 def _published(target: Path) -> set[Path]:
-    """The files of the last publish, with its record; none where the record cannot be read."""
-    try:
-        names = json.loads((target / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The files of the last publish that are there, with its record; none where the record cannot be read."""
+    names = _read_record(target).get("files")
+    if not isinstance(names, list):
         return set()
-    return {Path(RECORD), *(Path(name) for name in names if isinstance(name, str) and ".." not in Path(name).parts)}
+    # A name that is absolute or leads out of the folder is none of its files.
+    return {Path(RECORD), *(Path(name) for name in names if isinstance(name, str))} & _files(target)
+
+
+def _read_record(target: Path) -> JsonObject:
+    try:
+        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    # A list of the files was all of it once.
+    return record if isinstance(record, dict) else {"files": record}
 
 
 def _swap(target: Path, draft: Path) -> None:

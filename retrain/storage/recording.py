@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from retrain.errors import CheckpointError
 from retrain.storage.checkpoint import explain_write_error
 from retrain.types import BoolArray, Completion, Example, Group, Score
 
@@ -50,15 +54,25 @@ def write_recording(log_dir: Path, step: int, groups: Sequence[Group]) -> None:
 
 def read_recordings(log_dir: Path) -> Iterator[tuple[int, list[Group]]]:
     """Every recorded step, in order."""
-    for path in sorted((log_dir / FOLDER).glob("step_*.npz")):
-        with np.load(path, allow_pickle=False) as arrays:
-            yield int(path.stem[5:]), _groups({name: arrays[name] for name in arrays.files})
+    for step, path in find_recordings(log_dir).items():
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                groups = _groups({name: arrays[name] for name in arrays.files})
+        except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise CheckpointError(f"{path} is damaged ({error}).  Try: move it out of {path.parent}") from error
+        yield step, groups
+
+
+def find_recordings(log_dir: Path) -> dict[int, Path]:
+    """The files of recorded steps, in order; other files in their folder are none of them."""
+    named = ((re.fullmatch(r"step_([0-9]+)\.npz", path.name), path) for path in (log_dir / FOLDER).glob("step_*.npz"))
+    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def drop_recordings(log_dir: Path, step: int) -> None:
     """Delete recordings from `step` on, which a resume will rewrite."""
-    for path in (log_dir / FOLDER).glob("step_*.npz"):
-        if int(path.stem[5:]) >= step:
+    for recorded, path in find_recordings(log_dir).items():
+        if recorded >= step:
             path.unlink()
 
 

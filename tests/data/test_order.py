@@ -122,3 +122,13 @@ def test_arithmetic_never_trains_on_a_held_out_problem(seed):
 def test_arithmetic_answers_are_right():
     for example in ExampleOrder(load_examples(Data(source="arithmetic")), 3).take(50):
         assert str(eval(example.prompt.removesuffix("=?"))) == example.reference
+
+
+def test_a_digest_tells_other_prompts_references_and_orders_apart() -> None:
+    chat = Example(({"role": "user", "content": "a"},), "1")
+    lists = [[Example("a", "1"), Example("b", "2")], [Example("b", "2"), Example("a", "1")]]
+    lists += [[Example("a", "1"), Example("b", "3")], [Example("c", "1"), Example("b", "2")], [chat, Example("b", "2")]]
+    assert len({ExampleOrder(each, 0).digest for each in lists}) == len(lists)
+    assert ExampleOrder(lists[0], 0).digest == ExampleOrder(list(lists[0]), 7).digest
+    assert ExampleOrder(Endless(lambda rng: chat), 0).digest == ""
+    assert ExampleOrder(Endless(lambda rng: chat), 0, max_examples=3).digest == ""

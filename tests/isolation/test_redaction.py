@@ -12,6 +12,9 @@ import pytest
 from retrain.cli import run
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import public_environment, redact, redact_all
+from retrain.rewards import worker
+from retrain.rewards.custom import to_value
+from retrain.rewards.wire import read_tail
 from retrain.tracking import completions_table
 from retrain.tracking.console import Console
 from retrain.tracking.jsonl import JsonlTracker
@@ -47,6 +50,23 @@ def test_a_password_or_key_in_a_text_is_hidden(text: str, shown: str) -> None:
 )
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert redact(text) == text
+
+
+def test_a_secret_is_hidden_as_a_url_quotes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "open/sesame+99\udcff")
+    assert redact("GET /?q=open%2Fsesame%2B99%FF, /open/sesame%2B99%FF") == "GET /?q=***, /***"
+
+
+def test_text_of_a_reward_is_redacted_before_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    with pytest.raises(TypeError, match=r"returned 'x{70}\*\*\*' \(str\)"):
+        to_value("x" * 70 + "opensesame99")
+    error = RuntimeError("opensesame99" + "x" * 3995)
+    assert "same99" not in worker._format_error(error)
+    printed = tmp_path / "printed"
+    printed.write_text("opensesame99" + "x" * 3995)
+    with printed.open("rb") as file:
+        assert read_tail(file.fileno()) == "***" + "x" * 3995
 
 
 def test_secrets_of_the_environment_are_hidden_by_value(monkeypatch: pytest.MonkeyPatch) -> None:

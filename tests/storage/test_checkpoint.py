@@ -3,9 +3,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import SafetensorError
@@ -258,6 +260,33 @@ def test_a_mount_point_receives_the_files_across_file_systems(
     assert logged == []
 
 
+def test_others_may_read_the_published_weights(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    checkpoint = checkpoints.save(1, {}, write)
+    (checkpoint / "adapter" / "adapter_config.json").chmod(0o600)
+    before = os.umask(0o022)
+    try:
+        publish_adapter(checkpoint, tmp_path / "adapter", lambda _: None)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "adapter" / "adapter_config.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_full_disk_is_named_in_a_few_words(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: str, target: str, **_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    logged: list[str] = []
+    checkpoint = checkpoints.save(1, {}, write)
+    assert publish_adapter(checkpoint, tmp_path / "adapter", logged.append) == checkpoint / "adapter"
+    assert logged == [
+        f"Warning: the adapter could not be copied to {tmp_path / 'adapter'}: [Errno 28] No space left on device. "
+        f"It is in {checkpoint / 'adapter'}."
+    ]
+
+
 def test_a_link_to_the_place_of_the_adapter_stays_a_link(checkpoints: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "adapter").symlink_to(tmp_path / "disk")
@@ -282,6 +311,24 @@ def test_what_killed_publishes_left_is_swept_and_that_of_live_ones_stays(
     assert (tmp_path / f".adapter.{live.pid}").is_dir() and (tmp_path / f".other.{dead}").is_dir()
 
 
+@pytest.mark.parametrize("listed", [["{outside}"], ["../outside"], [""], ["."], ["notes"], ["a\0b"], 5, None, "x", [1]])
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_record_with_odd_names_publishes_and_deletes_nothing_else(
+    checkpoints: Checkpoints, tmp_path: Path, listed: Any, has_run: bool
+) -> None:
+    target, outside, logged = tmp_path / "adapter", tmp_path / "outside", []
+    publish_adapter(checkpoints.save(1, {}, write), target, logged.append)
+    outside.write_text("mine")
+    (target / "notes").mkdir()
+    (target / "notes" / "a.txt").write_text("mine")
+    names = [str(outside)] if listed == ["{outside}"] else listed
+    record = {"run": "", "files": names} if has_run else names
+    (target / ".retrain_published.json").write_text(json.dumps(record))
+    assert publish_adapter(checkpoints.save(2, {}, write), target, logged.append) == target
+    assert logged == []
+    assert outside.read_text() == (target / "notes" / "a.txt").read_text() == "mine"
+
+
 def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     checkpoint, logged = checkpoints.save(1, {}, write), []
@@ -290,6 +337,13 @@ def test_a_place_that_cannot_be_published_to_is_a_warning(checkpoints: Checkpoin
     assert len(logged) == 2
     assert all(line.startswith("Warning: ") and str(checkpoint / "adapter") in line for line in logged)
     assert (tmp_path / "file").is_file()
+
+
+def test_other_folders_beside_the_checkpoints_are_ignored(checkpoints: Checkpoints) -> None:
+    checkpoints.save(2, {}, write)
+    for name in ("step_²", "step_copy", "step_"):
+        (checkpoints.folder / name).mkdir()
+    assert checkpoints.steps() == [2]
 
 
 def test_a_checkpoint_under_another_steps_name_is_damaged(checkpoints: Checkpoints, logged: list[str]) -> None:

@@ -134,6 +134,44 @@ def test_a_renamed_run_can_still_be_resumed(model: Path, run_folder: Path) -> No
     assert [row["step"] for row in rows(elsewhere)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("log_dir", ["absolute", "relative"])
+def test_a_renamed_run_publishes_to_the_adapter_folder_inside_the_renamed_one(
+    log_dir: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logs, renamed = tmp_path / "logs", tmp_path / "renamed"
+    given = str(logs) if log_dir == "absolute" else "logs"
+    places = {"logging__log_dir": given, "backend__adapter_path": f"{given}/adapter"}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=2, **places))
+    logs.rename(renamed)
+    for steps in (3, 4):
+        assert run(["--resume", str(renamed), "--max-steps", str(steps)]) == 0
+        assert (renamed / "adapter" / "steps.txt").read_text() == str(steps)
+    assert load_config(renamed / "config.toml").backend.adapter_path == str(renamed / "adapter")
+    assert not logs.exists()
+
+
+def test_a_run_says_that_it_replaces_the_adapter_of_another_run(model: Path, tmp_path: Path) -> None:
+    logs, other, adapter = tmp_path / "logs", tmp_path / "other", tmp_path / "adapter"
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+    _, again = train_quietly(fake_config(model, tmp_path, training__max_steps=2, resume__from=str(logs)))
+    assert "holds the adapter of the run" not in again
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1, logging__log_dir=str(other)))
+    assert f"Warning: {adapter} holds the adapter of the run in {logs}, and this run replaces it; that run's" in printed
+    assert f"Try: --adapter-path {other}/adapter" in printed
+
+
+def test_a_copied_run_and_one_named_through_a_link_replace_their_own_adapters(model: Path, tmp_path: Path) -> None:
+    logs, copied, link = tmp_path / "logs", tmp_path / "copied", tmp_path / "link"
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, backend__adapter_path=str(logs / "adapter")))
+    shutil.copytree(logs, copied)
+    link.symlink_to(logs)
+    for at, steps in ((copied, 2), (link, 2), (logs, 3)):
+        places = {"logging__log_dir": str(at), "resume__from": str(at), "backend__adapter_path": f"{at}/adapter"}
+        _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=steps, **places))
+        assert "holds the adapter of the run" not in printed
+
+
 HOLD = """
 import sys
 from retrain.config import load_config
@@ -348,7 +386,8 @@ def test_a_torn_last_line_is_cut_and_no_step_appears_twice(model: Path, run_fold
 def resumed(model: Path, folder: Path, **overrides: Any) -> str:
     """Two more steps of the run; their output."""
     logs = str(folder / "logs")
-    _, printed = train_quietly(fake_config(model, folder, training__max_steps=6, resume__from=logs, **overrides))
+    config = fake_config(model, folder, **{"training__max_steps": 6, "resume__from": logs} | overrides)
+    _, printed = train_quietly(config)
     return printed
 
 
@@ -379,13 +418,45 @@ def test_metrics_that_were_shortened_keep_what_is_left_and_no_step_appears_twice
     assert after[2] == json.loads(kept[2])
 
 
+LOGS = ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl")
+
+
+def test_logs_that_lost_their_first_row_but_are_longer_than_at_the_checkpoint_keep_whole_rows_only(
+    model: Path, run_folder: Path
+) -> None:
+    logs = run_folder / "logs"
+    expected = {name: rows_without_times(logs, name) for name in LOGS}
+    shutil.rmtree(logs / "checkpoints" / "step_000004")
+    for name in LOGS:
+        (logs / name).write_bytes((logs / name).read_bytes().partition(b"\n")[2])
+    printed = resumed(model, run_folder, training__max_steps=4)
+    for name in LOGS[:2]:
+        assert [row["step"] for row in rows(logs, name)] == [0, 1, 2, 3]
+        assert rows_without_times(logs, name)[1:] == expected[name][1:]
+    assert rows_without_times(logs, LOGS[2]) == expected[LOGS[2]][1:]
+    assert "metrics.jsonl lost the rows of step 0 since the checkpoint. Those of step 0 were rebuilt" in printed
+    assert "generations.jsonl was shortened or changed since the checkpoint." in printed
+
+
+def test_logs_that_were_reformatted_before_a_resume_keep_their_rows(model: Path, run_folder: Path) -> None:
+    logs = run_folder / "logs"
+    expected = {name: rows_without_times(logs, name) for name in LOGS}
+    shutil.rmtree(logs / "checkpoints" / "step_000004")
+    for name in LOGS:
+        held = rows(logs, name)
+        (logs / name).write_text("".join(json.dumps(row, separators=(",  ", ":   ")) + "\n" for row in held))
+    printed = resumed(model, run_folder, training__max_steps=4)
+    assert {name: rows_without_times(logs, name) for name in LOGS} == expected
+    assert "metrics.jsonl was changed since the checkpoint; it still has the rows of all earlier steps." in printed
+
+
 def test_what_the_other_logs_do_not_have_is_reported_as_gone(model: Path, run_folder: Path) -> None:
     logs = run_folder / "logs"
     for name in ("metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl"):
         (logs / name).unlink()
     printed = resumed(model, run_folder)
     assert "metrics.jsonl lost the rows of steps 0-3 since the checkpoint. The other logs do not have them." in printed
-    assert "generations.jsonl is shorter than at the checkpoint. The lost rows cannot be rebuilt." in printed
+    assert "generations.jsonl was shortened or changed since the checkpoint. Lost rows cannot be rebuilt." in printed
     assert [row["step"] for row in rows(logs)] == [4, 5]
 
 
@@ -398,6 +469,14 @@ def test_summaries_are_rebuilt_from_completions_and_metrics_from_them(model: Pat
     rebuilt = rows(logs, "emergence/steps.jsonl")[:4]
     assert rebuilt == [row | {"rebuilt": True} for row in summaries]
     assert [row["correct_rate"] for row in rows(logs)[:4]] == [row["correct_rate"] for row in before]
+
+
+def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> None:
+    assert "the data was changed" not in resumed(model, run_folder)
+    problems = run_folder / "problems.jsonl"
+    problems.write_text("".join(reversed(problems.read_text().splitlines(keepends=True))))
+    printed = resumed(model, run_folder, training__max_steps=8)
+    assert "Warning: the data was changed since the checkpoint: it has as many examples" in printed
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(model: Path, run_folder: Path) -> None:

@@ -121,6 +121,25 @@ def test_later_recordings_are_dropped_at_a_resume(tmp_path: Path) -> None:
     assert [step for step, _ in read_recordings(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize("name", ["step_copy.npz", "step_².npz", "step_.npz", "step_000001 (1).npz"])
+def test_a_copy_among_the_recordings_is_not_one_of_them(tmp_path: Path, name: str) -> None:
+    write_recording(tmp_path, 1, GROUPS)
+    copy = tmp_path / "rollouts" / name
+    copy.write_bytes((tmp_path / "rollouts" / "step_000001.npz").read_bytes())
+    assert [step for step, _ in read_recordings(tmp_path)] == [1]
+    drop_recordings(tmp_path, 0)
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.98])
+def test_a_truncated_recording_is_an_error_that_names_it(tmp_path: Path, share: float) -> None:
+    write_recording(tmp_path, 1, GROUPS)
+    path = tmp_path / "rollouts" / "step_000001.npz"
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(CheckpointError, match=r"step_000001\.npz is damaged"):
+        list(read_recordings(tmp_path))
+
+
 def test_recordings_are_compact(tmp_path: Path) -> None:
     groups = [
         Group(Example("q", "a"), np.arange(20), tuple(completion(500) for _ in range(8)), 8 * (Score(1.0, "right"),))

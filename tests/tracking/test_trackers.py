@@ -213,13 +213,13 @@ def test_chat_prompts_are_written_as_one_text(tracker: JsonlTracker, tmp_path: P
 
 
 def test_logs_are_cut_back_to_a_checkpoint(tracker: JsonlTracker, tmp_path: Path) -> None:
-    tracker.log(0, METRICS, [group()])
+    tracker.log(0, METRICS | {"step": 0}, [group()])
     sizes = tracker.sizes()
-    tracker.log(1, METRICS, [group()])
+    tracker.log(1, METRICS | {"step": 1}, [group()])
     tracker.finish()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "lo')
-    assert cut_logs(tmp_path, sizes) == []
+    assert cut_logs(tmp_path, sizes, 1) == []
     assert {name: (tmp_path / name).stat().st_size for name in FILES if name != DEBUG} == sizes
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
@@ -229,7 +229,7 @@ def test_a_line_torn_before_its_checkpoint_is_cut_too_and_reported_as_lost(
     tmp_path: Path, torn: bytes, left: list[int]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(torn)
-    short = cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10})
+    short = cut_logs(tmp_path, {"metrics.jsonl": 1000, "eval.jsonl": 10}, 2)
     assert short == ["metrics.jsonl", "eval.jsonl"]
     logged: list[str] = []
     restore_logs(tmp_path, short, 2, "grpo+none", logged.append)
@@ -515,7 +515,7 @@ def test_debugging_writes_what_became_of_every_completion(tmp_path: Path) -> Non
     ]
     assert row["groups"][0]["rewards"] == [None, 0.0] and row["groups"][2]["advantages"] == [0.5, -0.5]
     assert row["groups"][2]["lengths"] == [3, 3] and row["groups"][2]["prompt_tokens"] == 2
-    cut_logs(tmp_path, {})
+    cut_logs(tmp_path, {}, 1)
     assert (tmp_path / DEBUG).read_text() == ""
 
 

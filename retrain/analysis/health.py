@@ -7,11 +7,12 @@ threshold was crossed. The report, `retrain status`, `retrain top` and the end o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-Row = Mapping[str, Any]
+from retrain.analysis.change import Row, paired_change
+
 Level = Literal["ok", "warning", "problem", "unknown"]
 
 WINDOW = 10
@@ -134,18 +135,19 @@ def _limit(
 
 
 def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
-    rule = f"held-out pass@1 above its first interval, else reward above that of the first {WINDOW} steps"
+    rule = f"held-out pass@1 above the first by more than noise, else reward above that of the first {WINDOW} steps"
     rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
     if len(rows) > 1:
         first, last = rows[0], rows[-1]
         before, after = float(first["eval_pass_at_1"]), float(last["eval_pass_at_1"])
-        low, high = (_number(first.get(key, before)) for key in ("eval_ci_low", "eval_ci_high"))
-        assert low is not None and high is not None
+        change = paired_change(first, last)
+        before, after = (change.before, change.after) if change is not None else (before, after)
         value = f"held-out {_percent(before)} → {_percent(after)}"
-        if after < low:
-            worse = next(int(row["step"]) for row in rows if float(row["eval_pass_at_1"]) < low)
+        direction = _direction(first, last)
+        if direction < 0:
+            worse = next(int(row["step"]) for row in rows if _direction(first, row) < 0)
             return Check("learning", "problem", value, rule, worse, "wrong")
-        level: Level = "ok" if after > high else "warning"
+        level: Level = "ok" if direction > 0 else "warning"
         value += "" if level == "ok" else ", within noise"
         # An evaluation after a few steps cannot show much yet.
         if level == "warning" and int(last["step"]) - int(first["step"]) < SHORTEST:
@@ -163,6 +165,18 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     if after > before + 2 * spread:
         return Check("learning", "ok", value, rule, None, "wrong")
     return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
+
+
+def _direction(first: Row, last: Row) -> int:
+    """1 or -1 if pass@1 has risen or fallen by more than noise, else 0."""
+    change = paired_change(first, last)
+    if change is not None:
+        return 0 if change.is_noise else 1 if change.difference > 0 else -1
+    # Without the results of each problem: beyond the interval of the first evaluation.
+    before, after = float(first["eval_pass_at_1"]), float(last["eval_pass_at_1"])
+    low, high = (_number(first.get(key, before)) for key in ("eval_ci_low", "eval_ci_high"))
+    assert low is not None and high is not None
+    return 1 if after > high else -1 if after < low else 0
 
 
 def _check_entropy(metrics: Sequence[Row]) -> Check:

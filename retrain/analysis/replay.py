@@ -16,7 +16,7 @@ from retrain.errors import ConfigError
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
 from retrain.planning.masks import PlanningMasks
 from retrain.rollout import Rollouts
-from retrain.storage.recording import FOLDER, read_recordings
+from retrain.storage.recording import find_recordings, read_recordings
 from retrain.types import BoolArray, FloatArray, Group
 
 
@@ -55,7 +55,7 @@ class Method:
 
 def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterator[Difference]:
     """Compare two methods step by step over the recordings of a run."""
-    if not any((log_dir / FOLDER).glob("step_*.npz")):
+    if not find_recordings(log_dir):
         raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
     texts = vocabulary_texts(load_tokenizer(recorded.model.model))
     before, after = Method(recorded, texts), Method(wanted, texts)

@@ -17,7 +17,7 @@ from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
 from retrain.storage.logs import EVAL_PROBLEMS, parse_rows
-from retrain.storage.recording import FOLDER as RECORDINGS
+from retrain.storage.recording import find_recordings
 from retrain.types import JsonObject
 
 Data = JsonObject
@@ -234,7 +234,7 @@ def _steps_that_fit(log: RunLog, runs: int) -> list[int]:
 
 def recorded_steps(log: RunLog) -> list[int]:
     """Steps whose rollouts were recorded."""
-    return sorted(int(path.stem[5:]) for path in (log.path / RECORDINGS).glob("step_*.npz"))
+    return list(find_recordings(log.path))
 
 
 def token_rows(log: RunLog, steps: Sequence[int]) -> dict[int, list[list[Data]]]:

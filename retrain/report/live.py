@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from retrain.analysis.runs import RunRecord
-from retrain.errors import RetrainError
 from retrain.report.completions import matches
 from retrain.report.contents import describe_folders, describe_run, find_logs, recorded_steps, token_rows
 from retrain.report.runlog import RunLog
@@ -73,9 +72,9 @@ class LiveReport:
                 runs = find_logs(self.folders, self.logs, BUDGET_S)
                 self.runs, self.problem = runs, ""
                 self._describe()
-        except (RetrainError, OSError, ValueError, KeyError, TypeError) as error:
-            # Before the first step there is no run; a folder may also be moved while it is read.
-            self.problem = str(error)
+        except Exception as error:
+            # Before the first step there is no run; a folder may be moved while it is read, or hold anything.
+            self.problem = str(error) or type(error).__name__
             if not self.runs:
                 self.head = {
                     "title": "retrain",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from retrain.analysis.change import Change, paired_change
 from retrain.analysis.runs import Row, RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
@@ -108,7 +109,8 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
         pair = _evaluations(run) if held_out else _training(log, metric)
         if pair:
             ids = {"run": log.id, "name": run.path.resolve().name, "condition": run.condition, "seed": run.seed}
-            rows.append(ids | {"before": pair[0], "after": pair[1]})
+            change = paired_change(_scored(run)[0], _scored(run)[-1]) if held_out else None
+            rows.append(ids | {"before": pair[0], "after": pair[1], "change": asdict(change) if change else None})
     kind = "evaluation" if held_out else "training"
     result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
     if not rows:
@@ -154,8 +156,10 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
     if len(names) > 1:
         return _changes(rows, names, metric)
     before, after = _means(rows)
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
     show = _format_for(metric)
+    if len(rows) == 1 and rows[0]["change"] is not None:
+        return _paired_sentence(rows[0])
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
     change = f"{verb} at {show(after)}" if verb == "stayed" else f"{verb} from {show(before)} to {show(after)}"
     first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
     if kind == "evaluation":
@@ -177,6 +181,20 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
         ends = [row["after"]["y"] for row in rows]
         where = f" in the mean of {plural(len(rows), 'run')} (last {show(min(ends))} to {show(max(ends))})"
     return f"{name} {change}{where}."
+
+
+def _paired_sentence(row: JsonObject) -> str:
+    """One run between two evaluations, on the problems that both scored."""
+    change = Change(**row["change"])
+    verb = "went" if change.is_noise else "rose" if change.difference > 0 else "fell"
+    moved = f"{verb} from {_percent(change.before)} to" if change.difference else "stayed at"
+    noise = ", which may be noise" if change.is_noise and change.difference else ""
+    steps = f"between steps {row['before']['step']} and {row['after']['step']}"
+    interval = f"95% interval {100 * change.low:+.1f} to {100 * change.high:+.1f}"
+    return (
+        f"Held-out pass@1 {moved} {_percent(change.after)} {steps}{noise}: {100 * change.difference:+.1f} points "
+        f"({interval}, {plural(change.problems, 'problem')})."
+    )
 
 
 def _changes(rows: Sequence[JsonObject], names: Sequence[str], metric: str) -> str:

@@ -47,6 +47,23 @@ def test_a_second_request_gets_only_what_changed(report: LiveReport, tmp_path: P
     assert fresh["series"]["correct_rate"] == [pytest.approx(0.56), 0.5]
 
 
+@pytest.mark.parametrize("error", [OverflowError("too large"), AssertionError(), IndexError("no such row")])
+def test_whatever_goes_wrong_while_reading_is_shown_and_reading_goes_on(
+    report: LiveReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("retrain.report.live.find_logs", fail)
+        assert report.refresh() is False
+    assert report.poll({}, "")["problem"] == (str(error) or "AssertionError")
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write(metric(6))
+    report.refresh()
+    assert report.poll({}, "")["problem"] == "" and report.poll({}, "")["runs"][0]["steps"][-1] == 6
+
+
 def test_an_incomplete_line_is_read_once_it_is_complete(report: LiveReport, tmp_path: Path) -> None:
     line = metric(6)
     for part in (line[:20], line[20:]):

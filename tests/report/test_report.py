@@ -102,7 +102,8 @@ def test_the_verdict_of_one_run_is_before_and_after(tmp_path: Path) -> None:
     verdict = collect([tmp_path / "a"])["verdict"]
     assert verdict["kind"] == "evaluation"
     assert verdict["sentence"] == (
-        "Held-out pass@1 stayed at 41.0% (95% interval 31.0% to 51.0%, 2 problems) between steps 0 and 6."
+        "Held-out pass@1 stayed at 50.0% between steps 0 and 6: +0.0 points "
+        "(95% interval -100.0 to +100.0, 2 problems)."
     )
     assert (verdict["rows"][0]["before"]["low"], verdict["rows"][0]["after"]["step"]) == (pytest.approx(0.31), 6)
 

@@ -157,7 +157,6 @@ function healthTable() {
 
 function renderHealth() {
   const home = document.getElementById("health");
-  const order = ["problem", "warning", "ok", "unknown"];
   const focused = document.activeElement?.classList.contains("chip") && home.contains(document.activeElement);
   if (focused) return;
   const topics = [...new Set(data.runs.flatMap((run) => (run.health || []).filter(isBad).map((check) => check.topic)))];
@@ -165,7 +164,17 @@ function renderHealth() {
   if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable(), ...help); return; }
   home.replaceChildren(...data.runs.map((run) => make("div", { class: "strip" },
     make("div", { class: "who" }, swatch(run.condition), make("strong", {}, data.runs.length > 1 ? `${run.condition}, seed ${run.seed}` : run.name)),
-    make("div", { class: "chips" }, [...(run.health || [])].sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level)).map((check) => chip(run, check))))), ...help);
+    make("div", { class: "chips" }, ...chips(run)))), ...help);
+}
+
+/** The worst first. Many runs on a phone: one chip for all that are not bad. */
+function chips(run) {
+  const order = ["problem", "warning", "ok", "unknown"];
+  const checks = [...(run.health || [])].sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level));
+  if (data.runs.length <= COMPACT_FROM) return checks.map((check) => chip(run, check));
+  const bad = checks.filter(isBad), fine = checks.filter((check) => check.level === "ok").length;
+  const rest = fine ? [make("span", { class: "chip ok" }, make("span", { class: "icon", "aria-hidden": "true" }, "✓"), bad.length ? `${fine} other checks` : `${fine} checks`)] : [];
+  return [...bad.map((check) => chip(run, check)), ...rest];
 }
 
 // ---- runs and configuration
@@ -173,7 +182,7 @@ function renderHealth() {
 function renderRuns() {
   const rows = data.runs.map((run) => [run.name, make("span", {}, swatch(run.condition), run.condition), String(run.seed), run.status,
     run.max_steps ? `${show(run.done)} of ${show(run.max_steps)}` : show(run.done), percent(run.late_correct_rate),
-    run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–", deadGroups(run), show(run.median_step_s)]);
+    run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–", deadGroups(run), show(run.median_step_s, run.median_step_s < 10 ? 2 : 1)]);
   document.getElementById("runs").replaceChildren(table(
     ["run", "condition", "seed", "status", "steps", "correct, last 10%", "held-out pass@1", "dead groups", "s/step"], rows, [2, 4, 5, 6, 7, 8]));
 }

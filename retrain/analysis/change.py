@@ -1,0 +1,71 @@
+"""How much a run has changed between two of its own evaluations, problem by problem."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+"""A row of eval.jsonl or metrics.jsonl."""
+
+Z95 = statistics.NormalDist().inv_cdf(0.975)
+T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706)
+"""The 97.5% quantile of Student's t for 1 to 5 degrees of freedom, where its expansion is too small."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """pass@1 of the problems that both evaluations scored, and the 95% interval of the difference."""
+
+    before: float
+    after: float
+    low: float
+    high: float
+    problems: int
+
+    @property
+    def difference(self) -> float:
+        """After less before."""
+        return self.after - self.before
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval includes no change."""
+        return self.low <= 0.0 <= self.high
+
+
+def paired_change(first: Row, last: Row) -> Change | None:
+    """The mean difference over problems that both evaluations scored; None for fewer than two, or rows without them.
+
+    Both evaluate the same problems, so the difficulty of a problem does not count as noise.
+    """
+    rates = [_rates(row) for row in (first, last)]
+    if len(rates[0]) != len(rates[1]):
+        return None
+    pairs = [(one, other) for one, other in zip(*rates, strict=True) if one is not None and other is not None]
+    count = len(pairs)
+    if count < 2:
+        return None
+    before, after = (statistics.fmean(side) for side in zip(*pairs, strict=True))
+    mean = after - before
+    spread = sum((other - one - mean) ** 2 for one, other in pairs)
+    # As if one completion more had changed: a few problems that all change alike do not make a result certain.
+    unit = 1 / max(*first["counted"], *last["counted"])
+    half = _t_quantile(count - 1) * math.sqrt((spread + unit**2) / (count - 1) / count)
+    return Change(before, after, max(-1.0, mean - half), min(1.0, mean + half), count)
+
+
+def _rates(row: Row) -> list[float | None]:
+    return [c / n if n else None for c, n in zip(row.get("correct") or (), row.get("counted") or (), strict=False)]
+
+
+def _t_quantile(degrees: int) -> float:
+    """The 97.5% quantile of Student's t by its expansion in 1/degrees; scipy would take a second to load."""
+    if degrees <= len(T95):
+        return T95[degrees - 1]
+    z = Z95
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + (z**3 + z) / (4 * degrees) + second / degrees**2

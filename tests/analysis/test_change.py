@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from retrain.analysis.change import paired_change
+
+
+def evaluation(correct: list[int], counted: list[int]) -> dict[str, object]:
+    return {"step": 0, "correct": correct, "counted": counted}
+
+
+@pytest.mark.parametrize("problems", [2, 3, 5, 6, 7, 20, 300])
+def test_the_interval_is_that_of_the_paired_t_test(problems: int) -> None:
+    rng = np.random.default_rng(problems)
+    before, after, samples = rng.integers(2, 7, problems), rng.integers(3, 8, problems), [10_000] * problems
+    found = paired_change(evaluation((100 * before).tolist(), samples), evaluation((100 * after).tolist(), samples))
+    expected = stats.ttest_rel(after / 100, before / 100).confidence_interval()
+    assert found is not None
+    assert (found.difference, found.problems) == (pytest.approx((after - before).mean() / 100), problems)
+    half = (expected.high - expected.low) / 2
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.01 * half)
+
+
+def test_a_difference_of_two_problems_by_hand() -> None:
+    # Differences 1/4 and 1/2: mean 3/8, standard error 1/8, and 12.706 standard errors reach beyond a rate.
+    found = paired_change(evaluation([0, 1], [4, 4]), evaluation([1, 3], [4, 4]))
+    assert found is not None
+    assert (found.difference, found.low, found.high, found.is_noise) == (0.375, -1.0, 1.0, True)
+
+
+def test_problems_that_one_of_the_evaluations_could_not_score_are_left_out() -> None:
+    found = paired_change(evaluation([1, 0, 2], [4, 0, 4]), evaluation([2, 4, 3], [4, 4, 4]))
+    assert found is not None
+    assert (found.difference, found.problems) == (0.25, 2)
+
+
+def test_a_few_problems_that_change_alike_may_still_be_noise() -> None:
+    for problems, is_noise in ((2, True), (3, True), (8, False)):
+        found = paired_change(evaluation([0] * problems, [1] * problems), evaluation([1] * problems, [1] * problems))
+        assert found is not None and found.is_noise == is_noise
+        assert (found.before, found.after, found.high) == (0.0, 1.0, 1.0) and found.low < 0.9
+    same = paired_change(evaluation([0] * 4, [1] * 4), evaluation([0] * 4, [1] * 4))
+    assert same is not None and same.is_noise
+    assert same.low == -same.high < -0.1
+
+
+def test_rates_are_those_of_the_problems_in_common() -> None:
+    first, last = [1] * 10 + [0] * 10, [0] * 10 + [1] * 4 + [0] * 6
+    found = paired_change(evaluation(first, [1] * 20), evaluation(last, [0] * 10 + [1] * 10))
+    assert found is not None
+    assert (found.before, found.after, found.problems) == (0.0, 0.4, 10)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"step": 0, "eval_pass_at_1": 0.5},
+        {"step": 0, "correct": None, "counted": None},
+        evaluation([1, 1], [4, 4]),
+        evaluation([1, 0, 0], [4, 0, 0]),
+    ],
+)
+def test_evaluations_without_problems_in_common_cannot_be_paired(first: dict[str, object]) -> None:
+    assert paired_change(first, evaluation([2, 3, 4], [4, 4, 4])) is None

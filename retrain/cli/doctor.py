@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -34,6 +34,7 @@ from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.unsupported import find_unsupported
 from retrain.data import load_examples
 from retrain.errors import RetrainError
+from retrain.isolation.redaction import redact
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
@@ -102,7 +103,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None
     with announce_if_slow("Importing PyTorch and trying out what the configuration names ..."):
-        checks = list(run_checks(loaded))
+        checks = [_redact(check) for check in run_checks(loaded)]
     ok = all(check.status != "missing" for check in checks)
     if as_json:
         print_json({"ok": ok, "file": str(path) if path else None, "checks": [asdict(check) for check in checks]})
@@ -112,6 +113,11 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
 
 
 command.params.extend(click_options())
+
+
+def _redact(check: Check) -> Check:
+    """A check without secrets, which errors of third-party code may contain."""
+    return replace(check, detail=redact(check.detail), fix=redact(check.fix))
 
 
 def run_checks(config: TrainConfig | None) -> Iterator[Check]:
@@ -210,9 +216,9 @@ def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
 
 
 def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
-    """Unsupported choices, completions that do not fit the model's context, and the results of trials."""
-    too_long = (problem for problem in find_obstacles(config) if problem.where == "[training] max_tokens")
-    for problem in (*find_unsupported(config), *(too_long if config.kind != "squeeze" else ())):
+    """Unsupported choices, problems of `[training]` such as completions that are too long, and results of trials."""
+    training = (problem for problem in find_obstacles(config) if problem.where.startswith("[training]"))
+    for problem in (*find_unsupported(config), *(training if config.kind != "squeeze" else ())):
         yield Check("components", problem.where, "missing", problem.text, problem.hint)
     for trial in trials:
         detail, _, fix = trial.problem.partition("Try: ")

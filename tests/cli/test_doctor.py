@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ def _on_a_plain_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(doctor, "probe_torch", lambda: _NO_GPU)
     # So does trying things out, which has tests of its own below.
     monkeypatch.setattr(doctor, "try_out", lambda config: [])
+    _set_free_disk_space(monkeypatch, 100 * 10**9)
     monkeypatch.setattr(doctor, "hub_answers", lambda: True)
 
 
@@ -40,6 +43,10 @@ def _examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 def _write(text: str) -> None:
     Path("retrain.toml").write_text(text, encoding="utf-8")
+
+
+def _set_free_disk_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
 
 
 def _hide_package(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
@@ -67,6 +74,17 @@ def test_a_cpu_configuration_on_a_machine_without_gpu_is_fine(capsys: pytest.Cap
     assert checks["[logging] log_dir"]["status"] == "ok"
     assert checks["model"]["status"] == "warning"
     assert "download" in checks["model"]["detail"]
+
+
+def test_a_nearly_full_disk_is_a_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_free_disk_space(monkeypatch, 2 * 10**9)
+    _write('[backend]\ndevices = "cpu"\n')
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["[logging] log_dir"]["status"] == "warning"
+    assert "2.0 GB free" in checks["[logging] log_dir"]["detail"]
 
 
 def test_a_gpu_that_is_not_there_is_missing_and_the_fix_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,12 +203,36 @@ def test_what_was_tried_and_failed_is_missing_and_what_took_too_long_is_not(
     )
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_secrets_in_errors_of_plugins_are_hidden(
+    as_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "opensesame99")
+    trials = [
+        Trial("[data] source", "", "login failed with opensesame99  Try: login opensesame99"),
+        Trial("[reward]", "", "no server at postgres://u:passw0rd@h/"),
+    ]
+    monkeypatch.setattr(doctor, "try_out", lambda config: trials)
+    _write(starter("demo"))
+    assert run(["doctor", *(["--json"] if as_json else [])]) == 1
+    printed = capsys.readouterr().out
+    assert "login failed with ***" in printed and "postgres://***@h/" in printed
+    assert "opensesame99" not in printed and "passw0rd" not in printed
+
+
 def test_answers_that_the_model_has_no_room_for_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("demo"))
     assert _examine(capsys)[0] == 0
     code, checks = _examine(capsys, "--max-tokens", "256")
     assert code == 1
     assert "context of 256" in checks["[training] max_tokens"]["detail"]
+
+
+def test_overlapped_steps_that_are_not_possible_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("demo"))
+    code, checks = _examine(capsys, "--overlap", "true", "--devices", "cpu")
+    assert code == 1
+    assert "the engine returns the completions of a step together" in checks["[training] overlap"]["detail"]
 
 
 def test_a_model_of_a_hub_that_cannot_be_reached_is_missing(

@@ -20,10 +20,11 @@ from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.inference_engine import Progress
+from retrain.losses import build_loss
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.tokens import PromptEncoder, Tokenizer, load_tokenizer, vocabulary_texts
 from retrain.overlap import StepOverlap, choose_overlap
-from retrain.planning import build_detector
+from retrain.planning import PlanningDetector, build_detector
 from retrain.planning.masks import PlanningMasks
 from retrain.plugins import REGISTRIES
 from retrain.rewards import BatchReward, build_reward
@@ -126,9 +127,12 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     stack.callback(folder.close)
     config = folder.config
     credit = CreditAssigner(config)
+    # Built again by the backend; a plugin fails here, before the model is loaded.
+    build_loss(config.loss, config.plugins.search_paths)
     # Rewards and environments start first: they warm up while the model loads, and fail early.
     tasks = _find_tasks(config)(config, console)
     stack.callback(tasks.close)
+    detector = _build_detector(config) if credit.needs_planning else None
     console.print(f"Loading tokenizer for {config.model.model} ...")
     tokenizer = load_tokenizer(config.model.model)
     console.print("Loading vocabulary table...")
@@ -137,6 +141,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     examples, held_out = tasks.load(tokenizer)
     _check_batch(config, examples, console.print)
     config = _count_steps(config, examples)
+    _check_sepa(config, credit, console.print)
 
     def progress(phase: str, done: int, total: int) -> None:
         # Engines report while they sample; a stop request ends the step here, before it is trained on.
@@ -153,7 +158,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     sampling = training_distribution(config)
     order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
-    planning = build_planning(config, texts) if credit.needs_planning else None
+    planning = PlanningMasks(detector, texts) if detector is not None else None
     return Parts(
         config=config,
         folder=folder,
@@ -189,6 +194,15 @@ def _check_batch(config: TrainConfig, examples: Sequence[Example], log: Callable
     if size > count:
         verb, some = "is" if count == 1 else "are", plural(count, "example")
         log(f"Note: [training] batch_size = {size} repeats prompts within a step: there {verb} only {some}.")
+
+
+def _check_sepa(config: TrainConfig, credit: CreditAssigner, log: Callable[[str], None]) -> None:
+    """Report a run that ends before SEPA begins."""
+    steps, sepa = config.training.max_steps, config.sepa
+    # At step `delay_steps`, counted from 0, lambda is still 0.
+    if credit.uses_sepa and sepa.schedule == "linear" and steps - 1 <= sepa.delay_steps:
+        delay = f"[sepa] delay_steps = {sepa.delay_steps}"
+        log(f"Note: SEPA stays off: it begins after {delay}, and this run has {plural(steps, 'step')}.")
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
@@ -315,9 +329,11 @@ def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequen
 
 def build_planning(config: TrainConfig, texts: Sequence[str]) -> PlanningMasks:
     """The planning-token detector for a vocabulary."""
-    return PlanningMasks(
-        build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths), texts
-    )
+    return PlanningMasks(_build_detector(config), texts)
+
+
+def _build_detector(config: TrainConfig) -> PlanningDetector:
+    return build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths)
 
 
 def _build_evaluator(

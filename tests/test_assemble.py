@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from retrain.assemble import assemble
 from retrain.config import TrainConfig, load_config
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, PluginError
 
 
-def with_two_examples(folder: Path, batch_size: int) -> TrainConfig:
+def with_two_examples(folder: Path, batch_size: int, options: Mapping[str, object] | None = None) -> TrainConfig:
     rows = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "1+2=?", "answer": "3"}]
     (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config(
@@ -26,6 +27,7 @@ def with_two_examples(folder: Path, batch_size: int) -> TrainConfig:
             "training.max_tokens": 32,
             "logging.log_dir": str(folder / "logs"),
             "reward.workers": 1,
+            **(options or {}),
         },
     )
 
@@ -38,6 +40,24 @@ def test_a_batch_with_repeated_prompts_is_noted(
         pass
     note = f"Note: [training] batch_size = {size} repeats prompts within a step: there are only 2 examples."
     assert capsys.readouterr().out.count(note) == notes
+
+
+@pytest.mark.parametrize(
+    ("options", "is_noted"),
+    [
+        ({"training.max_steps": 50}, True),
+        ({"training.max_steps": 52}, False),
+        ({"training.max_steps": 50, "sepa.schedule": "auto"}, False),
+        ({"training.max_steps": 50, "algorithm.transform_mode": "gtpo"}, False),
+    ],
+)
+def test_a_run_that_ends_before_sepa_begins_says_so(
+    options: dict[str, object], is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with assemble(with_two_examples(tmp_path, 2, options)):
+        pass
+    note = "Note: SEPA stays off: it begins after [sepa] delay_steps = 50, and this run has 50 steps."
+    assert (note in capsys.readouterr().out) == is_noted
 
 
 def test_one_example_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,3 +75,20 @@ def test_a_batch_that_repeats_its_few_examples_without_end_is_rejected(tmp_path:
     message = r"batch_size = 1000000 takes each of the 2 examples 500,000 times per step.  Try: batch_size = 2"
     with pytest.raises(ConfigError, match=message), assemble(config):
         pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss.type": "late_parts.missing"},
+        {"planning.detector": "late_parts.Detector", "algorithm.transform_mode": "gtpo_hicra"},
+    ],
+)
+def test_a_plugin_that_cannot_be_built_ends_the_run_before_anything_is_loaded(
+    options: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "late_parts.py").write_text("class Detector:\n    @classmethod\n    def from_config(cls): pass\n")
+    with pytest.raises(PluginError, match="late_parts"), assemble(with_two_examples(tmp_path, 2, options)):
+        pass
+    assert "Loading" not in capsys.readouterr().out

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from retrain.config import TrainConfig
@@ -13,6 +14,7 @@ from retrain.config.conditions import condition_overrides
 from retrain.config.load import build_condition
 from retrain.config.options import all_options
 from retrain.config.schema import Training
+from retrain.errors import ConfigError
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags, which restrict characters and length.
@@ -47,6 +49,16 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     ]
     labels = label_conditions(conditions, tables)
     steps = [dict(condition_overrides(table)).get("training.max_steps", campaign.max_steps) for table in tables]
+    trained = [
+        condition.model_copy(update={"training": _training(condition, 0, most)})
+        for condition, most in zip(conditions, steps, strict=True)
+    ]
+    for (first, one), (second, other) in combinations(enumerate(trained, start=1), 2):
+        if one == other:
+            raise ConfigError(
+                f"{source}: campaign conditions {first} and {second} are the same run: what one adds, the other has "
+                "anyway.  Try: remove one"
+            )
     return [
         _build_run(condition.model_copy(update={"training": _training(condition, seed, most)}), label, folder)
         for seed in campaign.seeds

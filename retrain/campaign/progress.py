@@ -29,7 +29,7 @@ class RunProgress:
     """The state of a run; None where unknown."""
 
     status: str
-    """running, finished, interrupted, dead (the process disappeared) or pending (not started).
+    """running, finished, interrupted, dead (the process disappeared), pending (not started) or unreadable.
 
     A run of TRL is finished or unfinished: nothing in its folder says whether a process still trains it.
     """
@@ -76,7 +76,22 @@ class RunProgress:
 
 
 def read_progress(folder: Path) -> RunProgress:
-    """Read the progress of a run without changing its folder."""
+    """Read the progress of a run without changing its folder, whatever its files contain."""
+    try:
+        return _checked(_read_run(folder))
+    except Exception:
+        return RunProgress("running" if is_locked(folder) else "unreadable")
+
+
+def _checked(progress: RunProgress) -> RunProgress:
+    """The same progress; raises if a number is something else."""
+    numbers = (progress.max_steps, progress.seed, progress.correct_rate, progress.mean_reward, progress.held_out)
+    if not isinstance(progress.step, int) or not all(isinstance(number, int | float | None) for number in numbers):
+        raise TypeError("a number is something else")
+    return progress
+
+
+def _read_run(folder: Path) -> RunProgress:
     config, state = _read_config(folder), _read_state(folder)
     steps = read_ends(folder / METRICS)
     last = steps[-1] if steps else {}
@@ -111,6 +126,13 @@ def read_trl_progress(folder: Path) -> RunProgress | None:
     state = _read_state(newest.parent)
     if "global_step" not in state:
         return None
+    try:
+        return _checked(_read_trl_state(state, newest))
+    except Exception:
+        return RunProgress("unreadable")
+
+
+def _read_trl_state(state: Table, path: Path) -> RunProgress:
     step, max_steps = state["global_step"], state.get("max_steps")
     rewards = [row["reward"] for row in state.get("log_history", ()) if "reward" in row]
     return RunProgress(
@@ -118,7 +140,7 @@ def read_trl_progress(folder: Path) -> RunProgress | None:
         step=step,
         max_steps=max_steps,
         mean_reward=rewards[-1] if rewards else None,
-        quiet_seconds=_age(newest),
+        quiet_seconds=_age(path),
     )
 
 
@@ -149,7 +171,8 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 def finished_steps(folder: Path) -> int:
     """The steps of the last checkpoint of a run that recorded its end; -1 if it did not."""
     state = _read_state(folder)
-    return int(state.get("step", 0)) if state.get("status") == "finished" else -1
+    step = state.get("step", 0)
+    return step if state.get("status") == "finished" and isinstance(step, int) else -1
 
 
 def is_locked(folder: Path) -> bool:
@@ -157,14 +180,14 @@ def is_locked(folder: Path) -> bool:
     path = folder / LOCK_FILE
     try:
         owner = path.read_text().strip()
-        if not owner.isdigit() or not _is_alive(int(owner)):
+        if not owner.isdecimal() or not _is_alive(int(owner)):
             return False
         # The process id may have been reused, so the lock decides. It is tried last, because trying takes it briefly.
         with path.open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, ValueError, OverflowError):
         return False
     return False
 
@@ -216,7 +239,7 @@ def _is_loading(folder: Path) -> bool:
 def _read_state(folder: Path) -> Table:
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from retrain.checks.reward_module import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
+from retrain.config.reasons import trains_complete_steps
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.files import find_model, hub_cache, is_quantized, read_context_length
@@ -49,6 +50,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield from _missing_model(where, name)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
+    yield from _impossible_overlap(config)
 
 
 def models_of(config: TrainConfig) -> dict[str, str]:
@@ -119,6 +121,15 @@ def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield from server.find_unsupported(training_distribution(config))
 
 
+def _impossible_overlap(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Overlapped steps that are asked for and cannot be; whether a plugin allows them is seen once it is loaded."""
+    if config.training.overlap is True and config.backend.backend == "local":
+        reason = trains_complete_steps(config)
+        if reason:
+            hint = 'Try: overlap = "auto", which does without'
+            yield ConfigIssue("[training] overlap", f"= true is not possible: {reason}.", hint)
+
+
 def known_context(config: TrainConfig) -> int | None:
     """Context length in the files of the model; None if it is not there, or may be overridden."""
     return None if config.model.init_kwargs else read_context_length(find_model(config.model.model))
@@ -130,9 +141,14 @@ def packages_by_option(config: TrainConfig | None) -> dict[str, dict[str, bool]]
     found: dict[str, dict[str, bool]] = {}
     for option in all_options():
         used = option.path in values and _is_used(option, config)
-        if option.facets.package:
+        package = option.facets.package or {}
+        if isinstance(package, str):
             is_set = used and values[option.path] != option.default
-            found.setdefault(option.facets.package, {})[option.where] = is_set
+            found.setdefault(package, {})[option.where] = is_set
+        else:
+            for choice, name in package.items():
+                is_set = used and values[option.path] == choice
+                found.setdefault(name, {})[f'{option.where} = "{choice}"'] = is_set
         chosen = {values[option.path]} if used and option.kind else set()
         if option.path == "reward.type" and config is not None and config.reward.terms:
             chosen = {term.type for term in config.reward.terms}

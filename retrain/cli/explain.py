@@ -47,8 +47,6 @@ _RUN_FILES = (
     "emergence/steps.jsonl",
     "emergence/generations.jsonl",
     "trainer_state.json",
-    "eval.jsonl",
-    "eval_problems.jsonl",
     "checkpoints/step_.../",
 )
 
@@ -268,6 +266,7 @@ def list_files(config: TrainConfig) -> list[str]:
     if config.squeeze is not None and config.kind == "squeeze":
         return [f"{config.squeeze.output_path}/"] if config.squeeze.output_path else []
     names = [*_RUN_FILES]
+    names += ["eval.jsonl", "eval_problems.jsonl"] if config.eval.every else []
     names += ["rollouts/step_....npz"] if config.training.record else []
     names += ["debug.jsonl"] if config.logging.debug else []
     if config.kind == "campaign":

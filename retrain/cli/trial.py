@@ -22,6 +22,8 @@ from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
+from retrain.isolation.redaction import redact_all
+from retrain.losses import build_loss
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
 
@@ -80,7 +82,8 @@ def main() -> None:
             trial = Trial(where, "", str(error))
         except Exception as error:
             trial = Trial(where, "", f"{type(error).__name__}: {error}")
-        out.write(_MARK + json.dumps(asdict(trial)) + "\n")
+        # Here too: a plugin may have read secrets into the environment of this process.
+        out.write(_MARK + json.dumps(redact_all(asdict(trial))) + "\n")
         out.flush()
     out.close()
     # Do not wait for threads and processes that plugins left behind.
@@ -100,7 +103,9 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if algorithm.algorithm_mode or any(is_plugin(kind, name) for kind, name in named):
         yield "[algorithm]", _try_algorithm
     if is_plugin("planning", config.planning.detector):
-        yield "[planning] detector", lambda c: _load("planning", c.planning.detector, c)
+        yield "[planning] detector", _try_detector
+    if is_plugin("loss", config.loss.type):
+        yield "[loss] type", _try_loss
     if config.environment.provider:
         yield "[environment] provider", _try_environment
     else:
@@ -142,6 +147,18 @@ def _try_algorithm(config: TrainConfig) -> str:
 
     CreditAssigner(config)
     return f"{config.condition} loaded"
+
+
+def _try_detector(config: TrainConfig) -> str:
+    from retrain.planning import build_detector  # noqa: PLC0415  (loads numpy)
+
+    build_detector(config.planning, config.logging.strategic_grams, config.plugins.search_paths)
+    return f"{config.planning.detector} loaded"
+
+
+def _try_loss(config: TrainConfig) -> str:
+    build_loss(config.loss, config.plugins.search_paths)
+    return f"{config.loss.type} loaded"
 
 
 def _try_source(config: TrainConfig) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.config.declare import Reason
 from retrain.config.toml import show_value
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
+from retrain.runtime.devices import device_names
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
@@ -69,6 +70,21 @@ def needs_transform_plugin(config: TrainConfig) -> str:
 def needs_separate_sampler(config: TrainConfig) -> str:
     """Used if sampling and training can overlap."""
     return "" if config.samples_separately else "the trainer samples by itself, on its own device"
+
+
+def trains_complete_steps(config: TrainConfig) -> str:
+    """Why steps of the local backend cannot be overlapped, where the configuration alone decides it."""
+    if config.training.async_steps:
+        return "this backend trains on complete steps"
+    if config.lora.dropout:
+        return "[lora] dropout draws its masks in the order of training"
+    if config.memory.micro_batches:
+        return "[memory] micro_batches is for complete steps"
+    if config.teaching.enabled:
+        return "the lessons of a step are scored together"
+    # Whether `auto` is a CPU is certain once PyTorch is loaded.
+    on_cpu = config.inference.engine == "pytorch" and set(device_names(config.backend.devices)) == {"cpu"}
+    return "the engine returns the completions of a step together" if on_cpu else ""
 
 
 def needs_ratio_cap(config: TrainConfig) -> str:

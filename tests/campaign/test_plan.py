@@ -122,3 +122,17 @@ def test_a_campaign_gives_its_runs_their_steps_seeds_and_folders(tmp_path: Path)
 def test_a_wrong_campaign_does_not_load(campaign: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         campaign_config(None, **campaign)
+
+
+def test_conditions_that_are_the_same_run_are_refused(tmp_path: Path) -> None:
+    # The first states what it has anyway.
+    for size, is_same in ((2, True), (3, False)):
+        config = campaign_config(tmp_path, seeds=[1], conditions=[GRPO | {"batch_size": size}, GRPO])
+        if is_same:
+            with pytest.raises(ConfigError, match="campaign conditions 1 and 2 are the same run"):
+                planned(config)
+        else:
+            assert len(planned(config)) == 2
+    stated = campaign_config(tmp_path, seeds=[1], conditions=[GRPO, GRPO | {"max_steps": 4}])
+    with pytest.raises(ConfigError, match="are the same run"):
+        planned(stated)

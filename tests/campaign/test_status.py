@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from folders import write_run
 
-from retrain.campaign.progress import RunProgress, is_locked, read_progress, read_tail, seconds_left, taking_turns
+from retrain.campaign.progress import (
+    RunProgress,
+    is_finished,
+    is_locked,
+    read_progress,
+    read_tail,
+    seconds_left,
+    taking_turns,
+)
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.cli.top import choose, draw
@@ -143,6 +151,47 @@ def test_the_steps_of_a_run_of_epochs_are_those_of_its_data(tmp_path: Path) -> N
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "train", [0.1], status="interrupted", training__max_steps=10)
     assert read_progress(folder).status == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trainer_state.json", '{"step": null, "status": "finished"}'),
+        ("trainer_state.json", '{"step": 1e999, "status": "finished"}'),
+        ("trainer_state.json", '{"step": {}}'),
+        ("metrics.jsonl", '{"step": "x"}\n'),
+        ("metrics.jsonl", '{"step": 1, "correct_rate": "high"}\n'),
+        ("eval.jsonl", '{"step": 1, "eval_pass_at_1": [1]}\n'),
+        ("config.toml", "training = 5\n"),
+        ("config.toml", "[training]\nmax_steps = 'many'\n"),
+    ],
+)
+def test_a_run_with_odd_files_is_unreadable_and_the_others_are_listed(
+    tmp_path: Path, capsys: Captured, name: str, text: str
+) -> None:
+    write_run(tmp_path / "fine", [0.1, 0.4])
+    write_run(tmp_path / "odd", [0.1, 0.4], {2: [1, 0]})
+    (tmp_path / "odd" / name).write_text(text)
+    assert {entry.path: entry.status for entry in find_entries(tmp_path)} == {
+        str(tmp_path / "fine"): "finished",
+        str(tmp_path / "odd"): "unreadable",
+    }
+    assert run(["status", str(tmp_path)]) == 0
+    assert "unreadable" in capsys.readouterr().out
+    assert is_finished(tmp_path / "odd", 3) is False
+
+
+@pytest.mark.parametrize("state", ['{"global_step": null}', '{"global_step": 1, "log_history": [5]}'])
+def test_a_run_of_trl_with_an_odd_state_is_unreadable(tmp_path: Path, capsys: Captured, state: str) -> None:
+    (tmp_path / "trainer_state.json").write_text(state)
+    (entry,) = status_of(tmp_path, capsys)
+    assert entry["status"] == "unreadable"
+
+
+@pytest.mark.parametrize("owner", ["²", "9" * 40, "\udcff"])
+def test_a_lock_file_with_odd_contents_is_no_lock(tmp_path: Path, owner: str) -> None:
+    (tmp_path / ".lock").write_text(owner, errors="surrogateescape")
+    assert not is_locked(tmp_path)
 
 
 def test_a_torn_log_is_read_up_to_the_last_complete_line(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
             {"inference__engine": "openai", "training__top_k": 5},
             '[training] top_k = 5 is not supported by engine = "openai"',
         ),
+        (
+            {"training__overlap": True},
+            "[training] overlap = true is not possible: the engine returns the completions of a step together.",
+        ),
         ({"backend__backend": "tinker"}, '[backend] backend = "tinker" needs a key, and TINKER_API_KEY is not set.'),
     ],
 )

@@ -108,6 +108,16 @@ def test_plug_ins_are_imported_and_looked_at(folder: Path) -> None:
     assert "no_such_module_here" in broken["[reward]"][1]
 
 
+def test_losses_and_detectors_are_made(folder: Path) -> None:
+    (folder / "tried_raising.py").write_text("raise RuntimeError('no licence')\n")
+    (folder / "tried_detector.py").write_text(
+        "class Detector:\n    @classmethod\n    def from_config(cls): return cls()\n    def detect(self, texts): pass\n"
+    )
+    broken = outcomes(loss__type="tried_raising.Loss", planning__detector="tried_detector.Detector")
+    assert "no licence" in broken["[loss] type"][1]
+    assert "in from_config" in broken["[planning] detector"][1]
+
+
 def test_an_environment_is_made(folder: Path) -> None:
     made = outcomes(environment__provider="builtin", environment__id="guess-number")
     assert made == {"[environment] provider": ("guess-number loaded", "")}

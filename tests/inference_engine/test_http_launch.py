@@ -143,7 +143,7 @@ def test_a_server_that_dies_on_the_way_ends_the_run_with_a_checkpoint(
 
     thread = threading.Thread(target=kill_after_a_step)
     thread.start()
-    with pytest.raises(RolloutError, match="the vLLM server that this run started has ended with exit code 137"):
+    with pytest.raises(RolloutError, match="the vLLM server that this run started exited with code 137"):
         train_quietly(config)
     thread.join()
     state = json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())

@@ -5,7 +5,6 @@ A folder is a run, a campaign (manifest.json), or contains runs. Nothing here im
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections import Counter
@@ -21,7 +20,7 @@ from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
-from retrain.storage.logs import EVALS, METRICS, parse_rows
+from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
 Row = Mapping[str, Any]
@@ -132,7 +131,7 @@ def read_run(path: Path) -> RunRecord:
     """Load one run; incomplete lines are skipped and counted."""
     config = load_config(path / CONFIG_FILE)
     metrics, torn = read_rows(path / METRICS)
-    evaluations, torn_too = read_rows(path / EVALS)
+    evaluations, torn_too = read_rows(path / EVALS, is_evaluation)
     try:
         status = str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("status", ""))
     except (OSError, ValueError, AttributeError):
@@ -142,20 +141,16 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def read_rows(path: Path) -> tuple[dict[int, Row], int]:
-    """Rows of a JSONL file by step, and the number of invalid lines."""
+def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[dict[int, Row], int]:
+    """Valid rows of a JSONL file by step, and the number of other lines."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}, 0
     lines = [line for line in text.split("\n") if line.strip()]
-    rows: dict[int, Row] = {}
-    torn = len(lines)
-    for row in parse_rows(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            rows[int(row["step"])] = row
-            torn -= 1
-    return dict(sorted(rows.items())), torn
+    valid = [row for row in parse_rows(lines) if is_valid(row)]
+    rows = {int(row["step"]): row for row in valid}
+    return dict(sorted(rows.items())), len(lines) - len(valid)
 
 
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from retrain.analysis.health import Check, check_health
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
-from retrain.storage.logs import EVALS, METRICS, parse_rows
+from retrain.storage.logs import EVALS, METRICS, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
 Table = JsonObject
@@ -100,7 +100,7 @@ def _read_run(folder: Path) -> RunProgress:
     max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
     times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
-    evaluations = read_ends(folder / EVALS)
+    evaluations = [row for row in read_ends(folder / EVALS) if is_evaluation(row)]
     max_tokens = training.get("max_tokens")
     is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
     return RunProgress(

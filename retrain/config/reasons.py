@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from retrain.config.declare import Reason
 from retrain.config.toml import show_value
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
-from retrain.runtime.devices import device_names
+from retrain.runtime.devices import is_on_cpu
 
 if TYPE_CHECKING:
     from retrain.config.schema import TrainConfig
@@ -82,8 +82,7 @@ def trains_complete_steps(config: TrainConfig) -> str:
         return "[memory] micro_batches is for complete steps"
     if config.teaching.enabled:
         return "the lessons of a step are scored together"
-    # Whether `auto` is a CPU is certain once PyTorch is loaded.
-    on_cpu = config.inference.engine == "pytorch" and set(device_names(config.backend.devices)) == {"cpu"}
+    on_cpu = config.inference.engine == "pytorch" and is_on_cpu(config.backend.devices)
     return "the engine returns the completions of a step together" if on_cpu else ""
 
 

@@ -38,6 +38,7 @@ _ABORT = b"a"
 _ABORT_GRACE_S = 0.5
 # A process in uninterruptible sleep is not waited for longer than this.
 _LIMIT_S = 5.0
+_CONTINUE_S = 0.2
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -85,6 +86,7 @@ class GuardedProcess:
     def abort(self) -> None:
         """Make the third-party code print its stack and exit."""
         with self._stopping, contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self.process.send_signal(signal.SIGCONT)
             os.write(self._lifeline, _ABORT)
             self.process.wait(_ABORT_GRACE_S)
 
@@ -100,11 +102,14 @@ class GuardedProcess:
             if self._lifeline >= 0:
                 os.close(self._lifeline)
                 self._lifeline = -1
-            try:
-                return self.process.wait(_LIMIT_S + 1.0)
-            except subprocess.TimeoutExpired:  # the guard was stopped or is stuck
-                self.process.kill()
-                return self.process.wait()
+            until = time.monotonic() + _LIMIT_S + 1.0
+            while time.monotonic() < until:
+                # The third-party code may have stopped its guard, and may do it again.
+                self.process.send_signal(signal.SIGCONT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return self.process.wait(_CONTINUE_S)
+            self.process.kill()  # the guard is stuck
+            return self.process.wait()
 
     def close(self) -> None:
         """Close the pipes."""
@@ -116,6 +121,8 @@ def stand_guard(lifeline: int) -> None:
     """Fork: this returns in the process of the third-party code, never in the guard."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # A guard that was stopped continues when the training process dies, and sees its pipe closed.
+        signal_on_parent_death(os.getppid(), signal.SIGCONT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     guard = os.getpid()

@@ -13,11 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from retrain.storage.logs import parse_rows
+from retrain.storage.logs import has_step, parse_rows
 from retrain.types import JsonObject
 
 # How generation_rows of retrain.tracking.jsonl begins a row.
-_START = re.compile(rb'\{"step": (\d+), "prompt": ')
+_START = re.compile(rb'\{"step": (\d{1,15}), "prompt": ')
 _PROMPT_END = b', "completion": '
 _CHECK_EVERY = 256
 _SHOWN = ("reward", "outcome", "num_tokens", "reference", "answer", "transcript", "detail")
@@ -127,7 +127,7 @@ class CompletionIndex:
             step, prompt = int(match[1]), line[match.end() : end]
         else:
             row = next(parse_rows([line]), {})
-            if type(row.get("step")) is not int:
+            if not has_step(row):
                 return
             step, prompt = row["step"], str(row.get("prompt")).encode("utf-8", "replace")
         self.total += 1

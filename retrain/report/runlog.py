@@ -14,7 +14,7 @@ from retrain.config import TrainConfig, load_config
 from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
 from retrain.storage.folder import CONFIG_FILE
-from retrain.storage.logs import EVALS, GENERATIONS, METRICS, parse_rows
+from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
 # A larger log is first shown from rows picked all over it, while the rest is read.
@@ -167,13 +167,14 @@ class RunLog:
         self.epoch += 1
 
     def _read_metrics(self, lines: list[bytes]) -> None:
-        rows = [row for row in parse_rows(lines) if _has_step(row)]
+        rows = [row for row in parse_rows(lines) if has_step(row)]
         self.torn += sum(1 for line in lines if line.strip()) - len(rows)
         self._reading.extend(rows)
 
     def _read_evaluations(self) -> None:
         while lines := self._evals.read():
-            self.evaluations |= {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
+            rows = [row for row in parse_rows(lines) if is_evaluation(row)]
+            self.evaluations |= {int(row["step"]): row for row in rows}
         self.evaluations = dict(sorted(self.evaluations.items()))
 
     def _preview(self) -> None:
@@ -188,10 +189,6 @@ class RunLog:
                 lines.append(file.readline())
             file.seek(max(0, size - _EDGE_BYTES), os.SEEK_SET)
             lines += file.read().split(b"\n")[1:-1]
-        rows = {int(row["step"]): row for row in parse_rows(lines) if _has_step(row)}
+        rows = {int(row["step"]): row for row in parse_rows(lines) if has_step(row)}
         self.columns = Columns()
         self.columns.extend([row for _, row in sorted(rows.items())])
-
-
-def _has_step(row: JsonObject) -> bool:
-    return type(row.get("step")) is int

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """The first GPU, or the CPU if there is none."""
 
+# NVIDIA, AMD, Windows' subsystem for Linux, and NVIDIA Jetson.
+_GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "nvmap")
+
 
 def device_names(devices: str) -> list[str]:
     """The listed devices: `cpu`, `gpu:N`, or only `auto`."""
@@ -29,7 +32,7 @@ def is_on_cpu(devices: str) -> bool:
 def has_gpu() -> bool:
     """Whether the system has a GPU that PyTorch might use."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    return not hidden and (Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*")))
+    return not hidden and any(path for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
 
 
 def check_devices(config: TrainConfig) -> None:

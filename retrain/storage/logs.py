@@ -6,6 +6,7 @@ A resume cuts what was logged after its checkpoint. Rows that were lost since ar
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,17 +22,37 @@ METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
 )
 FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 EVAL_PROBLEMS = "eval_problems.jsonl"
+# Logs of retrain have no NaN and no infinity; those of other writers become null.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+_MOST_STEPS = 1 << 53
+_RATES = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
 
 
 def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
     """Parse the lines of a log; truncated lines and other values than objects are skipped."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = _DECODER.decode(line if isinstance(line, str) else line.decode())
         except ValueError:
             continue
         if isinstance(row, dict):
             yield row
+
+
+def has_step(row: Mapping[str, object]) -> bool:
+    """Whether a row belongs to a step."""
+    step = row.get("step")
+    return type(step) is int and 0 <= step < _MOST_STEPS
+
+
+def is_evaluation(row: Mapping[str, object]) -> bool:
+    """Whether a row is usable as an evaluation: its rates are numbers, and its counts lists of them."""
+    rates = [row.get(name, 0) for name in _RATES]
+    correct, counted = (row.get(name, []) for name in ("correct", "counted"))
+    if not isinstance(correct, list) or not isinstance(counted, list) or len(correct) != len(counted):
+        return False
+    are_numbers = all(isinstance(rate, int | float) and math.isfinite(rate) for rate in rates)
+    return has_step(row) and are_numbers and all(type(number) is int for number in (*correct, *counted))
 
 
 def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int) -> list[str]:
@@ -69,8 +90,7 @@ def _ends_at(path: Path, size: int, steps: int, every_step: bool) -> bool:
 
 def _step_of(line: bytes) -> int:
     """The step of a row; -1 if it is not one."""
-    step = next((row.get("step") for row in parse_rows([line])), None)
-    return step if isinstance(step, int) else -1
+    return next((int(row["step"]) for row in parse_rows([line]) if has_step(row)), -1)
 
 
 def restore_logs(log_dir: Path, changed: Sequence[str], steps: int, condition: str, log: Callable[[str], None]) -> None:
@@ -145,7 +165,7 @@ def _rows_before(path: Path, steps: int) -> list[JsonObject]:
         return []
     # Only a newline ends a row: completions may contain other Unicode line breaks.
     lines = path.read_bytes().split(b"\n")
-    return [row for row in parse_rows(lines) if isinstance(row.get("step"), int) and row["step"] < steps]
+    return [row for row in parse_rows(lines) if has_step(row) and row["step"] < steps]
 
 
 def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -161,7 +161,6 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
         ("trainer_state.json", '{"step": {}}'),
         ("metrics.jsonl", '{"step": "x"}\n'),
         ("metrics.jsonl", '{"step": 1, "correct_rate": "high"}\n'),
-        ("eval.jsonl", '{"step": 1, "eval_pass_at_1": [1]}\n'),
         ("config.toml", "training = 5\n"),
         ("config.toml", "[training]\nmax_steps = 'many'\n"),
     ],
@@ -179,6 +178,14 @@ def test_a_run_with_odd_files_is_unreadable_and_the_others_are_listed(
     assert run(["status", str(tmp_path)]) == 0
     assert "unreadable" in capsys.readouterr().out
     assert is_finished(tmp_path / "odd", 3) is False
+
+
+def test_an_odd_evaluation_is_skipped_like_a_torn_line(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.1, 0.4], {2: [1, 0]})
+    with (tmp_path / "eval.jsonl").open("a") as file:
+        file.write('{"step": 3, "eval_pass_at_1": [1]}\n')
+    progress = read_progress(tmp_path)
+    assert (progress.status, progress.held_out) == ("finished", 0.5)
 
 
 @pytest.mark.parametrize("state", ['{"global_step": null}', '{"global_step": 1, "log_history": [5]}'])

@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for key in KEYS:
         # Set and removed again, so that monkeypatch takes away what a test puts there.
         monkeypatch.setenv(key, "x")
@@ -76,6 +77,10 @@ def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
         ),
         (
             {"training__overlap": True},
+            "[training] overlap = true is not possible: the engine returns the completions of a step together.",
+        ),
+        (
+            {"training__overlap": True, "backend__devices": "auto"},
             "[training] overlap = true is not possible: the engine returns the completions of a step together.",
         ),
         ({"backend__backend": "tinker"}, '[backend] backend = "tinker" needs a key, and TINKER_API_KEY is not set.'),

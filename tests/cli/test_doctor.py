@@ -76,9 +76,7 @@ def test_a_cpu_configuration_on_a_machine_without_gpu_is_fine(capsys: pytest.Cap
     assert "download" in checks["model"]["detail"]
 
 
-def test_a_nearly_full_disk_is_a_warning(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nearly_full_disk_is_a_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _set_free_disk_space(monkeypatch, 2 * 10**9)
     _write('[backend]\ndevices = "cpu"\n')
     code, checks = _examine(capsys)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from retrain.analysis.runs import read_run
+from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.cli.ui import Handler
 from retrain.errors import ConfigError
@@ -241,3 +243,15 @@ def test_the_live_page_answers_only_names_of_this_machine(campaign: Path, host: 
 def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, LiveReport((campaign,)))) as server:
         assert run(["ui", str(campaign), "--port", str(server.server_address[1])]) == 2
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "emergence/generations.jsonl"])
+def test_odd_values_in_the_logs_do_not_end_the_report(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path, 1)
+    rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    for key in rows[0]:
+        for odd in (None, "x", float("nan"), [], [None], {}, True, -1, 10**30):
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in [*rows[:-1], rows[-1] | {key: odd}]))
+            build_page(collect([tmp_path]))
+            read_run(tmp_path)
+            assert read_progress(tmp_path).status != "", (key, odd)

@@ -61,24 +61,24 @@ class Endless(Sequence[Example]):
         return example
 
 
-class First(Sequence[Example]):
-    """The first `count` examples of an endless source, drawn lazily."""
+class Lazy(Sequence[Example]):
+    """Examples that are made on access, each from its place."""
 
-    def __init__(self, source: Endless, count: int) -> None:
-        self._source = source
-        self._indices = range(count)
+    def __init__(self, make: Callable[[int], Example], places: range) -> None:
+        self._make = make
+        self._places = places
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+    def __getitem__(self, index: slice) -> Lazy: ...
+    def __getitem__(self, index: int | slice) -> Example | Lazy:
         if isinstance(index, slice):
-            return [self._source[number] for number in self._indices[index]]
-        return self._source[self._indices[index]]
+            return Lazy(self._make, self._places[index])
+        return self._make(self._places[index])
 
 
 class ExampleOrder:
@@ -89,10 +89,12 @@ class ExampleOrder:
     """
 
     def __init__(self, examples: Sequence[Example], seed: int, max_examples: int = 0) -> None:
+        self._is_drawn = isinstance(examples, Endless)
         if isinstance(examples, Endless):
             examples = examples.reseed(seed)
         if max_examples and max_examples < len(examples):
-            examples = First(examples, max_examples) if isinstance(examples, Endless) else examples[:max_examples]
+            drawn = Lazy(examples.__getitem__, range(max_examples))
+            examples = drawn if self._is_drawn else examples[:max_examples]
         if not len(examples):
             raise ValueError("there are no examples to put into an order")
         self._examples = examples
@@ -112,7 +114,7 @@ class ExampleOrder:
         if isinstance(self._examples, Endless):
             return self._examples[position]
         epoch, index = divmod(position, len(self._examples))
-        if isinstance(self._examples, First) and len(self._examples) > LARGEST_SHUFFLED:
+        if self._is_drawn and len(self._examples) > LARGEST_SHUFFLED:
             return self._examples[index]
         if epoch != self._epoch:
             self._epoch = epoch
@@ -122,8 +124,8 @@ class ExampleOrder:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of all prompts and references, in order; empty for an endless source."""
-        if isinstance(self._examples, Endless | First):
+        """A digest of all prompts and references, in order; empty for examples that are made on access."""
+        if isinstance(self._examples, Endless | Lazy):
             return ""
         found = hashlib.blake2b(digest_size=16)
         for example in self._examples:

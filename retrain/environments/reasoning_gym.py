@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from retrain.data import Lazy
 from retrain.environments import Chat, Log, Message, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.errors import ConfigError, MissingExtraError
@@ -57,26 +58,6 @@ class GymArgs(Args):
     """Whether partially correct answers get partial rewards; otherwise 0."""
 
 
-class Items(Sequence[Example]):
-    """A range of tasks, each generated on access."""
-
-    def __init__(self, gym: ReasoningGym, places: range) -> None:
-        self._gym = gym
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Items: ...
-    def __getitem__(self, index: int | slice) -> Example | Items:
-        if isinstance(index, slice):
-            return Items(self._gym, self._places[index])
-        return self._gym.example(self._places[index])
-
-
 class ReasoningGym:
     """A reasoning-gym task, or a weighted mix of several; single-turn."""
 
@@ -89,10 +70,10 @@ class ReasoningGym:
         for line in self._scorer_warnings(section.id):
             log(line)
 
-    def examples(self, split: str) -> Items:
+    def examples(self, split: str) -> Lazy:
         """The first `size` tasks for training, the following ones for any other split."""
         size = self.args.size
-        return Items(self, range(size) if split == "train" else range(size, size + self.args.held_out))
+        return Lazy(self.example, range(size) if split == "train" else range(size, size + self.args.held_out))
 
     def example(self, place: int) -> Example:
         """Task number `place`. Five kinds have no reference: their scorers execute the answer."""

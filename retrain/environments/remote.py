@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from retrain.data import Endless
+from retrain.data import Endless, Lazy
 from retrain.environments import Chat, ChatOver, Log, Outcome, Reply
 from retrain.environments.liveness import Liveness
 from retrain.environments.process import EnvironmentProcess
@@ -75,7 +75,9 @@ class RemoteEnvironment:
         count, is_endless = self._call("split", split)
         if split not in self._splits:
             self._splits.append(split)
-        return RemoteEndless(self, split) if is_endless else RemoteExamples(self, split, range(count))
+        if is_endless:
+            return RemoteEndless(self, split)
+        return Lazy(lambda place: self.fetch(split, None, (place,))[0], range(count))
 
     def fetch(self, split: str, seed: int | None, places: Sequence[int]) -> list[Example]:
         """Examples by index."""
@@ -300,27 +302,6 @@ def _read_result(reply: WireReply, unknown: type[RetrainError]) -> Any:
     if reply["kind"] == "error":
         raise restore_error(reply, unknown)
     return reply["value"]
-
-
-class RemoteExamples(Sequence[Example]):
-    """Examples of a split, fetched on access."""
-
-    def __init__(self, environment: RemoteEnvironment, split: str, places: range) -> None:
-        self._environment = environment
-        self._split = split
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> RemoteExamples: ...
-    def __getitem__(self, index: int | slice) -> Example | RemoteExamples:
-        if isinstance(index, slice):
-            return RemoteExamples(self._environment, self._split, self._places[index])
-        return self._environment.fetch(self._split, None, (self._places[index],))[0]
 
 
 class RemoteEndless(Endless):

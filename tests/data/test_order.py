@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config.schema import Data
-from retrain.data import Endless, ExampleOrder, load_examples
+from retrain.data import Endless, ExampleOrder, Lazy, load_examples
 from retrain.data.arithmetic import is_held_out
 from retrain.errors import CheckpointError
 from retrain.types import Example
@@ -132,3 +132,10 @@ def test_a_digest_tells_other_prompts_references_and_orders_apart() -> None:
     assert ExampleOrder(lists[0], 0).digest == ExampleOrder(list(lists[0]), 7).digest
     assert ExampleOrder(Endless(lambda rng: chat), 0).digest == ""
     assert ExampleOrder(Endless(lambda rng: chat), 0, max_examples=3).digest == ""
+
+
+def test_a_digest_does_not_fetch_examples_one_by_one() -> None:
+    def make(place: int) -> Example:
+        raise AssertionError("an environment would have to make every example")
+
+    assert ExampleOrder(Lazy(make, range(10)), 0).digest == ""

@@ -171,6 +171,8 @@ def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) ->
         name = "bf16" if computes_bf16 and not is_cpu else "fp32"
     elif name == "bf16" and not computes_bf16:
         log(f'Warning: this {where} does not compute in bf16, so bf16 is emulated.  Try: [model] dtype = "fp32"')
+        # PyTorch says the same with a stack of C++ frames, on ARM at the first product.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return DTYPES[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController
 from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
+from retrain.checks.reward_module import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.unsupported import check_supported
@@ -95,6 +96,8 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     control: RunControl
+    code_digests: Mapping[str, str]
+    """Of the source files that the configuration names, as they were loaded."""
 
 
 @contextmanager
@@ -129,6 +132,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     credit = CreditAssigner(config)
     # Built again by the backend; a plugin fails here, before the model is loaded.
     build_loss(config.loss, config.plugins.search_paths)
+    code = code_digests(config)
     # Rewards and environments start first: they warm up while the model loads, and fail early.
     tasks = _find_tasks(config)(config, console)
     stack.callback(tasks.close)
@@ -176,6 +180,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,
         control=overrides.control,
+        code_digests=code,
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from retrain.data.order import digest_of
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import RolloutScorer
 from retrain.types import Example, JsonObject, Metric, Sampling, StepMetrics
@@ -26,6 +27,7 @@ class Evaluation:
     """Each example with its first completion."""
     sampling_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Additional metrics of the scorer."""
+    sampling: Sampling | None = None
 
     @property
     def pass_at_1(self) -> float:
@@ -62,9 +64,18 @@ class Evaluation:
             "step": step,
             **self.metrics(),
             "k": self.k,
+            **self._setup(),
             "correct": list(self.correct),
             "counted": list(self.counted),
         }
+
+    def _setup(self) -> JsonObject:
+        """What it was measured on. Evaluations with another setup are not compared."""
+        if self.sampling is None:
+            return {}
+        options = asdict(self.sampling)
+        del options["seed"], options["first"]
+        return {"problems": digest_of(example for example, _ in self.answers), "sampling": options}
 
 
 class Evaluator:
@@ -93,6 +104,7 @@ class Evaluator:
             k=self.k,
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
             sampling_metrics=rollouts.metrics,
+            sampling=self.sampling,
         )
 
 

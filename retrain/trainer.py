@@ -30,7 +30,7 @@ from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
-from retrain.types import Datum, Group, StepMetrics
+from retrain.types import Datum, Group, JsonObject, StepMetrics
 
 # Reported by every backend; None where it has no value for a step.
 TRAINING_METRICS = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")
@@ -289,11 +289,7 @@ def resume(parts: Parts) -> RunState:
     saved = checkpoint.state
     parts.backend.load(checkpoint.path)
     parts.order.load_state_dict(saved["order"])
-    if saved.get("data_digest", parts.order.digest) != parts.order.digest:
-        parts.console.print(
-            "Warning: the data was changed since the checkpoint: it has as many examples, but not the same ones in the "
-            "same order. The run continues with those of now."
-        )
+    warn_of_edits(parts, saved)
     parts.sepa.load_state_dict(saved["sepa"])
     parts.backpressure.load_state_dict(saved["backpressure"])
     unknown = saved["progress"].keys() - {each.name for each in fields(RunState)}
@@ -307,6 +303,21 @@ def resume(parts: Parts) -> RunState:
     if saved["configured_batch_size"] != parts.config.training.batch_size:
         state.batch_size = parts.config.training.batch_size
     return state
+
+
+def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
+    """Report data, rewards and plugins that were edited since the checkpoint."""
+    if saved.get("data_digest", parts.order.digest) != parts.order.digest:
+        parts.console.print(
+            "Warning: the data was changed since the checkpoint: it has as many examples, but not the same ones in the "
+            "same order. The run continues with those of now."
+        )
+    code = saved.get("code", {})
+    for name, digest in parts.code_digests.items():
+        if code.get(name, digest) != digest:
+            parts.console.print(
+                f"Warning: {name} was changed since the checkpoint. The run continues with it as it is."
+            )
 
 
 def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
@@ -333,6 +344,8 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
         "data_digest": parts.order.digest,
+        "code": dict(parts.code_digests),
+        "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
         # Every generator is seeded from these at each step, so they are the complete random state.

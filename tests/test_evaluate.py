@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.data.order import digest_of
 from retrain.evaluate import Evaluation, Evaluator, pass_at_k, wilson_interval
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import Rollouts
@@ -86,10 +87,13 @@ def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> N
     evaluator = Evaluator(scorer, examples, Sampling(max_tokens=5, n=3, seed=9), every=10, k=3)  # type: ignore[arg-type]
     evaluation = evaluator.run(None)  # type: ignore[arg-type]
     assert (evaluation.correct, evaluation.counted) == ((1, 0), (2, 2))
+    sampling = {"max_tokens": 5, "n": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert evaluation.record(20) == {
         "step": 20,
         **evaluation.metrics(),
         "k": 3,
+        "problems": digest_of(examples),
+        "sampling": sampling | {"repetition_penalty": 1.0},
         "correct": [1, 0],
         "counted": [2, 2],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,12 @@ class Change:
     def is_noise(self) -> bool:
         """Whether the interval includes no change."""
         return self.low <= 0.0 <= self.high
+
+
+def comparable(evaluations: Sequence[Row]) -> list[Row]:
+    """The evaluations on the same problems and with the same sampling as the last one; a resume may change both."""
+    setups = [(row.get("problems"), row.get("sampling")) for row in evaluations]
+    return [row for row, setup in zip(evaluations, setups, strict=True) if setup == setups[-1]]
 
 
 def paired_change(first: Row, last: Row) -> Change | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from retrain.analysis.change import Row, paired_change
+from retrain.analysis.change import Row, comparable, paired_change
 
 Level = Literal["ok", "warning", "problem", "unknown"]
 
@@ -57,6 +57,7 @@ class Check:
 
 def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_tokens: int | None = None) -> list[Check]:
     """All checks of a run, from its rows of metrics.jsonl and eval.jsonl in order of steps."""
+    evaluations = comparable(evaluations)
     return [
         _check_learning(metrics, evaluations),
         _check_entropy(metrics),

@@ -208,7 +208,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     notes += [f"{run.path}: {plural(run.torn, 'incomplete line')} skipped." for run in runs if run.torn]
     if metric.startswith("eval_"):
         last = 1
-        require_same_problems(runs)
+        require_same_problems(runs, step)
     elif last > 1:
         notes.append(f"{metric} is the mean of the last {last} steps up to step {step}.")
     values: dict[str, dict[int, float]] = {}
@@ -236,8 +236,8 @@ def require_same_model(runs: Sequence[RunRecord]) -> None:
         )
 
 
-def require_same_problems(runs: Sequence[RunRecord]) -> None:
-    """Raise if evaluations use different problems or sampling."""
+def require_same_problems(runs: Sequence[RunRecord], step: int) -> None:
+    """Raise if the evaluations at a step use different problems or sampling."""
     first = values_of(runs[0].config)
     for run in runs[1:]:
         values = values_of(run.config)
@@ -246,6 +246,13 @@ def require_same_problems(runs: Sequence[RunRecord]) -> None:
             raise ConfigError(
                 f"{run.path} was evaluated differently from {runs[0].path}: {wrong[0]} is {values[wrong[0]]!r} "
                 f"instead of {first[wrong[0]]!r}.  Try: --metric correct_rate"
+            )
+        # The same file may have had other contents. Older rows do not name their problems.
+        problems = {each.evaluations[step].get("problems") for each in (runs[0], run)}
+        if len(problems - {None}) > 1:
+            raise ConfigError(
+                f"{run.path} and {runs[0].path} were evaluated on different problems at step {step}.  "
+                "Try: --metric correct_rate"
             )
 
 

@@ -51,6 +51,8 @@ GRACE_S = 8.0
 def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = "the campaign") -> int:
     """Run the missing runs of a campaign; returns the exit code."""
     folder = choose_folder(config)
+    # The folder to resume is the campaign's; a run that has not begun resumes nothing.
+    config = config.model_copy(update={"resume": type(config.resume)()})
     runs = plan_runs(config, folder, source)
     for run in {run.condition: run for run in runs}.values():
         check_supported(run.config)
@@ -77,7 +79,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         raise explain_write_error(error, folder) from error
     with lock, _catch_signals() as signals, screen:
         manifest = earlier or Manifest(folder)
-        (folder / CONFIG_FILE).write_text(dump_config(_without_resume(config)), encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         manifest.begin(config, runs)
         return Campaign(config, runs, manifest, executor, screen).run(signals)
 
@@ -304,10 +306,6 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
                 + "\n".join(f"  {line}" for line in differences)
                 + "\nTry: restore them, start a new campaign, or --force-resume"
             )
-
-
-def _without_resume(config: TrainConfig) -> TrainConfig:
-    return config.model_copy(update={"resume": type(config.resume)()})
 
 
 @contextmanager

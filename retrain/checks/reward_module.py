@@ -1,5 +1,7 @@
 """Checks of custom rewards that import nothing: the module exists, and the function has the expected signature.
 
+Also digests of the files of rewards and plugins, by which a resume notices edits.
+
 The training process never imports a reward's module, and its worker processes start seconds later. They report what
 cannot be seen in the source.
 """
@@ -7,6 +9,7 @@ cannot be seen in the source.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import json
 import sys
@@ -16,8 +19,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from retrain.config import TrainConfig
+from retrain.config.options import all_options, values_of
 from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import ConfigIssue
+from retrain.plugins import is_plugin
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -54,6 +59,22 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
     """The Python file of a module; None if there is none, or if only an import can find it."""
     spec = _find_spec(module, search_paths)
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def code_digests(config: TrainConfig) -> dict[str, str]:
+    """A digest of each source file that the configuration names: custom rewards and plugins."""
+    values = values_of(config)
+    named = [(option.kind, values.get(option.path)) for option in all_options() if option.kind]
+    plugins = [name for kind, name in named if kind and isinstance(name, str) and name and is_plugin(kind, name)]
+    modules = [name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in plugins]
+    terms: list[Reward | RewardTerm] = [config.reward, *config.reward.terms]
+    modules += [term.custom_module for term in terms if term.type == "custom"]
+    found = {}
+    for module in filter(None, modules):
+        file = find_source(module, config.plugins.search_paths)
+        if file is not None:
+            found[str(file)] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    return found
 
 
 def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:

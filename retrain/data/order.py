@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import overload
 
@@ -125,12 +125,7 @@ class ExampleOrder:
     @cached_property
     def digest(self) -> str:
         """A digest of all prompts and references, in order; empty for examples that are made on access."""
-        if isinstance(self._examples, Endless | Lazy):
-            return ""
-        found = hashlib.blake2b(digest_size=16)
-        for example in self._examples:
-            found.update(json.dumps([example.prompt, example.reference], default=str).encode())
-        return found.hexdigest()
+        return "" if isinstance(self._examples, Endless | Lazy) else digest_of(self._examples)
 
     def state_dict(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
@@ -144,3 +139,11 @@ class ExampleOrder:
                 "Try: the same [data] table and [training] max_examples as before."
             )
         self.position = state["position"]
+
+
+def digest_of(examples: Iterable[Example]) -> str:
+    """A digest of prompts and references, in order."""
+    found = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        found.update(json.dumps([example.prompt, example.reference], default=str).encode())
+    return found.hexdigest()

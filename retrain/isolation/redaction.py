@@ -57,6 +57,11 @@ def redact(text: str) -> str:
     return _hide(text, _find_secrets(tuple(os.environ.items())))
 
 
+def has_secret(text: str) -> bool:
+    """Whether the text contains a password in a URL or a key of a known format."""
+    return _hide(text, None) != text
+
+
 def redact_all(row: Mapping[str, object]) -> dict[str, object]:
     """The same for every text in a row of a log."""
     secrets = _find_secrets(tuple(os.environ.items()))

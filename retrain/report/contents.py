@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from retrain.analysis.change import comparable
 from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
@@ -124,7 +125,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 def find_flips(run: RunRecord) -> Data | None:
     """Held-out problems that most completions got right in only one of the first and the last evaluation."""
-    rows = [row for row in run.evaluations.values() if row.get("counted")]
+    rows = comparable([row for row in run.evaluations.values() if row.get("counted")])
     if len(rows) < 2 or len(rows[0]["counted"]) != len(rows[-1]["counted"]):
         return None
     counts = zip(rows[0]["correct"], rows[0]["counted"], rows[-1]["correct"], rows[-1]["counted"], strict=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.change import Change, paired_change
+from retrain.analysis.change import Change, comparable, paired_change
 from retrain.analysis.runs import Row, RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
@@ -115,7 +115,14 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
     result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
     if not rows:
         return result | {"kind": "waiting", "sentence": "Waiting for the first step."}
-    return result | {"sentence": _change(rows, kind, metric)}
+    return result | {"sentence": _change(rows, kind, metric) + _left_out(runs)}
+
+
+def _left_out(runs: Sequence[RunRecord]) -> str:
+    count = sum(len(run.evaluations) - len(comparable(list(run.evaluations.values()))) for run in runs)
+    verb = "is" if count == 1 else "are"
+    what = "on other problems or with other sampling options"
+    return f" {plural(count, 'earlier evaluation')} {what} {verb} left out." if count else ""
 
 
 def _training_metric(logs: Sequence[RunLog]) -> str:
@@ -128,8 +135,8 @@ def _evaluations(run: RunRecord) -> tuple[JsonObject, JsonObject]:
 
 
 def _scored(run: RunRecord) -> list[Row]:
-    """Evaluations with a rate; there is none if no completion could be scored."""
-    return [row for row in run.evaluations.values() if isinstance(row.get("eval_pass_at_1"), int | float)]
+    """Comparable evaluations with a rate; there is none if no completion could be scored."""
+    return comparable([row for row in run.evaluations.values() if isinstance(row.get("eval_pass_at_1"), int | float)])
 
 
 def _point(row: Row) -> JsonObject:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TextIO
 
 from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.options import free_on_resume, options_by_path, values_of
+from retrain.config.load import build_config
+from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
+from retrain.config.toml import parse_toml
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
@@ -68,14 +70,16 @@ class RunFolder:
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
             elif any(_is_not_empty(self.path / name) for name in RUN_FILES):
                 self._step_aside_earlier_run()
-            # A run started from this file is a new run.
-            written = self.config.model_copy(update={"resume": type(self.config.resume)()})
             draft = self.path / f".{CONFIG_FILE}"
-            draft.write_text(dump_config(written), encoding="utf-8")
+            draft.write_text(self.settings(), encoding="utf-8")
             os.replace(draft, self.path / CONFIG_FILE)
         except OSError as error:
             raise explain_write_error(error, self.path) from error
         self._warn_of_other_run()
+
+    def settings(self) -> str:
+        """The configuration as TOML, for config.toml and for checkpoints; a run started from it is a new run."""
+        return dump_config(self.config.model_copy(update={"resume": type(self.config.resume)()}))
 
     def _warn_of_other_run(self) -> None:
         """Say that the adapter of another run is going to be replaced."""
@@ -100,9 +104,10 @@ class RunFolder:
         assert self.resumed is not None
         if not (self.resumed / CONFIG_FILE).is_file():
             raise CheckpointError(f"{self.resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
+        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()
         stored = with_absolute_paths(load_config(self.resumed / CONFIG_FILE))
         config = _with_seed(config, stored.training.seed)
-        differences = meaningful_differences(stored, config)
+        differences = sorted({*self._edits(self.checkpoint, stored), *meaningful_differences(stored, config)})
         if differences and not force:
             raise CheckpointError(
                 f"{self.resumed} was trained with other settings:\n"
@@ -110,9 +115,17 @@ class RunFolder:
                 + "\nA run with mixed settings cannot be compared with any other.  "
                 "Try: keep the old settings, start a new run, or use --force-resume."
             )
-        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()
         self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
         return self._with_own_adapter(config, stored)
+
+    def _edits(self, checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
+        """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move."""
+        text = checkpoint.state.get("config")
+        if not text:
+            return []  # written by an older version
+        name = f"the configuration in {checkpoint.path}"
+        trained = build_config(parse_toml(text, name), {}, name)
+        return meaningful_differences(trained, stored, paths_where("path"))
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
         """An adapter folder inside of a run folder that was renamed since is in the renamed one."""
@@ -157,13 +170,13 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update=tables)
 
 
-def meaningful_differences(stored: TrainConfig, wanted: TrainConfig) -> list[str]:
+def meaningful_differences(stored: TrainConfig, wanted: TrainConfig, also_free: Set[str] = frozenset()) -> list[str]:
     """Differing options that a resume must not change."""
     before, after = values_of(stored), values_of(wanted)
     return [
         f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and path not in free_on_resume()
+        if before.get(path) != after.get(path) and path not in free_on_resume() | also_free
     ]
 
 

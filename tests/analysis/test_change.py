@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from retrain.analysis.change import paired_change
+from retrain.analysis.change import comparable, paired_change
 
 
 def evaluation(correct: list[int], counted: list[int]) -> dict[str, object]:
@@ -64,3 +64,12 @@ def test_rates_are_those_of_the_problems_in_common() -> None:
 )
 def test_evaluations_without_problems_in_common_cannot_be_paired(first: dict[str, object]) -> None:
     assert paired_change(first, evaluation([2, 3, 4], [4, 4, 4])) is None
+
+
+def test_only_evaluations_of_the_same_problems_and_sampling_are_comparable() -> None:
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 1.0}
+    setups = [("a", drawn), ("b", drawn), ("a", greedy), ("a", drawn)]
+    rows = [{"step": step, "problems": p, "sampling": s} for step, (p, s) in enumerate(setups)]
+    assert [row["step"] for row in comparable(rows)] == [0, 3]
+    assert comparable([]) == []
+    assert len(comparable([{"step": 0}, {"step": 1}])) == 2  # of versions that did not store them

@@ -169,6 +169,16 @@ def test_a_signal_stops_every_run_and_the_campaign_can_be_resumed(
     assert run_with(FakeExecutor(), config, monkeypatch) == 0
 
 
+def test_runs_that_have_not_begun_start_anew_when_the_campaign_is_resumed(tmp_path: Path, monkeypatch: Patch) -> None:
+    executor, seen = FakeExecutor(), set()
+    executor.on_poll = lambda: os.kill(os.getpid(), signal.SIGINT) if executor.calls == [] else None
+    assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 130
+    resumed = FakeExecutor()
+    resumed.on_poll = lambda: seen.update(run.config.resume.from_ for run, _ in resumed.going.values())
+    assert run_with(resumed, campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}}), monkeypatch) == 0
+    assert len(resumed.started) == 4 and seen == {""}
+
+
 def test_runs_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("retrain.campaign.run.GRACE_S", 0.05)
     executor = FakeExecutor()

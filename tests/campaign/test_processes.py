@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,20 @@ def test_ctrl_c_leaves_checkpoints_and_a_resume_needs_no_file(tmp_path: Path) ->
     assert again.returncode == 0, output
     assert all(steps_of(tmp_path, name) == list(range(most)) for name in PAIR)
     assert all("Resuming from" in (tmp_path / f"c/runs/{name}/stdout.log").read_text() for name in PAIR)
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_was_deleted_is_trained_again_on_resume(tmp_path: Path) -> None:
+    config = campaign_config(tmp_path / "c", seeds=[1], parallel=True)
+    (tmp_path / "campaign.toml").write_text(dump_config(config))
+    output, _ = start(tmp_path, "campaign.toml").communicate(timeout=200)
+    assert set(statuses(tmp_path / "c").values()) == {"finished"}, output
+    expected = steps_of(tmp_path, PAIR[1])
+    shutil.rmtree(tmp_path / "c" / "runs" / PAIR[1])
+    again = start(tmp_path, "--resume", "c")
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert steps_of(tmp_path, PAIR[1]) == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.analysis.runs import read_run
+from retrain.analysis.runs import find_runs, measure, read_run
 from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.cli.ui import Handler
@@ -108,6 +108,28 @@ def test_the_verdict_of_one_run_is_before_and_after(tmp_path: Path) -> None:
         "(95% interval -100.0 to +100.0, 2 problems)."
     )
     assert (verdict["rows"][0]["before"]["low"], verdict["rows"][0]["after"]["step"]) == (pytest.approx(0.31), 6)
+
+
+def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    first, last = (json.loads(line) for line in (tmp_path / "a" / "eval.jsonl").read_text().splitlines())
+    rows = [first | {"problems": "a"}, last | {"problems": "b", "eval_pass_at_1": 0.9, "correct": [1, 1]}]
+    (tmp_path / "a" / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = collect([tmp_path / "a"])
+    assert page["verdict"]["kind"] == "training"
+    assert page["verdict"]["sentence"].endswith(
+        "1 earlier evaluation on other problems or with other sampling options is left out."
+    )
+    assert page["runs"][0]["flips"] is None
+    assert "held-out" not in next(check["value"] for check in page["runs"][0]["health"] if check["name"] == "learning")
+
+
+def test_runs_with_other_problems_in_the_same_file_are_not_compared(campaign: Path) -> None:
+    for path, problems in ((campaign / "grpo_s1", "a"), (campaign / "maxrl_s1", "b")):
+        rows = [json.loads(line) | {"problems": problems} for line in (path / "eval.jsonl").read_text().splitlines()]
+        (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="were evaluated on different problems at step 6"):
+        measure(find_runs([campaign]), "eval_pass_at_1")
 
 
 def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder
 def open_folder(log_dir: Path) -> list[str]:
     """Log lines of a new run in that folder."""
     logged: list[str] = []
-    folder = RunFolder(load_config(None, {"logging.log_dir": str(log_dir)}), False, logged.append)
+    places = {"logging.log_dir": str(log_dir), "backend.adapter_path": str(log_dir / "adapter")}
+    folder = RunFolder(load_config(None, places), False, logged.append)
     folder.settle()
     folder.close()
     return logged
@@ -477,6 +478,27 @@ def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> 
     problems.write_text("".join(reversed(problems.read_text().splitlines(keepends=True))))
     printed = resumed(model, run_folder, training__max_steps=8)
     assert "Warning: the data was changed since the checkpoint: it has as many examples" in printed
+
+
+def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "edited_score.py"
+    reward.write_text("def score(response, reference):\n    return float(len(response) % 2)\n")
+    own = {"reward__custom_module": "edited_score", "plugins__search_paths": [str(tmp_path)]}
+    train_quietly(fake_config(model, tmp_path, **own))
+    assert "was changed since the checkpoint" not in resumed(model, tmp_path, **own)
+    reward.write_text("def score(response, reference):\n    return float(len(response) % 3)\n")
+    printed = resumed(model, tmp_path, training__max_steps=8, **own)
+    assert f"Warning: {reward} was changed since the checkpoint." in printed
+
+
+def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_folder: Path) -> None:
+    written = run_folder / "logs" / "config.toml"
+    written.write_text(written.read_text().replace("lr = 4e-05", "lr = 0.5"))
+    edited = load_config(written, {"resume.from": str(run_folder / "logs"), "training.max_steps": 6})
+    with pytest.raises(CheckpointError, match=r"training\.lr: 4e-05 -> 0\.5"):
+        train_quietly(edited)
+    _, printed = train_quietly(edited, force_resume=True)
+    assert "Resuming from" in printed
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(model: Path, run_folder: Path) -> None:

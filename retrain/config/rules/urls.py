@@ -1,17 +1,21 @@
-"""Rules about server URLs: they are valid, and contain no secrets."""
+"""Rules about server URLs, and about secrets: a run saves its configuration, so it must not contain any."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-from retrain.config.options import option_issue
+from retrain.config.options import option_issue, values_of
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigIssue
-from retrain.isolation.redaction import redact
+from retrain.isolation.redaction import has_secret, redact
 
 _HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
+# Not every "token": most are those of a tokenizer.
+_SECRET = re.compile(r"(api_?key|passw(or)?d|passphrase|secret|credentials?|(access|auth|hf)_?token)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_SHORTEST = 6
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
 
@@ -41,6 +45,28 @@ def check_judge_url(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield from _check_secrets(path, url, "OPENAI_API_KEY")
 
 
+def check_arguments(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Tables of arguments contain no passwords and keys; names of environment variables are fine."""
+    for path, value in values_of(config).items():
+        for name in _find_secrets(value, ""):
+            hint = "Try: an environment variable, which the code that needs it reads"
+            yield option_issue(path, f"holds a secret in {name}, and a run saves its configuration.", hint)
+
+
+def _find_secrets(value: object, name: str) -> Iterator[str]:
+    """Where a table of arguments holds secrets. Single options have their own rules."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _find_secrets(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _find_secrets(item, name)
+    elif isinstance(value, str) and name:
+        is_key = _SECRET.search(name) and len(value) >= _SHORTEST and not _VARIABLE.fullmatch(value)
+        if is_key or has_secret(value):
+            yield name
+
+
 def _check_secrets(path: str, url: str, variable: str) -> Iterator[ConfigIssue]:
     """A run stores its configuration; keys come from the environment. The message does not show the URL."""
     hint = f"Try: put the key into {variable}, in .env"
@@ -62,4 +88,4 @@ def _has_valid_port(url: str) -> bool:
         return False
 
 
-RULES = (check_urls, check_judge_url)
+RULES = (check_urls, check_judge_url, check_arguments)

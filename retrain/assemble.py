@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
-from retrain.advantages.sepa import SEPAController
+from retrain.advantages.sepa import SEPAController, why_off
 from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
 from retrain.checks.reward_module import code_digests
@@ -203,11 +203,9 @@ def _check_batch(config: TrainConfig, examples: Sequence[Example], log: Callable
 
 def _check_sepa(config: TrainConfig, credit: CreditAssigner, log: Callable[[str], None]) -> None:
     """Report a run that ends before SEPA begins."""
-    steps, sepa = config.training.max_steps, config.sepa
-    # At step `delay_steps`, counted from 0, lambda is still 0.
-    if credit.uses_sepa and sepa.schedule == "linear" and steps - 1 <= sepa.delay_steps:
-        delay = f"[sepa] delay_steps = {sepa.delay_steps}"
-        log(f"Note: SEPA stays off: it begins after {delay}, and this run has {plural(steps, 'step')}.")
+    reason = why_off(config.sepa, config.training.max_steps)
+    if credit.uses_sepa and reason:
+        log(f"Note: {reason}")
 
 
 def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from retrain.advantages.method import TransformSpec
 from retrain.errors import CheckpointError
+from retrain.plugins import REGISTRIES, is_plugin
+from retrain.runtime.text import plural
 from retrain.types import FloatArray
 
 if TYPE_CHECKING:
-    from retrain.config.schema import Sepa
+    from retrain.config.schema import Sepa, TrainConfig
 
 EMA_DECAY = 0.99
 WARMUP_BATCHES = 50
@@ -117,3 +120,22 @@ def _variance(execution: FloatArray | float | None) -> float | None:
     if not math.isfinite(variance) or variance < 0.0:
         raise ValueError(f"the variance of execution-token uncertainty is {variance}, which is not a valid variance.")
     return variance
+
+
+def why_off(sepa: Sepa, steps: int) -> str:
+    """Why SEPA has no effect on a run of so many steps, or ""."""
+    # At step `delay_steps`, counted from 0, lambda is still 0.
+    if sepa.schedule != "linear" or steps - 1 > sepa.delay_steps:
+        return ""
+    delay = f"[sepa] delay_steps = {sepa.delay_steps}"
+    return f"SEPA stays off: it begins after {delay}, and this run has {plural(steps, 'step')}."
+
+
+def find_idle_sepa(config: TrainConfig) -> str:
+    """The same for a configuration: "" for methods without SEPA, and for plugins, which only a run loads."""
+    algorithm, training = config.algorithm, config.training
+    if algorithm.algorithm_mode or is_plugin("transform", algorithm.transform_mode) or training.epochs:
+        return ""
+    transform = REGISTRIES["transform"].load(algorithm.transform_mode)
+    assert isinstance(transform, TransformSpec)
+    return why_off(config.sepa, training.max_steps) if transform.uses_sepa_controller else ""

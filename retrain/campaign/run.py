@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarise
 from retrain.campaign.manifest import MANIFEST, Manifest, now
 from retrain.campaign.plan import Run, plan_runs
@@ -132,6 +133,9 @@ class Campaign:
                 # It ended after an earlier session was killed.
                 self.manifest.update(run.name, status="finished", **final_metrics(run.folder))
         self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {self.manifest.folder}; {done} already done.")
+        for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
+            if note := find_idle_sepa(config):
+                self.screen.log(f"Note: {condition}: {note}")
 
     def _start_some(self) -> None:
         while self.pending and len(self.running) < self.slots and time.monotonic() >= self.next_start:

@@ -25,6 +25,8 @@ from retrain.errors import ConfigIssue
 from retrain.plugins import is_plugin
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+# Of a reward function: the response and the reference.
+_ARGUMENTS = 2
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
@@ -102,9 +104,15 @@ def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:
             text = f"= {json.dumps(name)} takes a list of completions, like a reward function of TRL."
             hint = f"Try: def {name}(response, reference), which scores one response; `retrain grpo` takes those of TRL"
             yield ConfigIssue(where, text, hint)
+        elif (
+            not found.decorator_list and every.vararg is None and len(every.posonlyargs) + len(every.args) < _ARGUMENTS
+        ):
+            text = f"= {json.dumps(name)} does not take a response and a reference."
+            yield ConfigIssue(where, text, f"Try: def {name}(response, reference)")
     elif found is None and known is not None and outermost not in known:
         close = get_close_matches(outermost, known, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"It defines {', '.join(sorted(known)) or 'nothing'}."
+        own = sorted(node.name for node in body if isinstance(node, _DEFINITIONS))
+        hint = f"Did you mean {close[0]!r}?" if close else f"It defines {', '.join(own) or 'no function'}."
         yield ConfigIssue(where, f"= {json.dumps(name)}: {file.name} has no such function.", hint)
 
 

@@ -30,12 +30,12 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         raise ConfigError(f"{folders[0]} has no runs with logged steps yet.")
     target = output or folders[0] / "card"
     try:
-        target.mkdir(parents=True, exist_ok=True)
         plots = []
         if not no_plots:
             from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
 
             plots = write_plots(data, target, ", or --no-plots")
+        target.mkdir(parents=True, exist_ok=True)
         (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:
         raise explain_write_error(error, target) from error

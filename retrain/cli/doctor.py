@@ -280,10 +280,10 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
 
 
 def _check_disk(config: TrainConfig) -> Iterator[Check]:
-    for where, path in (
-        ("[logging] log_dir", config.logging.log_dir),
-        ("[backend] adapter_path", config.backend.adapter_path),
-    ):
+    places = [("[logging] log_dir", config.logging.log_dir)]
+    if config.kind != "campaign":  # whose runs have their own
+        places.append(("[backend] adapter_path", config.backend.adapter_path))
+    for where, path in places:
         folder = Path(path).expanduser().absolute()
         while not folder.exists():
             folder = folder.parent

@@ -6,9 +6,8 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypedDict
 
-from retrain.campaign.plan import plan_runs
+from retrain.campaign.plan import Run, plan_runs
 from retrain.capacity.memory import Workload
 from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
@@ -30,20 +29,9 @@ _MEASURED_STEPS = 20
 LoggedStep = Mapping[str, object]
 
 
-class RunEntry(TypedDict):
-    """One run of a campaign."""
-
-    name: str
-    condition: str
-    seed: int
-
-
-def list_runs(config: TrainConfig, file: str) -> list[RunEntry]:
-    """The run matrix, each condition validated as a configuration of its own."""
-    if config.campaign is None:
-        return []
-    runs = plan_runs(config, Path(config.logging.log_dir), file)
-    return [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs]
+def list_runs(config: TrainConfig, file: str) -> list[Run]:
+    """The run matrix, each condition validated as a configuration of its own; empty for a single run."""
+    return plan_runs(config, Path(config.logging.log_dir), file) if config.campaign is not None else []
 
 
 def runs_at_once(config: TrainConfig, runs: int) -> int:

@@ -11,13 +11,13 @@ from typing import TypedDict
 
 import click
 
+from retrain.campaign.plan import Run
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import find_obstacles
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
-    RunEntry,
     list_runs,
     measured_step_time,
     memory_plan,
@@ -98,6 +98,14 @@ class Step(TypedDict):
 Time = TypedDict("Time", {"step_seconds": float | None, "run_seconds": float | None, "from": str})
 
 
+class RunEntry(TypedDict):
+    """One run of a campaign."""
+
+    name: str
+    condition: str
+    seed: int
+
+
 class Explanation(TypedDict):
     """What `retrain explain --json` prints; None where a part does not apply."""
 
@@ -105,6 +113,7 @@ class Explanation(TypedDict):
     kind: str
     condition: str | None
     blockers: list[str]
+    notes: list[str]
     changed: list[Change]
     adapter: Adapter | None
     model: Model | None
@@ -125,12 +134,12 @@ def command(config: str | None, as_json: bool, **parameters: object) -> None:
     """Show what CONFIG (default: ./retrain.toml) would do. Takes the same flags as training.
 
     The JSON has these keys, null where unknown: file, kind (train, campaign, squeeze), condition, blockers (reasons why
-    it cannot run here), changed (path, value, default), adapter (path, exists, min_variance_retention; for a squeeze),
-    model (name, found, path, parameters, parameters_from, trainable), engine (name, url, backend, devices), problems
-    (where tasks and rewards come from), runs (name, condition, seed), runs_at_once, step (prompts, completions,
-    max_tokens), memory (weights_bytes, sampling_copy_bytes, adapter_bytes, kv_cache_bytes, activations_bytes,
-    logits_bytes, total_bytes, micro_batch_tokens, recomputed_layers, prompt_tokens), time (step_seconds, run_seconds,
-    from), files.
+    it cannot run here), notes (parts of a method that stay off), changed (path, value, default), adapter (path, exists,
+    min_variance_retention; for a squeeze), model (name, found, path, parameters, parameters_from, trainable), engine
+    (name, url, backend, devices), problems (where tasks and rewards come from), runs (name, condition, seed),
+    runs_at_once, step (prompts, completions, max_tokens), memory (weights_bytes, sampling_copy_bytes, adapter_bytes,
+    kv_cache_bytes, activations_bytes, logits_bytes, total_bytes, micro_batch_tokens, recomputed_layers, prompt_tokens),
+    time (step_seconds, run_seconds, from), files.
     """
     path, loaded = read_config(config, parameters, as_json)
     data = explain(loaded, str(path))
@@ -168,12 +177,13 @@ def explain(config: TrainConfig, file: str) -> Explanation:
         "kind": config.kind,
         "condition": config.condition if config.kind == "train" else None,
         "blockers": find_blockers(config),
+        "notes": find_idle(config, runs),
         "changed": find_changes(config),
         "adapter": _adapter(config),
         "model": model if trains else None,
         "engine": _engine(config) if trains else None,
         "problems": _tasks(config) if trains else None,
-        "runs": runs,
+        "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs],
         "runs_at_once": runs_at_once(config, len(runs)),
         "step": step if trains else None,
         "memory": estimate_memory(config, facts) if trains else None,
@@ -197,6 +207,16 @@ def find_blockers(config: TrainConfig) -> list[str]:
     """Why the configuration cannot run here: unsupported choices, and missing models, files and keys."""
     obstacles = find_obstacles(config) if config.kind != "squeeze" else ()
     return [str(problem) for problem in (*find_unsupported(config), *obstacles)]
+
+
+def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
+    """Parts of a method that stay off, for each condition of a campaign."""
+    from retrain.advantages.sepa import find_idle_sepa  # noqa: PLC0415  (loads numpy)
+
+    if config.kind == "train":
+        return [note for note in [find_idle_sepa(config)] if note]
+    notes = {run.condition: find_idle_sepa(run.config) for run in runs}
+    return [f"{condition}: {note}" for condition, note in notes.items() if note]
 
 
 def _engine(config: TrainConfig) -> Engine:
@@ -272,7 +292,9 @@ def list_files(config: TrainConfig) -> list[str]:
     if config.kind == "campaign":
         is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
         folder = f"{log_dir.parent}/campaign_<date>_<time>" if is_default else str(log_dir)
-        return [f"{folder}/manifest.json", *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
+        names += ["adapter/", "stdout.log", "stderr.log"]
+        own = [f"{folder}/manifest.json", f"{folder}/config.toml"]
+        return [*own, *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
     return [*(f"{log_dir}/{name}" for name in names), f"{config.backend.adapter_path}/"]
 
 
@@ -294,6 +316,8 @@ def _print(data: Explanation) -> None:
     click.echo(f"{data['file']}: {_KINDS[data['kind']]}")
     for blocker in data["blockers"]:
         click.echo(f"cannot run here: {blocker}")
+    for note in data["notes"]:
+        click.echo(f"note: {note}")
     print_heading("Changes from the defaults")
     options = options_by_path()
     # A pipe has no header that says so.

@@ -126,7 +126,7 @@ def _next_steps(kind: str, scaffold: Scaffold, name: str, output: Path, with_tes
         toml += f"\n\n[plugins]\nsearch_paths = {format_value([str(output)])}"
     lines = ["", "In your configuration:", "", toml, ""]
     if with_test:
-        lines += [f"Its test:  python -m pytest {output / f'test_{name}.py'}"]
+        lines += [f"Its test, with pytest installed:  python -m pytest {output / f'test_{name}.py'}"]
     lines += [
         "To ship it in a package, so that its name alone is enough, add to the pyproject.toml of that package:",
         "",

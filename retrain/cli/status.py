@@ -25,7 +25,7 @@ from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_line, print_table
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
-from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 
 
@@ -172,7 +172,7 @@ def resume_line(entry: Entry) -> str:
     """The command that continues what ended early; empty for anything else."""
     if entry.status not in ("dead", "interrupted"):
         return ""
-    if entry.kind == "run" and not (Path(entry.path) / STATE_FILE).is_file():
+    if entry.kind == "run" and not Checkpoints(Path(entry.path), 1, print).steps():
         return "It ended before its first checkpoint: start it again."
     return f"To resume: retrain --resume {shlex.quote(entry.path)}"
 

@@ -113,9 +113,9 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         if not path.parent.is_dir():
             raise ConfigError(f"there is no folder {resumed} to resume from.")
         if not path.is_file():
-            raise ConfigError(
-                f"{resumed} has no config.toml to resume with.  Try: retrain your.toml --resume {resumed}"
-            )
+            from retrain.storage.folder import restore_config  # noqa: PLC0415  (rarely needed)
+
+            restore_config(path.parent, _echo)
         overrides.setdefault("logging.log_dir", resumed)
         return path
     path = Path(DEFAULT_FILE)

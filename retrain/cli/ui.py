@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import click
 
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, RetrainError
 
 if TYPE_CHECKING:
     from retrain.report.live import LiveReport
@@ -48,11 +48,12 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(build_page({"live": POLL_S, "runs": [], **self.report.head}), "text/html")
             else:
                 self._send(as_json(answer(self.report, url.path, dict(parse_qsl(url.query)))), "application/json")
-        except (KeyError, ValueError, StopIteration):
-            self.send_error(404)
-        except BrokenPipeError:
+        except ConnectionError:
             # The page was closed.
             self.close_connection = True
+        except (KeyError, ValueError, StopIteration, RetrainError, OSError):
+            # Of what does not exist, or no longer, or is damaged.
+            self.send_error(404)
 
     def _send(self, text: str, kind: str) -> None:
         body = text.encode("utf-8", "replace")

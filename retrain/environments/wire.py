@@ -97,4 +97,6 @@ def outcome_fields(outcome: object) -> dict[str, object]:
     if not isinstance(outcome, Outcome):
         raise RolloutError(f"the environment returned {type(outcome).__name__} instead of an Outcome.")
     metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
+    if isinstance(outcome.reward, str | bytes):  # which float() would parse
+        raise RolloutError(f"the environment returned the reward {outcome.reward!r}, which is not a number.")
     return {"reward": float(outcome.reward), "metrics": metrics, "truncated": bool(outcome.truncated)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_mani
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
+from retrain.errors import CheckpointError
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
@@ -245,7 +247,12 @@ def token_rows(log: RunLog, steps: Sequence[int]) -> dict[int, list[list[Data]]]
         return {}
     from retrain.report.tokens import token_data  # noqa: PLC0415  (loads the tokenizer's libraries)
 
-    return dict(token_data(log.path, log.config, wanted))
+    rows: dict[int, list[list[Data]]] = {}
+    # Later advantages may depend on a damaged recording, so they are left out with it.
+    with suppress(CheckpointError):
+        for step, groups in token_data(log.path, log.config, wanted):
+            rows[step] = [[dict(tokens) for tokens in group] for group in groups]
+    return rows
 
 
 def add_tokens(group: Data, recorded: Sequence[Sequence[Data]]) -> Data:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.errors import MissingExtraError
+from retrain.runtime.packages import install_command
 from retrain.types import JsonObject
 
 CURVES = {
@@ -26,7 +27,7 @@ def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Pat
     try:
         import matplotlib  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f'plots need matplotlib.  Try: pip install -e ".[plots]"{otherwise}') from error
+        raise MissingExtraError(f"plots need matplotlib.  Try: {install_command('matplotlib')}{otherwise}") from error
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     kind = str(data["runs"][0]["uncertainty"]).replace("_", " ").capitalize()

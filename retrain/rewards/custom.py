@@ -38,17 +38,21 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     extras = tuple(name for name in EXTRAS if takes_all or name in keywords)
     if "completions" in keywords:
         raise PluginError(
-            f"the reward function {function!r} takes a list of completions, like one of TRL.  "
+            f"the reward function {_name_of(function)} takes a list of completions, like one of TRL.  "
             "Try: def score(response, reference), which scores one response; `retrain grpo` takes those of TRL"
         )
     try:
         signature.bind("response", "reference", **dict.fromkeys(extras))
     except TypeError as error:
         raise PluginError(
-            f"the reward function {function!r} cannot be called as score(response, reference): {error}. "
+            f"the reward function {_name_of(function)} cannot be called as score(response, reference): {error}. "
             f"It may also have the parameters {' and '.join(EXTRAS)}."
-        ) from error
+        ) from None
     return extras
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return function.__qualname__ if inspect.isroutine(function) else repr(function)
 
 
 def to_value(result: object) -> float:

@@ -17,7 +17,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
 from retrain.storage.logs import EVAL_PROBLEMS, FILES, cut_logs, restore_logs
-from retrain.storage.publishing import published_by
+from retrain.storage.publishing import may_replace, published_by
 from retrain.storage.recording import drop_recordings
 
 CONFIG_FILE = "config.toml"
@@ -75,15 +75,20 @@ class RunFolder:
             os.replace(draft, self.path / CONFIG_FILE)
         except OSError as error:
             raise explain_write_error(error, self.path) from error
-        self._warn_of_other_run()
+        self._warn_about_adapter_path()
 
     def settings(self) -> str:
         """The configuration as TOML, for config.toml and for checkpoints; a run started from it is a new run."""
         return dump_config(self.config.model_copy(update={"resume": type(self.config.resume)()}))
 
-    def _warn_of_other_run(self) -> None:
-        """Say that the adapter of another run is going to be replaced."""
+    def _warn_about_adapter_path(self) -> None:
+        """Say that the adapter of another run is going to be replaced, or that other files are not."""
         adapter, own = Path(self.config.backend.adapter_path).expanduser(), self.path.resolve()
+        if not may_replace(adapter):
+            self.log(
+                f"Warning: {adapter} holds files that retrain did not write, so adapters stay in the checkpoints.  "
+                f"Try: --adapter-path {self.path / 'adapter'}"
+            )
         other = published_by(adapter)
         is_own = not other or Path(other).resolve() == own or adapter.resolve().is_relative_to(own)
         if not is_own and Path(other).is_dir():
@@ -136,6 +141,15 @@ class RunFolder:
             return config
         moved = str(self.path.absolute() / adapter.relative_to(was_in))
         return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": moved})})
+
+
+def restore_config(folder: Path, log: Callable[[str], None]) -> None:
+    """Write a lost config.toml again, from the newest checkpoint."""
+    text = Checkpoints(folder, 1, log).newest().state.get("config") if (folder / "checkpoints").is_dir() else None
+    if not text:
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.")
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    log(f"Note: {folder / CONFIG_FILE} was missing, and is restored from the newest checkpoint.")
 
 
 def step_aside(path: Path) -> str:

@@ -112,11 +112,15 @@ def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:
 
 def test_a_dead_run_shows_the_command_that_resumes_it(tmp_path: Path, capsys: Captured) -> None:
     folder = write_run(tmp_path / "my train", [0.1], status="running", training__max_steps=10)
+    checkpoint = folder / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    # A kill right after the first checkpoint leaves no such file.
+    (folder / "trainer_state.json").unlink()
     assert run(["status", str(tmp_path)]) == 0
     assert f"To resume: retrain --resume '{folder}'" in capsys.readouterr().out
     assert run(["top", str(tmp_path), "--all"]) == 0
     assert "To resume: retrain --resume" in capsys.readouterr().out
-    (folder / "trainer_state.json").unlink()
+    checkpoint.rmdir()
     assert run(["status", str(tmp_path)]) == 0
     assert "It ended before its first checkpoint: start it again." in capsys.readouterr().out
 

@@ -50,9 +50,17 @@ def test_whatever_a_module_defines_may_be_the_reward(module: str, function: str)
     assert issues(module, function) == []
 
 
-@pytest.mark.parametrize("module", ["star", "broken", "json", "sys", "package.elsewhere"])
+@pytest.mark.parametrize("module", ["star", "broken", "pickle", "sys", "package.elsewhere"])
 def test_what_only_an_import_can_tell_is_left_to_it(module: str) -> None:
     assert issues(module, "loads") == []
+
+
+def test_a_function_of_one_argument_is_reported_with_its_signature() -> None:
+    Path("short.py").write_text("def one(response):\n    return 1.0\n\ndef any(*given):\n    return 1.0\n")
+    (issue,) = issues("short", "one")
+    expected = '[reward] custom_function = "one" does not take a response and a reference.'
+    assert issue.split() == [*expected.split(), *["Try:", "def", "one(response,", "reference)"]]
+    assert issues("short", "any") == []
 
 
 def test_a_missing_module_is_reported_with_the_folder() -> None:

@@ -111,6 +111,16 @@ def test_a_campaign_shows_every_condition_with_every_seed(capsys: pytest.Capture
     assert "maxrl+gtpo_hicra_s2" in capsys.readouterr().out
 
 
+def test_what_stays_off_is_noted_for_each_condition(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("campaign"))
+    assert _explain(capsys)["notes"] == []
+    note = "SEPA stays off: it begins after [sepa] delay_steps = 50, and this run has 20 steps."
+    assert _explain(capsys, "--campaign-max-steps", "20")["notes"] == [f"maxrl+gtpo_sepa: {note}"]
+    _write(starter("quickstart"))
+    assert run(["explain", "--max-steps", "20"]) == 0
+    assert f"note: {note}" in capsys.readouterr().out
+
+
 def test_conditions_with_one_label_are_distinguished_by_what_they_override(capsys: pytest.CaptureFixture[str]) -> None:
     _write(
         '[campaign]\nseeds = [1]\nparallel = true\n[[campaign.conditions]]\nadvantage_mode = "grpo"\nlr = 1e-4\n'

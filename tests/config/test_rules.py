@@ -52,6 +52,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("check_custom_rewards", {"reward": {"type": "custom", "custom_module": "mine"}}),
     ("check_custom_rewards", {"reward": {"type": "judge"}}),
     ("check_judge_url", {"reward": {"type": "judge", "judge_base_url": "http://a:1/v1/@b"}}),
+    ("check_arguments", {"model": {"init_kwargs": {"pad_token": "<|endoftext|>", "api_key": "MY_API_KEY"}}}),
     (
         "check_templates",
         {"reward": {"type": "judge", "judge_prompt": r"{question} \boxed{x} \frac{a}{b} {response}"}},
@@ -319,6 +320,19 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "check_urls",
         {"inference": {"engine": "vllm", "url": "http://me:secret@a:1"}},
         "[inference] url holds a password.  Try: put the key into INFERENCE_API_KEY, in .env",
+    ),
+    *(
+        (
+            "check_arguments",
+            {"environment": {"provider": "builtin", "id": "calculator", "args": args}},
+            f"[environment] args holds a secret in {name}, and a run saves its configuration.",
+        )
+        for args, name in (
+            ({"api_key": "supersecret123"}, "api_key"),
+            ({"judge": {"url": "https://bob:hunter2secret@host/x"}}, "judge.url"),
+            ({"keys": [{"hf_token": "abcdefgh"}]}, "keys.hf_token"),
+            ({"other": "sk-0123456789abcdefghij"}, "other"),
+        )
     ),
     (
         "check_launch_device",

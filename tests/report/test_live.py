@@ -11,6 +11,7 @@ import pytest
 
 from retrain.cli import run
 from retrain.cli.ui import Handler, answer
+from retrain.report.contents import collect
 from retrain.report.live import Known, LiveReport
 from tests.report.folders import write_run
 
@@ -147,15 +148,26 @@ def test_a_long_log_is_shown_from_a_preview_first(tmp_path: Path, monkeypatch: p
 def test_the_server_answers_requests_for_data(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     live = LiveReport((tmp_path,))
+    (tmp_path / "a" / "rollouts").mkdir()
+    (tmp_path / "a" / "rollouts" / "step_000002.npz").write_bytes(b"damaged")
     live.refresh()
     name = live.poll({}, "")["runs"][0]["id"]
     assert answer(live, "/tokens.json", {"run": name, "step": "1"}) == {"groups": []}
+    assert answer(live, "/tokens.json", {"run": name, "step": "2"}) == {"groups": []}
+    assert collect([tmp_path])["groups"]
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, live)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         with urllib.request.urlopen(f"{address}/data.json?known={name}:x:0:1:6&head=x", timeout=30) as reply:
             assert json.loads(reply.read())["runs"][0]["done"] == 6
-        for path in ("/nothing", "/tokens.json?run=x&step=1", "/groups.json?step=x", "/data.json?known=x"):
+        (tmp_path / "a" / "emergence" / "generations.jsonl").unlink()
+        for path in (
+            "/nothing",
+            "/tokens.json?run=x&step=1",
+            f"/groups.json?run={name}&step=1",
+            "/groups.json?step=x",
+            "/data.json?known=x",
+        ):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(address + path, timeout=30)
         server.shutdown()

@@ -549,3 +549,26 @@ def test_differences_that_only_say_where_are_no_differences() -> None:
 def test_the_written_configuration_is_the_complete_one(model: Path, finished: Path) -> None:
     written = load_config(finished / "logs" / "config.toml")
     assert written == with_absolute_paths(fake_config(model, finished))
+
+
+def test_a_lost_configuration_is_restored_from_the_checkpoint(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = run_folder / "logs" / "config.toml"
+    written.unlink()
+    assert run(["--resume", str(run_folder / "logs")]) == 0
+    assert "is restored from the newest checkpoint" in capsys.readouterr().out
+    assert load_config(written).training.max_steps == 4
+    written.unlink()
+    shutil.rmtree(run_folder / "logs" / "checkpoints")
+    assert run(["--resume", str(run_folder / "logs")]) == 2
+    assert "has no config.toml, and no checkpoint with a copy of it." in capsys.readouterr().err
+
+
+def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "thesis.txt").write_text("mine")
+    _, printed = train_quietly(fake_config(model, tmp_path))
+    before = printed.partition("Step 0")[0]
+    assert f"{tmp_path / 'adapter'} holds files that retrain did not write" in before
+    assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"

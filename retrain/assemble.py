@@ -12,7 +12,7 @@ from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController, why_off
 from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
-from retrain.checks.reward_module import code_digests
+from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.unsupported import check_supported

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from retrain.checks.reward_module import find_reward_issues
+from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import trains_complete_steps

@@ -1,9 +1,8 @@
-"""Checks of custom rewards that import nothing: the module exists, and the function has the expected signature.
+"""Code of the user that a configuration names, examined without importing it.
 
-Also digests of the files of rewards and plugins, by which a resume notices edits.
-
-The training process never imports a reward's module, and its worker processes start seconds later. They report what
-cannot be seen in the source.
+Custom rewards: the module exists, and the function has the expected signature. The training process never imports a
+reward's module, and its worker processes, which report what cannot be seen in the source, start seconds later. And
+digests of the files of rewards and plugins, by which a resume notices edits.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.checks.reward_module import find_reward_issues
+from retrain.checks.user_code import find_reward_issues
 from retrain.cli import run
 from retrain.config import load_config
 from retrain.errors import PluginError

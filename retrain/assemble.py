@@ -12,6 +12,7 @@ from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController, why_off
 from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
+from retrain.checks.processes import check_devices
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
@@ -31,7 +32,7 @@ from retrain.plugins import REGISTRIES
 from retrain.rewards import BatchReward, build_reward
 from retrain.rollout import ChunkedScorer, GroupCollector, RolloutScorer, RolloutSource, Scorer
 from retrain.runtime.control import NoControl, RunControl, raise_if_stopped
-from retrain.runtime.devices import check_devices, is_on_cpu
+from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.text import plural
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.seeding import derive_seed

@@ -29,13 +29,12 @@ from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess, validate_shared_model
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.preflight import check_before_loading
+from retrain.checks.processes import check_devices, check_single_process
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.options import options_by_path
 from retrain.config.unsupported import check_supported
 from retrain.errors import CheckpointError, ConfigError
-from retrain.runtime.devices import check_devices
 from retrain.runtime.interrupts import SIGNALS
-from retrain.runtime.ranks import check_single_process
 from retrain.runtime.text import plural
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error

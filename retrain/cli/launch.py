@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from retrain.checks.preflight import check_before_loading
+from retrain.checks.processes import check_multi_process
 from retrain.cli import train
 from retrain.config.flags import load_with_flags, overrides_from
 from retrain.config.unsupported import check_supported
 from retrain.distributed.launch import launch
-from retrain.runtime.ranks import check_multi_process
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})

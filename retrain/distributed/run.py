@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from retrain.assemble import Overrides
 from retrain.backends import Backend
+from retrain.checks.processes import check_multi_process
 from retrain.config import TrainConfig
 from retrain.distributed.backend import RankedBackend
 from retrain.distributed.build import build_rank, samples_on_all
@@ -23,7 +24,7 @@ from retrain.distributed.worker import serve
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.modeling.tokens import Tokenizer
-from retrain.runtime.ranks import RankInfo, check_multi_process
+from retrain.runtime.ranks import RankInfo
 from retrain.tracking.console import Console
 from retrain.trainer import TrainResult, train
 

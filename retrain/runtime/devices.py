@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from retrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from retrain.config import TrainConfig
 
 AUTO = "auto"
 """The first GPU, or the CPU if there is none."""
@@ -33,15 +29,6 @@ def has_gpu() -> bool:
     """Whether the system has a GPU that PyTorch might use."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(path for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
-
-
-def check_devices(config: TrainConfig) -> None:
-    """Raise for missing GPUs of a local run, before anything is loaded."""
-    names_a_gpu = any(name.startswith("gpu:") for name in device_names(config.backend.devices))
-    if config.backend.backend == "local" and names_a_gpu:
-        import torch  # noqa: PLC0415  (slow to import)
-
-        check_gpus(config.backend.devices, torch.cuda.device_count())
 
 
 def check_gpus(devices: str, count: int) -> None:

@@ -6,12 +6,10 @@ Imports no torch: the command line uses it before anything is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from retrain.config import TrainConfig
-from retrain.config.options import option_issue, options_by_path, values_of
-from retrain.errors import ConfigError, ConfigIssue
+from retrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,63 +40,3 @@ def find_rank_info(environment: Mapping[str, str] = os.environ) -> RankInfo | No
     if not 0 <= rank < world:
         raise ConfigError(f"RANK = {rank} is not below WORLD_SIZE = {world}.")
     return RankInfo(rank, world, local_rank, local_world) if world > 1 else None
-
-
-def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise one error for everything that a multi-process run does not support."""
-    problems = tuple(_problems(config, environment))
-    if problems:
-        raise ConfigError("this configuration cannot be run by several processes:", problems)
-
-
-def check_single_process(config: TrainConfig) -> None:
-    """Raise if weights are to be sharded in a single-process run."""
-    if config.backend.backend == "local" and config.distributed.fsdp:
-        raise ConfigError(
-            "[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 config.toml"
-        )
-
-
-def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
-    if config.kind == "campaign":
-        yield ConfigIssue("[campaign]", "starts its own processes.", "Try: retrain config.toml, without a launcher")
-    if config.kind == "squeeze":
-        yield ConfigIssue("[squeeze]", "analyses an adapter in one process.", "Try: retrain config.toml")
-    if config.backend.backend != "local":
-        yield ConfigIssue(
-            "[backend] backend",
-            f"= {config.backend.backend!r} trains elsewhere; one process is enough for it.",
-            "Try: retrain config.toml, without a launcher",
-        )
-    for path, value in values_of(config).items():
-        option = options_by_path()[path]
-        if option.facets.multi_process and value != option.default:
-            text = f"is not supported with several processes: {option.facets.multi_process}"
-            yield option_issue(path, text, f"Try: {option.key} = {option.default}")
-    yield from _contradictions(config, environment)
-
-
-def _contradictions(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:
-    """Settings of `accelerate launch` that contradict the configuration."""
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        if not config.distributed.fsdp:
-            text = "does not ask for FSDP, but accelerate's configuration does."
-            yield ConfigIssue("[distributed]", text, "Try: fsdp = true")
-        elif environment.get("FSDP_VERSION", "2") != "2":
-            yield ConfigIssue("[distributed] fsdp", "is FSDP2, but accelerate's configuration asks for fsdp_version 1.")
-    for variable, harmless, what, hint in (
-        ("FSDP_OFFLOAD_PARAMS", ("", "false"), "fsdp_offload_params", ""),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("", "1"), "gradient_accumulation_steps", ""),
-        ("ACCELERATE_USE_DEEPSPEED", ("", "false", "0"), "DeepSpeed", "Try: fsdp = true, or `retrain grpo` for ZeRO"),
-        ("ACCELERATE_USE_MEGATRON_LM", ("", "false", "0"), "Megatron-LM", ""),
-    ):
-        if environment.get(variable, "").lower() not in harmless:
-            text = f"does not support {what}, which accelerate's configuration sets."
-            yield ConfigIssue("[distributed]", text, hint)
-    mixed = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    if mixed != "no":
-        yield ConfigIssue(
-            "[model] dtype",
-            f"sets the precision of the weights, but accelerate's configuration has mixed_precision {mixed!r}.",
-            "Try: mixed_precision: 'no'",
-        )

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain import cli
+from retrain.checks.processes import check_multi_process, check_single_process
 from retrain.config import build_config
 from retrain.distributed import run
 from retrain.distributed.balance import balance_datums, split_prompts
 from retrain.distributed.build import find_device
 from retrain.errors import ConfigError
 from retrain.modeling.packing import length_of
-from retrain.runtime.ranks import RankInfo, check_multi_process, check_single_process, find_rank_info
+from retrain.runtime.ranks import RankInfo, find_rank_info
 from retrain.types import Datum
 
 

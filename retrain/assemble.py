@@ -13,10 +13,10 @@ from retrain.advantages.sepa import SEPAController, why_off
 from retrain.backends import Backend, Closeable
 from retrain.checks.preflight import check_before_loading, known_context
 from retrain.checks.processes import check_devices
+from retrain.checks.unsupported import check_supported
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
-from retrain.config.unsupported import check_supported
 from retrain.data import Endless, ExampleOrder, build_source, load_examples
 from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError

@@ -30,9 +30,9 @@ from retrain.campaign.shared import SharedModelProcess, validate_shared_model
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_devices, check_single_process
+from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.options import options_by_path
-from retrain.config.unsupported import check_supported
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.interrupts import SIGNALS
 from retrain.runtime.text import plural

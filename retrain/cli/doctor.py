@@ -26,12 +26,12 @@ from retrain.checks.preflight import (
     missing_keys,
     packages_by_option,
 )
+from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options, load_with_flags, overrides_from
-from retrain.config.unsupported import find_unsupported
 from retrain.data import load_examples
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact

@@ -15,6 +15,7 @@ from retrain.campaign.plan import Run
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import find_obstacles
+from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
@@ -29,7 +30,6 @@ from retrain.config import TrainConfig
 from retrain.config.flags import click_options
 from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
-from retrain.config.unsupported import find_unsupported
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.runtime.text import format_bytes, format_duration, plural
 

@@ -8,9 +8,9 @@ import click
 
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_multi_process
+from retrain.checks.unsupported import check_supported
 from retrain.cli import train
 from retrain.config.flags import load_with_flags, overrides_from
-from retrain.config.unsupported import check_supported
 from retrain.distributed.launch import launch
 
 

@@ -13,11 +13,11 @@ import click
 from retrain.analysis.health import help_line, summary
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_multi_process, check_single_process
+from retrain.checks.unsupported import check_supported
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, overrides_from
-from retrain.config.unsupported import check_supported
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import RankInfo, find_rank_info
 from retrain.runtime.text import plural

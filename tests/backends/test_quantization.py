@@ -12,7 +12,7 @@ from e2e.tiny import config_for, policy_for
 from torch import nn
 
 from retrain.checks.preflight import find_obstacles
-from retrain.config.unsupported import find_unsupported
+from retrain.checks.unsupported import find_unsupported
 from retrain.errors import MissingExtraError
 from retrain.modeling.quantization import QuantizedLinear
 

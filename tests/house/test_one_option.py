@@ -29,7 +29,7 @@ from retrain.cli.sync import options_block
 from retrain.config import build_config, dump_config, find_notes
 from retrain.config.flags import click_options, overrides_from
 from retrain.config.reference import default_toml, docs_tables, schema_text
-from retrain.config.unsupported import find_unsupported
+from retrain.checks.unsupported import find_unsupported
 from retrain.errors import ConfigError
 from retrain.storage.folder import meaningful_differences
 

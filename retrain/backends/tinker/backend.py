@@ -22,8 +22,8 @@ from retrain.backends.tinker.service import Service, in_background
 from retrain.backends.tinker.throttle import Throttle
 from retrain.builtin import resolve_model
 from retrain.checks.agreement import HALF, Agreement, AgreementReport, LogprobGaps, compared
+from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig
-from retrain.config.unsupported import check_supported
 from retrain.errors import BackendError, CheckpointError, ConfigError
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.losses import TinkerLoss, build_loss

@@ -12,6 +12,7 @@ from retrain.rollout import RolloutScorer
 from retrain.types import Example, JsonObject, Metric, Sampling, StepMetrics
 
 Z95 = 1.959963984540054
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
         return 0.0, 1.0
     mean = _mean(rates)
     spread = sum((rate - mean) ** 2 for rate in rates) / count
-    size = count * (mean * (1 - mean) / spread) if spread > 0 else float(count)
+    # Equal rates may differ by rounding.
+    size = count * (mean * (1 - mean) / spread) if spread > ROUNDING else float(count)
     centre = (mean + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
     half = Z95 / (1 + Z95**2 / size) * math.sqrt(mean * (1 - mean) / size + Z95**2 / (4 * size**2))
     # Rounding must not put the mean itself outside when it is 0 or 1.

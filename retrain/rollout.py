@@ -265,7 +265,7 @@ class Failures:
         if failed and not self.shown:
             self.shown = True
             of = f"{len(failed)} of {len(scores)} {self.things}"
-            self.log(f"{self.what} failed for {of}; they are left out. The first one:")
+            self.log(f"{self.what} failed for {of}; they are excluded. The first one:")
             self.log(failed[0].detail.rstrip() or failed[0].outcome)
         if len(failed) > MAX_ERROR_RATE * len(scores):
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]

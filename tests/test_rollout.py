@@ -80,7 +80,7 @@ def test_failures_are_counted_apart_and_the_first_is_shown_once() -> None:
         rollouts = made.sample_and_score(engine("right", "error", "wrong"), EXAMPLES[:1], Sampling(max_tokens=9, n=3))
         assert (rollouts.errors, rollouts.correct_rate) == (1, 0.5)
     assert logged == [
-        "Scoring failed for 1 of 3 completions; they are left out. The first one:",
+        "Scoring failed for 1 of 3 completions; they are excluded. The first one:",
         "error in detail\nTraceback",
     ]
 

@@ -212,7 +212,7 @@ def test_a_reward_that_raises_for_some_is_masked_and_counted(model: Path, tmp_pa
         # Centred over the three that count.
         signs = [float(np.sign(datum.advantages_T[0])) for datum in datums]
         assert signs == 2 * [1.0, -1.0, -1.0]
-    assert printed.count("Scoring failed for 2 of 8 completions; they are left out. The first one:") == 1
+    assert printed.count("Scoring failed for 2 of 8 completions; they are excluded. The first one:") == 1
     assert printed.count('raise ValueError("this response is cursed")') == 1, "its traceback, once"
     failed = [row for row in rows(tmp_path / "logs", "emergence/generations.jsonl") if row["reward"] is None]
     assert len(failed) == 4

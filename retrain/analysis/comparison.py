@@ -31,8 +31,8 @@ from retrain.analysis.stats import (
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
 RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
-COLUMNS = ("condition", "seeds", "mean", "difference", "95% interval", "p", "p (Holm)", "d", "verdict")
-NARROW = ("condition", "mean", "difference", "95% interval", "p (Holm)")
+COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
+NARROW = ("condition", "mean", "difference", "interval", "p (Holm)")
 """On a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
 
 
@@ -78,7 +78,7 @@ def compare_runs(
     if measured.metric in RATES:
         comparisons = [_limit_to_rates(c) for c in comparisons]
         floor = replace(floor, single_runs=min(1.0, floor.single_runs)) if floor else None
-    by_problem = {c.condition: _by_problem(runs, measured, c) for c in comparisons}
+    by_problem = {c.condition: _by_problem(runs, measured, c, alpha) for c in comparisons}
     return ComparisonReport(
         metric=measured.metric,
         step=measured.step,
@@ -126,7 +126,9 @@ def _unpaired(measured: Measured, comparisons: Sequence[Comparison]) -> list[str
     return notes
 
 
-def _by_problem(runs: Sequence[RunRecord], measured: Measured, pair: Comparison) -> ProblemComparison | None:
+def _by_problem(
+    runs: Sequence[RunRecord], measured: Measured, pair: Comparison, alpha: float
+) -> ProblemComparison | None:
     """The pair on the held-out problems, where every run of it stored them."""
     if measured.metric != "eval_pass_at_1":
         return None
@@ -137,13 +139,19 @@ def _by_problem(runs: Sequence[RunRecord], measured: Measured, pair: Comparison)
     rates = problem_rates([*both[0], *both[1]], measured.step)
     if not rates or not rates[0]:
         return None
-    return compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]))
+    return compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]), alpha)
+
+
+def header(report: ComparisonReport) -> tuple[str, ...]:
+    """The titles of the columns, with the level of the interval."""
+    return tuple(f"{100 * (1 - report.alpha):g}% {name}" if name == "interval" else name for name in COLUMNS)
 
 
 def table_rows(report: ComparisonReport) -> list[tuple[str, ...]]:
     """The baseline and each comparison as cells."""
     first = report.comparisons[0].baseline
-    values = list(report.values[first].values())
+    paired = {seed for c in report.comparisons for seed in c.seeds}
+    values = [value for seed, value in report.values[first].items() if seed in paired]
     rows: list[tuple[str, ...]] = [
         (first, str(len(values)), f"{sum(values) / len(values):.4f}", "", "", "", "", "", "baseline")
     ]
@@ -171,7 +179,7 @@ def _p(value: float | None) -> str:
 
 def fit_table(report: ComparisonReport, width: int | None) -> list[tuple[str, ...]]:
     """The table with its header, with fewer columns if it is wider than `width`; None is unlimited."""
-    rows = [COLUMNS, *table_rows(report)]
+    rows = [header(report), *table_rows(report)]
     # The console's tables have two characters between columns and one at each end.
     needed = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
     if width is None or needed <= width:
@@ -215,6 +223,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
 
 def markdown_lines(report: ComparisonReport) -> list[str]:
     """The table and the explanation in Markdown."""
-    head = [f"`{report.metric}` at step {report.step}", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    titles = f"| {' | '.join(header(report))} |"
+    head = [f"`{report.metric}` at step {report.step}", "", titles, "|---" * len(COLUMNS) + "|"]
     body = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in table_rows(report)]
     return [*head, *body, "", *(f"- {line.strip()}" for line in explanation_lines(report))]

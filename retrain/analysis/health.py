@@ -195,7 +195,7 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
 
 
 def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
-    rule = f"warning if three times as long or short as in the first {WINDOW} steps, or p95 at 90% of max_tokens"
+    rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or p95 at 90% of max_tokens"
     means = _means(metrics, lambda row: row.get("completion_tokens_mean"))
     if not means:
         return Check("length", "unknown", "not logged", rule)
@@ -212,7 +212,7 @@ def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
 
 
 def _check_mismatch(metrics: Sequence[Row]) -> Check:
-    rule = "warning if rows were excluded or the mean ratio is 2% from 1, problem from 10%"
+    rule = "warning if rows were excluded or the mean ratio differs from 1 by 2%, problem from 10%"
     means = _means(metrics, lambda row: row.get("ratio_mean"))
     excluded = sum(int(row.get("rows_excluded") or 0) for row in metrics)
     if not means and not excluded:

@@ -157,6 +157,9 @@ def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     # Where, how long and how fast a run went is not part of its method, nor is its seed.
     excluded = free_on_resume() | paths_where("identity")
+    if any(run.config.optimizer.schedule != "constant" for run in runs):
+        # The learning rate of a step depends on it.
+        excluded -= {"training.max_steps"}
     settings = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
     labelled = []
     for run, options in zip(runs, settings, strict=True):
@@ -210,7 +213,8 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
         last = 1
         require_same_problems(runs, step)
     elif last > 1:
-        notes.append(f"{metric} is the mean of the last {last} steps up to step {step}.")
+        count = max(sum(step - last < s <= step for s in run.rows(metric)) for run in runs)
+        notes.append(f"{metric} is the mean of the last {plural(count, 'step')} up to step {step}.")
     values: dict[str, dict[int, float]] = {}
     for run in runs:
         steps = [s for s in run.rows(metric) if step - last < s <= step]

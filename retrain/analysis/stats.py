@@ -71,6 +71,8 @@ class Comparison:
     detectable: float | None
     """The difference that this many seeds detect with 80% power."""
     verdict: Verdict
+    confidence: float = 0.95
+    """Of the intervals."""
 
     @property
     def sentence(self) -> str:
@@ -83,11 +85,12 @@ class Comparison:
             )
         if self.verdict != "insufficient_evidence":
             word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
-            low, high = self.test.interval or (self.test.difference, self.test.difference)
-            return (
-                f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} "
-                f"(95% interval of the difference {low:+.4g} to {high:+.4g}, {count} seeds)."
-            )
+            where = f"in every one of {count} seeds"
+            if self.test.interval:
+                low, high = self.test.interval
+                interval = f"{100 * self.confidence:g}% interval of the difference {low:+.4g} to {high:+.4g}"
+                where = f"({interval}, {count} seeds)"
+            return f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} {where}."
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
         if self.test.cohens_d is None:
             return f"{start} The difference is {self.test.difference:+.4g} in every seed."
@@ -187,6 +190,7 @@ def _decide(conditions: Conditions, pair: tuple[str, str], test: PairedTest, cri
         more_seeds=max(1, wanted - len(seeds)) if wanted and verdict == "insufficient_evidence" else None,
         detectable=_detectable(test, len(seeds), criterion.level),
         verdict=verdict,
+        confidence=1 - criterion.alpha,
     )
 
 

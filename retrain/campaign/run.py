@@ -238,7 +238,7 @@ class Campaign:
                 self.screen.log(line)
         if complete:
             self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")
-            self.screen.log(f"To see it: retrain ui {shlex.quote(str(folder))}")
+            self.screen.log(f"To view it: retrain ui {shlex.quote(str(folder))}")
             return 0
         if failed:
             self.screen.log(f"{len(failed)} of {plural(len(statuses), 'run')} failed: {', '.join(failed)}.")

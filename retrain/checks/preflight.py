@@ -34,7 +34,7 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
     issues = tuple(find_obstacles(config))
     if not issues and needs_hub(config) and not is_offline() and not hub_answers():
         go_offline()
-        log(f"The Hugging Face Hub ({hub_url()}) cannot be reached: only what is in the cache is used.")
+        log(f"The Hugging Face Hub ({hub_url()}) cannot be reached; only cached files will be used.")
         issues = tuple(find_obstacles(config))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)

@@ -129,13 +129,14 @@ def mean_values(runs: Sequence[RunRecord]) -> Values:
     gathered: dict[str, dict[int, list[object]]] = {}
     for run in runs:
         # Evaluation metrics are in both files; metrics.jsonl takes precedence, except after the last step.
-        for rows in (run.evaluations, run.metrics):
-            for step, row in rows.items():
-                for key, value in row.items():
-                    if key not in ("step", "correct", "counted", "k") and (
-                        rows is run.metrics or step not in run.metrics
-                    ):
-                        gathered.setdefault(key, {}).setdefault(step, []).append(value)
+        for step, row in run.metrics.items():
+            for key, value in row.items():
+                if key != "step":
+                    gathered.setdefault(key, {}).setdefault(step, []).append(value)
+        for step, row in run.evaluations.items():
+            for key, value in row.items():
+                if key.startswith("eval_") and step not in run.metrics:
+                    gathered.setdefault(key, {}).setdefault(step, []).append(value)
     if len(runs) == 1:
         return {key: {step: found[0] for step, found in series.items()} for key, series in gathered.items()}
     return {

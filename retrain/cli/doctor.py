@@ -102,7 +102,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
     else:
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None
-    with announce_if_slow("Importing PyTorch and trying out what the configuration names ..."):
+    with announce_if_slow("Importing PyTorch and testing the configured components ..."):
         checks = [_redact(check) for check in run_checks(loaded)]
     ok = all(check.status != "missing" for check in checks)
     if as_json:

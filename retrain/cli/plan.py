@@ -121,7 +121,13 @@ class Plan(TypedDict):
 @click.option("--memory", type=_POSITIVE, default=None, help="GPU memory in GB.")
 @click.option("--tflops", type=_POSITIVE, default=None, help="Peak bf16 TFLOP/s of the GPU.")
 @click.option("--bandwidth", type=_POSITIVE, default=None, help="Memory bandwidth of the GPU in GB/s.")
-@click.option("--prompt-tokens", type=click.IntRange(min=1), default=PROMPT_TOKENS, help="Length of a long prompt.")
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=1),
+    default=PROMPT_TOKENS,
+    show_default=True,
+    help="Assumed prompt length in tokens.",
+)
 @click.option("--prefill-price", type=_PRICE, default=None, help="Price of a million prompt tokens.")
 @click.option("--sample-price", type=_PRICE, default=None, help="Price of a million sampled tokens.")
 @click.option("--train-price", type=_PRICE, default=None, help="Price of a million trained tokens.")

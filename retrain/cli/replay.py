@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,13 +58,24 @@ def format_row(d: Difference) -> str:
 
 
 def total(differences: list[Difference]) -> Difference:
-    """All steps as one, weighted by tokens; its step is -1."""
+    """All steps as one; its step is -1."""
     tokens = sum(d.tokens for d in differences)
-    means = {
-        name: sum(asdict(d)[name] * d.tokens for d in differences) / max(1, tokens)
-        for name in ("mean_before", "mean_after", "changed", "planning_before", "planning_after")
-    }
-    return type(differences[0])(step=-1, tokens=tokens, sign_flips=sum(d.sign_flips for d in differences), **means)
+    before = sum(d.mean_before * d.tokens for d in differences)
+    after = sum(d.mean_after * d.tokens for d in differences)
+    # Shares are of the absolute advantage, so a step counts by what it has of it.
+    on_planning = sum(d.planning_before * d.mean_before * d.tokens for d in differences)
+    on_planning_after = sum(d.planning_after * d.mean_after * d.tokens for d in differences)
+    return replace(
+        differences[0],
+        step=-1,
+        tokens=tokens,
+        mean_before=before / max(1, tokens),
+        mean_after=after / max(1, tokens),
+        changed=sum(d.changed * d.tokens for d in differences) / max(1, tokens),
+        sign_flips=sum(d.sign_flips for d in differences),
+        planning_before=on_planning / before if before else 0.0,
+        planning_after=on_planning_after / after if after else 0.0,
+    )
 
 
 command.params.extend(click_options())

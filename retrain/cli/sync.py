@@ -56,11 +56,12 @@ def _describe_command(name: str) -> Iterator[str]:
         arguments = [one.make_metavar(context) for one in command.params if isinstance(one, click.Argument)]
     yield f"### retrain {' '.join([name, *arguments])}\n\n{COMMANDS[name][1]}\n"
     flags = [one for one in command.params if isinstance(one, click.Option)]
-    specific = [flag for flag in flags if not _SCHEMA_FLAGS.intersection(flag.opts)]
+    takes_every_option = any("--lr" in flag.opts for flag in flags)
+    specific = [flag for flag in flags if not (takes_every_option and _SCHEMA_FLAGS.intersection(flag.opts))]
     for flag in specific:
         assert flag.help, f"retrain {name} {flag.opts[0]} has no help"
         yield f"`{'/'.join([*flag.opts, *flag.secondary_opts])}`{_describe_choices(flag)}\n: {flag.help}\n"
-    if len(specific) < len(flags):
+    if takes_every_option:
         yield "It also takes the flags of training, listed under Options.\n"
 
 

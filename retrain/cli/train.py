@@ -198,7 +198,7 @@ def show_health(log_dir: Path) -> None:
     if text := summary(health):
         _echo(f"Check: {text}")
         _echo(help_line(health))
-    _echo(f"To see it: retrain ui {shlex.quote(str(log_dir))}")
+    _echo(f"To view it: retrain ui {shlex.quote(str(log_dir))}")
 
 
 def _train(config: TrainConfig, force_resume: bool, rank_info: RankInfo | None) -> TrainResult:

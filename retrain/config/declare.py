@@ -115,7 +115,7 @@ def option(default: Any, description: str, **settings: Any) -> Any:
     kind = settings.get("kind")
     if kind:
         description = description.format(names=", ".join(REGISTRIES[kind].builtins))
-    description = _READERS.sub(lambda found: " or ".join(REGISTRIES[found[1]].readers(found[2])), description)
+    description = _READERS.sub(lambda found: ", ".join(REGISTRIES[found[1]].readers(found[2])), description)
     extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
         return Field(

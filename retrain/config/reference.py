@@ -218,7 +218,7 @@ def _usage(commands: Mapping[str, str]) -> str:
             "",
             "Options",
             "  A line shows the flag with its type, then the key of the TOML with its default.",
-            "  A flag wins over the file. Each also has its long form, e.g. --training.lr 1e-4; lists and tables are",
+            "  A flag overrides the file. Each also has its long form, e.g. --training.lr 1e-4; lists and tables are",
             "  written as in TOML, e.g. --args '{split = \"train\"}'.",
         ]
     )

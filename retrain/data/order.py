@@ -62,7 +62,7 @@ class Endless(Sequence[Example]):
 
 
 class Lazy(Sequence[Example]):
-    """Examples that are made on access, each from its place."""
+    """Examples that are generated on access, each from its index."""
 
     def __init__(self, make: Callable[[int], Example], places: range) -> None:
         self._make = make
@@ -96,7 +96,7 @@ class ExampleOrder:
             drawn = Lazy(examples.__getitem__, range(max_examples))
             examples = drawn if self._is_drawn else examples[:max_examples]
         if not len(examples):
-            raise ValueError("there are no examples to put into an order")
+            raise ValueError("there are no examples to draw from")
         self._examples = examples
         self._seed = seed
         self._epoch = -1

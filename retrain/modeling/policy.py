@@ -143,7 +143,7 @@ class Policy:
         """Copy tensors into the adapter."""
         current = self.adapter_state()
         if current.keys() != state.keys():
-            raise BackendError("the saved weights have other layers than this model; was another model trained?")
+            raise BackendError("the saved weights do not match this model; was another model trained?")
         for name, tensor in current.items():
             tensor.copy_(state[name])
 
@@ -171,7 +171,7 @@ def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) ->
         name = "bf16" if computes_bf16 and not is_cpu else "fp32"
     elif name == "bf16" and not computes_bf16:
         log(f'Warning: this {where} does not compute in bf16, so bf16 is emulated.  Try: [model] dtype = "fp32"')
-        # PyTorch says the same with a stack of C++ frames, on ARM at the first product.
+        # Hides PyTorch's own warning, which has a C++ stack trace (on ARM, at the first matmul).
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return DTYPES[name]
 
@@ -227,7 +227,7 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
 
 
 def _check_targets(targets: Sequence[str], causal_lm: CausalLM, name: str) -> None:
-    """Reject names of no module; PEFT ignores them if another name fits."""
+    """Reject names that match no module; PEFT ignores them if another name matches."""
     modules = dict(module_of(causal_lm).named_modules())
     unknown = [target for target in targets if not any(f".{path}".endswith(f".{target}") for path in modules)]
     if unknown:

@@ -165,7 +165,7 @@ class _PrefixIndex:
     own: Tensor
     """For each token of the row, its key in its own span."""
     copies: Tensor
-    """Spread keys that are copies in a prefix."""
+    """Gathered keys that are copies of prompt tokens."""
     copied: Tensor
     """Source token of each copy."""
     until: int

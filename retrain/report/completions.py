@@ -1,6 +1,6 @@
 """The completions of a run: an index of where each group begins, and groups read from there.
 
-generations.jsonl may have gigabytes, so that texts are read only when somebody looks at them.
+generations.jsonl may be gigabytes in size, so texts are read only on demand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Rewards: scoring of completions, in a pool of worker processes.
 
-Built in are `match` (text of the last `\boxed{…}`), `math` (math-verify), `custom` (your function) and `judge` (an LLM
+Built in are `match` (text of the last `\boxed{…}`), `math` (equality), `custom` (your function) and `judge` (an LLM
 judge, which needs no worker); several can be combined in a weighted sum.
 """
 

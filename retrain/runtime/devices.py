@@ -38,5 +38,5 @@ def check_gpus(devices: str, count: int) -> None:
             found = f"{count} GPU{'s' if count > 1 else ''}" if count else "no GPU"
             raise ConfigError(
                 f'[backend] devices = "{devices}", but PyTorch finds {found} here.  '
-                + ('Try: devices = "gpu:0"' if count else 'Try: devices = "cpu", or devices = "auto" for a GPU if any')
+                + ('Try: devices = "gpu:0"' if count else 'Try: devices = "cpu", or devices = "auto"')
             )

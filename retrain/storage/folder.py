@@ -133,7 +133,7 @@ class RunFolder:
         return meaningful_differences(trained, stored, paths_where("path"))
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
-        """An adapter folder inside of a run folder that was renamed since is in the renamed one."""
+        """Point adapter_path into the renamed run folder, if it was inside the old one."""
         adapter, log_dir = Path(config.backend.adapter_path), Path(stored.logging.log_dir).expanduser().parts
         # The log_dir is stored as it was given, which may be relative to a folder that is not known.
         was_in = next((folder for folder in adapter.parents if folder.parts[-len(log_dir) :] == log_dir), None)

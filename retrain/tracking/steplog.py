@@ -22,7 +22,7 @@ class StepLog:
         self.pending: tuple[int, StepMetrics, Sequence[Group]] | None = None
 
     def start(self, config: TrainConfig) -> None:
-        """Start both."""
+        """Start the console and the trackers."""
         self.record.start(config)
         self.screen.start(config)
 
@@ -41,12 +41,12 @@ class StepLog:
             self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
 
     def release(self) -> None:
-        """Write the pending row unchanged: its metrics will not come."""
+        """Write the pending row unchanged: its own metrics will never arrive."""
         if self.pending is not None:
             self._write({})
 
     def finish(self) -> None:
-        """Finish both."""
+        """Finish the console and the trackers."""
         self.screen.finish()
         self.record.finish()
 

@@ -582,7 +582,7 @@ def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_back
     [
         ("", "TINKER_API_KEY is not set"),
         ("sk-123456", 'must start with "tml-"'),
-        ("tml-of-somebody-else", "refused the key (status 401"),
+        ("tml-of-somebody-else", "rejected the API key (status 401"),
     ],
 )
 def test_a_bad_key_is_wrong_input_and_is_never_shown(

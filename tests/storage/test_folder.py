@@ -287,7 +287,7 @@ def test_insisting_on_an_adapter_that_does_not_fit_changes_nothing(
 
     before = files()
     assert run(["--resume", str(logs), "--force-resume", "--lora-rank", "4", "--max-steps", "2"]) == 1
-    assert "error: the saved weights have other layers than this model" in capsys.readouterr().err
+    assert "error: the saved weights do not match this model" in capsys.readouterr().err
     assert files() == before
     assert run(["--resume", str(logs), "--max-steps", "2"]) == 0
     assert [row["step"] for row in rows(logs)] == [0, 1]

@@ -197,7 +197,7 @@ class Learner:
 
     def _complete(self, part: Part, datums: Sequence[Datum], divisor: float) -> Totals:
         """The gradients of all datums, of which a part has some."""
-        # Credit is a step's own array per row, whatever number its group has got since.
+        # Rows are matched by their advantage array, since their group may have been renumbered.
         numbered = {id(datum.advantages_T): datum for datum in datums}
         done = {id(datum.advantages_T): None for datum in part.totals.datums}
         if not numbered.keys() >= done.keys():
@@ -262,7 +262,7 @@ class Learner:
         return pack(datums, self.policy.device, penalised, share=not self.policy.attention_fallback_reason)
 
     def _backward(self, batches: Sequence[Sequence[Datum]], divisor: float | None = None) -> Totals:
-        """Accumulate the gradients of micro-batches; without a divisor they are the global step."""
+        """Accumulate the gradients of micro-batches; without a divisor, they are taken to be the whole step."""
         divisor = divisor or self._divisor(StepSize.of([datum for batch in batches for datum in batch]))
         totals = Totals(self.policy.device)
         with self.policy.turns:
@@ -348,7 +348,7 @@ class Learner:
         tensors = load_file(str(path / "learner.safetensors"))
         own = {f"parameter/{name}": parameter.shape for name, parameter in self.trainable.parameters.items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
-            raise BackendError("the saved weights have other layers than this model; was another model trained?")
+            raise BackendError("the saved weights do not match this model; was another model trained?")
         references = {name: tensors.pop(name) for name in list(tensors) if name.startswith("reference/")}
         self.optimizer.load(tensors)
         if self.reference is not None:

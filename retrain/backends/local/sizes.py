@@ -43,5 +43,5 @@ def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
         and not engine.restore_sizes(sizes["sampling"])
     ):
         learner.log(
-            "Warning: the free memory is not what it was, so completions are sampled in other batches and may differ."
+            "Warning: the free memory has changed, so completions are sampled in different batches and may differ."
         )

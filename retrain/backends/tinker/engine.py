@@ -119,7 +119,7 @@ class TinkerEngine:
                 return
             if future.cancelled():
                 gone = f"the Tinker service at {self.service.url} stopped answering, or the run was stopped."
-                turn.answer.set_exception(RolloutError(f"the turn was given up: {gone}"))
+                turn.answer.set_exception(RolloutError(f"the turn was abandoned: {gone}"))
                 return
             try:
                 turn.answer.set_result(self._completions(self.service.wait(future, "sampling"))[0])

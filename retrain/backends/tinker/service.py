@@ -108,7 +108,7 @@ class Service:
         status = error.status_code if isinstance(error, tinker.APIStatusError) else None
         if isinstance(error, tinker.APIStatusError) and status in (401, 403):
             return ConfigError(
-                f"{where} refused the key (status {status}, while {doing}): {text}  "
+                f"{where} rejected the API key (status {status}, while {doing}): {text}  "
                 f"Try: a valid {_KEY}, in the environment or in .env"
             )
         if status == 402:
@@ -116,10 +116,10 @@ class Service:
         if isinstance(error, tinker.APIConnectionError):
             return BackendError(f"the connection to {where} failed (while {doing}): {text}")
         if isinstance(error, tinker.RequestFailedError):
-            return BackendError(f"{where} could not do it (while {doing}): {text}")
+            return BackendError(f"{where} could not complete the request (while {doing}): {text}")
         if isinstance(error, AssertionError):
             return BackendError(
-                f"{where} and the Tinker SDK {tinker.__version__} do not understand each other (while {doing}): {text}"
+                f"{where} and the Tinker SDK {tinker.__version__} use incompatible protocols (while {doing}): {text}"
             )
         return BackendError(f"{where} failed (while {doing}): {type(error).__name__}: {text}")
 

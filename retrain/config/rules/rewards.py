@@ -79,7 +79,7 @@ def check_teaching_advantage(config: TrainConfig) -> Iterator[ConfigIssue]:
     if penalizes and _uses_maxrl(config) and config.campaign is None:
         yield option_issue(
             "algorithm.advantage_mode",
-            '= "maxrl" divides by the mean reward, which [teaching] enabled lets fall below 0 with a student.',
+            '= "maxrl" divides by the mean reward, which can be negative with [teaching] enabled.',
             'Try: advantage_mode = "grpo"',
             ("algorithm", "teaching"),
         )

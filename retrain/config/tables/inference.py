@@ -38,7 +38,7 @@ class Inference(Section):
         "auto",
         "Precision of the sampling weights.",
         flag="--inference-dtype",
-        unsupported={"fp4": "only Blackwell GPUs have 4-bit products, and it does not use them"},
+        unsupported={"fp4": "only Blackwell GPUs have 4-bit matmul, which is not implemented"},
         unused=reasons.not_on_servers(
             {
                 "vllm": "--dtype and --quantization",

@@ -55,7 +55,7 @@ class Squeeze(Section):
     min_variance_retention: float = option(0.95, "Fraction of variance that the recommended rank keeps.", gt=0, le=1)
     adapter_path: str = option(
         "",
-        "Adapter folder; a campaign sets it by itself.",
+        "Adapter folder; campaigns set it automatically.",
         flag="--squeeze-adapter-path",
         path="as_given",
         unused=reasons.never,
@@ -67,7 +67,7 @@ class Squeeze(Section):
     target_ranks: tuple[Annotated[BoundedInt, Field(ge=1)], ...] = option(
         (), "Ranks to evaluate; empty uses powers of two.", strict=False
     )
-    output_path: str = option("", "Folder for the compressed adapter; empty only analyses.", path="as_given")
+    output_path: str = option("", "Folder for the compressed adapter; empty runs only the analysis.", path="as_given")
     compress_to: BoundedInt = option(
         0,
         "Rank to compress to; 0 uses the recommended one.",
@@ -146,6 +146,7 @@ class Logging(Section):
         "",
         "Planning phrases as a JSON array or comma-separated; empty uses the built-in ones.",
         identity=False,
+        on_resume="fixed",
         replay=True,
         unused=reasons.used_if("planning.detector", lambda name: name != "semantic"),
     )

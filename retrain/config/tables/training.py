@@ -156,7 +156,7 @@ class Training(Section):
     )
     overlap: Overlap = option(
         "auto",
-        "Train on complete groups while others are sampled: auto does so if sampling runs elsewhere.",
+        "Train on complete groups while others are sampled: auto does so if another process samples.",
         on_resume="free",
         on_tinker="The service trains on complete steps.",
     )
@@ -297,7 +297,7 @@ class Sepa(Section):
     )
     delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0, flag="--sepa-delay-steps")
     correct_rate_gate: float = option(
-        0.1, "Batch correct rate from which SEPA stays on.", ge=0, le=1, flag="--sepa-correct-rate-gate"
+        0.1, "Batch correct rate that turns SEPA on for good.", ge=0, le=1, flag="--sepa-correct-rate-gate"
     )
 
 

@@ -164,7 +164,7 @@ def collect_batch(parts: Parts, state: RunState) -> StepBatch:
     rollouts = parts.rollouts.collect(engine, step, state.batch_size, deliver)
     repeats = count_repeats(parts, rollouts.groups)
     parts.sepa.observe_correct_rate(rollouts.correct_rate)
-    sepa_lambda = parts.sepa.resolve_lambda(step)
+    sepa_lambda = parts.sepa.resolve_lambda(step) if parts.credit.uses_sepa else 0.0
     taken = parts.overlap.taken
     masks = parts.planning.of(rollouts.groups, taken.masks) if parts.planning else None
     credit = parts.credit.assign(rollouts.groups, masks, sepa_lambda)

@@ -62,6 +62,13 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.93 < np.mean(covered) < 0.97
 
 
+def test_equal_rates_have_the_interval_of_as_many_single_samples() -> None:
+    # The mean of ten thirds is not exactly a third.
+    low, high = wilson_interval([1 / 3] * 10)
+    assert low < 0.15 and high > 0.6
+    assert wilson_interval([0.25] * 10) == pytest.approx((0.0809, 0.5578), abs=1e-4)
+
+
 class CannedScorer:
     """Scores the way a table says."""
 

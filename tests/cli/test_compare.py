@@ -98,6 +98,51 @@ def test_loose_runs_are_grouped_by_what_differs_in_their_configuration(
     assert named["comparisons"][0]["baseline"] == "grpo+none,lr=0.001"
 
 
+def test_intervals_have_the_level_that_was_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual, wanted = (as_json(capsys, campaign, *more)["comparisons"][0] for more in ((), ("--alpha", "0.3")))
+    for one, other in ((usual["test"], wanted["test"]), (usual["problems"], wanted["problems"])):
+        assert one["interval"][1] - one["interval"][0] > 1.3 * (other["interval"][1] - other["interval"][0])
+    assert "(95% interval" in usual["sentence"] and "(70% interval" in wanted["sentence"]
+    assert run(["compare", str(campaign), "--alpha", "0.3"]) == 0
+    text = capsys.readouterr().out
+    assert "70% interval" in text and "95%" not in text
+
+
+def test_a_difference_that_is_the_same_in_every_seed_has_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {name: {seed: [1, 1, seed % 2, last] for seed in range(1, 7)} for name, last in (("a", 0), ("b", 1))}
+    folder = write_campaign(tmp_path / "c", {"grpo+none": scores["a"], "maxrl+none": scores["b"]})
+    (pair,) = as_json(capsys, folder)["comparisons"]
+    assert pair["test"]["interval"] is None
+    assert "interval" not in pair["sentence"]
+
+
+def test_the_mean_of_the_baseline_is_over_the_seeds_that_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = {1: [1, 0, 0, 0], 2: [1, 1, 0, 0], 3: [1, 1, 1, 1]}
+    other = {1: [1, 1, 0, 0], 2: [1, 1, 1, 1]}
+    assert run(["compare", str(write_campaign(tmp_path / "c", {"grpo+none": baseline, "maxrl+none": other}))]) == 0
+    text = capsys.readouterr().out
+    assert "0.3750" in text and "0.7500" in text and "+0.3750" in text
+    assert "do not share seed 3; ignored." in text
+
+
+def test_what_a_run_computes_is_part_of_its_condition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"a{seed}", [0.1, 0.2], training__seed=seed)
+        write_run(tmp_path / f"b{seed}", [0.1, 0.3], training__seed=seed, logging__strategic_grams="boxed")
+    assert set(as_json(capsys, tmp_path)["values"]) == {"grpo+none,strategic_grams=", "grpo+none,strategic_grams=boxed"}
+    for seed in (1, 2):
+        for steps in (4, 400):
+            options = {"training__max_steps": steps, "optimizer__schedule": "cosine", "training__seed": seed}
+            write_run(tmp_path / "cosine" / f"{steps}_{seed}", [0.1, 0.2], **options)
+    data = as_json(capsys, tmp_path / "cosine")
+    assert set(data["values"]) == {"grpo+none,max_steps=4", "grpo+none,max_steps=400"}
+    assert "correct_rate is the mean of the last 2 steps up to step 1." in data["notes"]
+
+
 def test_one_seed_has_no_interval_but_its_problems_can_be_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

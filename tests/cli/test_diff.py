@@ -37,7 +37,7 @@ def test_two_runs_part_at_the_first_step_that_differs(tmp_path: Path, capsys: py
 def test_the_evaluation_after_the_last_step_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sides = [write_run(tmp_path / name, [0.1, 0.2]) for name in "ab"]
     for side in sides:
-        (side / "eval.jsonl").write_text(json.dumps({"step": 2, "eval_pass_at_1": 0.5}) + "\n")
+        (side / "eval.jsonl").write_text(json.dumps({"step": 2, "eval_pass_at_1": 0.5, "problems": "a"}) + "\n")
     assert as_json(capsys, *sides)["steps"] == {"a": 2, "b": 2, "shared": 2, "last_shared": 1}
 
 

@@ -572,3 +572,8 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
     before = printed.partition("Step 0")[0]
     assert f"{tmp_path / 'adapter'} holds files that retrain did not write" in before
     assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"
+
+
+def test_planning_phrases_are_part_of_the_method_and_stay_in_a_resume(model: Path, run_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"logging\.strategic_grams: '' -> 'boxed'"):
+        resumed(model, run_folder, logging__strategic_grams="boxed")

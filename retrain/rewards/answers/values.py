@@ -30,6 +30,7 @@ _MAX_MAGNITUDE = 240
 _MAX_FACTORIAL = 3000
 _MAX_ROOT = 12
 _POINTS = 4
+_STEPS = ("floor", "ceil")
 NATURAL, DECIMAL = "natural", "decimal"
 
 
@@ -78,7 +79,11 @@ def _equal_constants(one: Node, other: Node) -> bool:
 def _agree_at_points(one: Node, other: Node, names: list[str], logarithm: str) -> bool:
     real, complex_ = 0, 0
     imaginary = any(isinstance(part, Symbol) and part.name == "i" for node in (one, other) for part in walk(node))
-    for point in sample_points(tuple(names)):
+    points = sample_points(tuple(names))
+    if any(isinstance(part, Operation) and part.name in _STEPS for node in (one, other) for part in walk(node)):
+        # Between integers, rounding up is rounding down and 1.
+        points += ({name: Fraction(at + 2) for at, name in enumerate(names)},)
+    for point in points:
         try:
             values = evaluate(one, point, logarithm), evaluate(other, point, logarithm)
             agree = values_agree(*values)
@@ -198,7 +203,7 @@ def _apply(name: str, values: list[Value], logarithm: str) -> Value:
         return _count(name, values)
     if name == "abs":
         return abs(values[0])
-    if name in ("floor", "ceil"):
+    if name in _STEPS:
         return _step(name, values[0])
     (value,) = map(_rounded, values)
     return _snap(_function(name, value, logarithm), 1)

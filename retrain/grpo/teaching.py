@@ -24,7 +24,7 @@ from retrain.teaching.templates import Reader, Templates, ask
 from retrain.types import Example, Sampling, Score
 
 if TYPE_CHECKING:
-    from retrain.grpo.trainer import GRPOTrainer
+    from trl import GRPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -34,12 +34,12 @@ Row = dict[str, Any]
 class TeachingRun:
     """The student of a trainer, and the questions of the batch that is being generated."""
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer, is_sharded: bool) -> None:
         self.trainer, args = trainer, trainer.args
         tokenizer = trainer.processing_class
         if args.student_model is not None:
             tokenizer = load_tokenizer(args.student_model, "student_model")
-        policy = _student(trainer)
+        policy = _student(trainer, is_sharded)
         encoder = PromptEncoder(tokenizer, "", args.max_prompt_length or 0, logger.warning)
         self.templates = Templates.of(args)
         with _unsharded(args.deepspeed_plugin):
@@ -110,11 +110,11 @@ class TeachingRun:
         )
 
 
-def _student(trainer: GRPOTrainer) -> Policy:
+def _student(trainer: GRPOTrainer, is_sharded: bool) -> Policy:
     """The base model over the trained model's tensors, or a model of its own."""
     args, device = trainer.args, trainer.accelerator.device
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if args.student_model is None and isinstance(model, PeftModel) and not trainer.is_sharded:
+    if args.student_model is None and isinstance(model, PeftModel) and not is_sharded:
         register()
         context = int(model.config.get_text_config().max_position_embeddings)
         return without_adapter(Policy(model, device, context, tuple(trainer.eos_token_ids)))

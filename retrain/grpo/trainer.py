@@ -328,7 +328,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
         if self.args.adaptive_teaching:
             if self._teaching is None:
-                self._teaching = TeachingRun(self)
+                self._teaching = TeachingRun(self, self.is_sharded)
             inputs = self._teaching.ask_teacher(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self.args.activate_debugging_logs:

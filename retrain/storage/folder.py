@@ -12,7 +12,7 @@ from typing import TextIO
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.load import build_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
-from retrain.config.toml import parse_toml
+from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
@@ -188,7 +188,7 @@ def meaningful_differences(stored: TrainConfig, wanted: TrainConfig, also_free: 
     """Differing options that a resume must not change."""
     before, after = values_of(stored), values_of(wanted)
     return [
-        f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
+        f"{options_by_path()[path].where}: {show_value(before.get(path))} -> {show_value(after.get(path))}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path) and path not in free_on_resume() | also_free
     ]

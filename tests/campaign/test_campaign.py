@@ -325,7 +325,7 @@ def test_a_manifest_of_another_format_or_a_torn_one_is_rejected(
 def test_other_settings_in_the_same_folder_are_rejected_with_the_difference(tmp_path: Path, monkeypatch: Patch) -> None:
     run_with(FakeExecutor(codes={"maxrl+none_s2": 1}), campaign_config(tmp_path), monkeypatch)
     changed = campaign_config(tmp_path, {"training": {"lr": 1e-3}})
-    with pytest.raises(CheckpointError, match=r"training\.lr: 4e-05 -> 0\.001"):
+    with pytest.raises(CheckpointError, match=r"\[training\] lr: 4e-05 -> 0\.001"):
         run_with(FakeExecutor(), changed, monkeypatch)
     assert run_with(FakeExecutor(), changed, monkeypatch, force=True) == 0
 

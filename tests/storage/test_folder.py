@@ -243,9 +243,9 @@ def test_a_resume_that_changes_the_meaning_is_rejected_with_the_list(
     assert run_command(changed, "--resume", str(logs)) == 2
     printed = capsys.readouterr().err
     assert "was trained with other settings" in printed
-    assert "  algorithm.advantage_mode: 'maxrl' -> 'grpo'\n" in printed
-    assert "  model.lora_rank: 32 -> 8\n" in printed
-    assert "  training.lr: 4e-05 -> 0.001\n" in printed
+    assert '  [algorithm] advantage_mode: "maxrl" -> "grpo"\n' in printed
+    assert "  [model] lora_rank: 32 -> 8\n" in printed
+    assert "  [training] lr: 4e-05 -> 0.001\n" in printed
     assert "training.keep" not in printed
     assert "--force-resume" in printed
     assert {path: path.read_bytes() for path in before} == before, "a refusal changes nothing"
@@ -495,7 +495,7 @@ def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_fol
     written = run_folder / "logs" / "config.toml"
     written.write_text(written.read_text().replace("lr = 4e-05", "lr = 0.5"))
     edited = load_config(written, {"resume.from": str(run_folder / "logs"), "training.max_steps": 6})
-    with pytest.raises(CheckpointError, match=r"training\.lr: 4e-05 -> 0\.5"):
+    with pytest.raises(CheckpointError, match=r"\[training\] lr: 4e-05 -> 0\.5"):
         train_quietly(edited)
     _, printed = train_quietly(edited, force_resume=True)
     assert "Resuming from" in printed
@@ -543,7 +543,7 @@ def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(
 def test_differences_that_only_say_where_are_no_differences() -> None:
     stored = load_config(None, {"logging.log_dir": "a", "training.max_steps": 5})
     wanted = load_config(None, {"logging.log_dir": "b", "training.max_steps": 6, "training.batch_size": 3})
-    assert meaningful_differences(stored, wanted) == ["training.batch_size: 8 -> 3"]
+    assert meaningful_differences(stored, wanted) == ["[training] batch_size: 8 -> 3"]
 
 
 def test_the_written_configuration_is_the_complete_one(model: Path, finished: Path) -> None:
@@ -575,5 +575,5 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
 
 
 def test_planning_phrases_are_part_of_the_method_and_stay_in_a_resume(model: Path, run_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"logging\.strategic_grams: '' -> 'boxed'"):
+    with pytest.raises(CheckpointError, match=r'\[logging\] strategic_grams: "" -> "boxed"'):
         resumed(model, run_folder, logging__strategic_grams="boxed")

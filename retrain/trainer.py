@@ -316,7 +316,7 @@ def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
     for name, digest in parts.code_digests.items():
         if code.get(name, digest) != digest:
             parts.console.print(
-                f"Warning: {name} was changed since the checkpoint. The run continues with it as it is."
+                f"Warning: the code of {name} was changed since the checkpoint. The run continues with it as it is."
             )
 
 

@@ -211,7 +211,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     notes += [f"{run.path}: {plural(run.torn, 'incomplete line')} skipped." for run in runs if run.torn]
     if metric.startswith("eval_"):
         last = 1
-        require_same_problems(runs, step)
+        notes += require_same_evaluation(runs, metric, step)
     elif last > 1:
         count = max(sum(step - last < s <= step for s in run.rows(metric)) for run in runs)
         notes.append(f"{metric} is the mean of the last {plural(count, 'step')} up to step {step}.")
@@ -240,8 +240,8 @@ def require_same_model(runs: Sequence[RunRecord]) -> None:
         )
 
 
-def require_same_problems(runs: Sequence[RunRecord], step: int) -> None:
-    """Raise if the evaluations at a step use different problems or sampling."""
+def require_same_evaluation(runs: Sequence[RunRecord], metric: str, step: int) -> list[str]:
+    """Raise if the evaluations at a step use different problems; notes on different sampling."""
     first = values_of(runs[0].config)
     for run in runs[1:]:
         values = values_of(run.config)
@@ -251,13 +251,19 @@ def require_same_problems(runs: Sequence[RunRecord], step: int) -> None:
                 f"{run.path} was evaluated differently from {runs[0].path}: {wrong[0]} is {values[wrong[0]]!r} "
                 f"instead of {first[wrong[0]]!r}.  Try: --metric correct_rate"
             )
-        # The same file may have had other contents. Older rows do not name their problems.
-        problems = {each.evaluations[step].get("problems") for each in (runs[0], run)}
-        if len(problems - {None}) > 1:
-            raise ConfigError(
-                f"{run.path} and {runs[0].path} were evaluated on different problems at step {step}.  "
-                "Try: --metric correct_rate"
-            )
+    rows = [(run.path, run.evaluations[step]) for run in runs]
+    # The same file may have had other contents. Older rows do not name their problems.
+    named = [(path, row["problems"]) for path, row in rows if "problems" in row]
+    other = next((path for path, problems in named if problems != named[0][1]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{other} and {named[0][0]} were evaluated on different problems at step {step}.  "
+            "Try: --metric correct_rate"
+        )
+    if metric == "eval_pass_at_k" and len(found := {row.get("k") for _, row in rows}) > 1:
+        raise ConfigError(f"the runs have different k in pass@k: {', '.join(sorted(map(str, found)))}.")
+    drawn = {json.dumps(row["sampling"], sort_keys=True) for _, row in rows if "sampling" in row}
+    return ["The runs were evaluated with different sampling options."] if len(drawn) > 1 else []
 
 
 def problem_rates(runs: Sequence[RunRecord], step: int) -> list[list[float]] | None:

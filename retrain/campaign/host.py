@@ -103,7 +103,8 @@ class Host:
                 resume = {"resume.from": str(folder)} if (folder / "checkpoints").is_dir() else {}
                 config = load_config(folder / CONFIG_FILE, resume)
                 overrides = Overrides(backend=self.model.build, control=TurnControl(self.turns))
-                train(config, console=Console(output), overrides=overrides)
+                # The campaign has compared the settings, or was told not to.
+                train(config, force_resume=True, console=Console(output), overrides=overrides)
             except KeyboardInterrupt:
                 return 130
             except RetrainError as error:

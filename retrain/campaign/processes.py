@@ -98,7 +98,8 @@ class RunProcess:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        resume = ["--resume", str(folder)] if (folder / "checkpoints").is_dir() else []
+        # The campaign has compared the settings, or was told not to.
+        resume = ["--resume", str(folder), "--force-resume"] if (folder / "checkpoints").is_dir() else []
         self.files: list[IO[bytes]] = [(folder / name).open("ab") for name in (STDOUT, STDERR)]
         self.process = subprocess.Popen(
             [sys.executable, *CHILD, str(folder / CONFIG_FILE), *resume],

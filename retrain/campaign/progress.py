@@ -14,7 +14,7 @@ from pathlib import Path
 from retrain.analysis.health import Check, check_health
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
-from retrain.storage.logs import EVALS, METRICS, is_evaluation, parse_rows
+from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
 
 Table = JsonObject
@@ -93,7 +93,7 @@ def _checked(progress: RunProgress) -> RunProgress:
 
 def _read_run(folder: Path) -> RunProgress:
     config, state = _read_config(folder), _read_state(folder)
-    steps = read_ends(folder / METRICS)
+    steps = [row for row in read_ends(folder / METRICS) if has_step(row)]
     last = steps[-1] if steps else {}
     training = config.get("training", {})
     # With epochs, the number of steps is known once the data is, so it is in the state and not in the file.

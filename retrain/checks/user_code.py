@@ -63,19 +63,28 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
 
 
 def code_digests(config: TrainConfig) -> dict[str, str]:
-    """A digest of each source file that the configuration names: custom rewards and plugins."""
+    """A digest of each module that the configuration names, with its package: custom rewards and plugins."""
     values = values_of(config)
-    named = [(option.kind, values.get(option.path)) for option in all_options() if option.kind]
-    plugins = [name for kind, name in named if kind and isinstance(name, str) and name and is_plugin(kind, name)]
-    modules = [name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in plugins]
+    named = [(option.kind, str(values.get(option.path) or "")) for option in all_options() if option.kind]
     terms: list[Reward | RewardTerm] = [config.reward, *config.reward.terms]
+    named += [("reward", term.type) for term in terms]
+    plugins = [name for kind, name in named if kind and name and is_plugin(kind, name)]
+    modules = [name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in plugins]
     modules += [term.custom_module for term in terms if term.type == "custom"]
-    found = {}
-    for module in filter(None, modules):
-        file = find_source(module, config.plugins.search_paths)
-        if file is not None:
-            found[str(file)] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-    return found
+    found = {module: _digest(module, config.plugins.search_paths) for module in filter(None, modules)}
+    return {module: digest for module, digest in found.items() if digest}
+
+
+def _digest(module: str, search_paths: Sequence[str]) -> str:
+    """Of the source of a module, or of all modules of its package; empty if there is none."""
+    file = find_source(module.partition(".")[0], search_paths) or find_source(module, search_paths)
+    if file is None:
+        return ""
+    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    found = hashlib.blake2b(digest_size=16)
+    for each in files:
+        found.update(each.read_bytes())
+    return found.hexdigest()
 
 
 def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:

@@ -39,6 +39,7 @@ from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.text import plural
+from retrain.storage.publishing import other_run
 
 _LOW_DISK_SPACE = 5_000_000_000
 _PROBE_SECONDS = 120
@@ -293,7 +294,12 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
         free = shutil.disk_usage(folder).free
         status: Literal["ok", "warning"] = "ok" if free >= _LOW_DISK_SPACE else "warning"
         fix = "" if status == "ok" else f"free some space, or set {where} to another disk"
-        yield Check("files", where, status, f"{path}: {free / 1e9:.1f} GB free", fix)
+        found = f"{path}: {free / 1e9:.1f} GB free"
+        other = other_run(Path(path).expanduser(), Path(config.logging.log_dir).expanduser())
+        if where == "[backend] adapter_path" and other:
+            status, fix = "warning", f"set {where} to another folder, such as {config.logging.log_dir}/adapter"
+            found += f"; holds the adapter of {other}, which a run replaces"
+        yield Check("files", where, status, found, fix)
 
 
 def _print(checks: list[Check], source: str) -> None:

@@ -77,12 +77,17 @@ def _health(data: JsonObject) -> list[str]:
                 since = f", first at step {check['step']}" if check["step"] is not None else ""
                 hint = f"`retrain man --topic {check['topic']}`"
                 lines.append(f"- {run['name']}: {check['name']}, {check['value']}{since} ({hint})")
-    return ["", "## Checks", "", *(lines or ["Nothing to report: " + _checked(data) + "."])]
+    return ["", "## Checks", "", *(lines or _summarize(data))]
 
 
-def _checked(data: JsonObject) -> str:
-    names = {check["name"]: None for run in data["runs"] for check in run["health"] if check["level"] == "ok"}
-    return ", ".join(names) or "too few steps"
+def _summarize(data: JsonObject) -> list[str]:
+    """The checks that are fine in all runs, and those that are not known in some."""
+    names = list(dict.fromkeys(check["name"] for run in data["runs"] for check in run["health"]))
+    unknown = {check["name"] for run in data["runs"] for check in run["health"] if check["level"] == "unknown"}
+    fine = [name for name in names if name not in unknown]
+    rest = [name for name in names if name in unknown]
+    sides = (("Fine", fine), ("Not known, with so few steps or evaluations", rest))
+    return [f"{what}: {', '.join(some)}.  " for what, some in sides if some]
 
 
 def _comparison(verdict: JsonObject) -> list[str]:

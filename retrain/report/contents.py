@@ -84,7 +84,7 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
     columns, progress = log.columns, read_progress(run.path)
     rates, times = columns.column("correct_rate"), columns.column("step_time_s")
     late = rates[-max(1, len(rates) // 10) :]
-    evals = [_evaluation(row) for row in run.evaluations.values()]
+    evals = [_evaluation(row) for row in comparable(list(run.evaluations.values()))]
     return {
         "id": log.id,
         "name": run.path.resolve().name,

@@ -17,7 +17,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
 from retrain.storage.logs import EVAL_PROBLEMS, FILES, cut_logs, restore_logs
-from retrain.storage.publishing import may_replace, published_by
+from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings
 
 CONFIG_FILE = "config.toml"
@@ -83,15 +83,14 @@ class RunFolder:
 
     def _warn_about_adapter_path(self) -> None:
         """Say that the adapter of another run is going to be replaced, or that other files are not."""
-        adapter, own = Path(self.config.backend.adapter_path).expanduser(), self.path.resolve()
+        adapter = Path(self.config.backend.adapter_path).expanduser()
         if not may_replace(adapter):
             self.log(
                 f"Warning: {adapter} holds files that retrain did not write, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"
             )
-        other = published_by(adapter)
-        is_own = not other or Path(other).resolve() == own or adapter.resolve().is_relative_to(own)
-        if not is_own and Path(other).is_dir():
+        other = other_run(adapter, self.path)
+        if other:
             self.log(
                 f"Warning: {adapter} holds the adapter of the run in {other}, and this run replaces it; that run's "
                 f"checkpoints stay.  Try: --adapter-path {self.path / 'adapter'}"
@@ -124,13 +123,17 @@ class RunFolder:
         return self._with_own_adapter(config, stored)
 
     def _edits(self, checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
-        """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move."""
+        """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move.
+
+        The model is compared: its name may be that of other weights.
+        """
         text = checkpoint.state.get("config")
         if not text:
             return []  # written by an older version
         name = f"the configuration in {checkpoint.path}"
         trained = build_config(parse_toml(text, name), {}, name)
-        return meaningful_differences(trained, stored, paths_where("path"))
+        moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
+        return meaningful_differences(trained, stored, moved)
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
         """Point adapter_path into the renamed run folder, if it was inside the old one."""
@@ -139,8 +142,10 @@ class RunFolder:
         was_in = next((folder for folder in adapter.parents if folder.parts[-len(log_dir) :] == log_dir), None)
         if config.backend.adapter_path != stored.backend.adapter_path or was_in is None:
             return config
-        moved = str(self.path.absolute() / adapter.relative_to(was_in))
-        return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": moved})})
+        moved = self.path.absolute() / adapter.relative_to(was_in)
+        if was_in.exists() and not moved.exists():
+            return config  # a folder elsewhere with the same name
+        return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": str(moved)})})
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

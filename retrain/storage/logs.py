@@ -33,7 +33,7 @@ def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
     for line in lines:
         try:
             row = _DECODER.decode(line if isinstance(line, str) else line.decode())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield row
@@ -51,8 +51,9 @@ def is_evaluation(row: Mapping[str, object]) -> bool:
     correct, counted = (row.get(name, []) for name in ("correct", "counted"))
     if not isinstance(correct, list) or not isinstance(counted, list) or len(correct) != len(counted):
         return False
-    are_numbers = all(isinstance(rate, int | float) and math.isfinite(rate) for rate in rates)
-    return has_step(row) and are_numbers and all(type(number) is int for number in (*correct, *counted))
+    are_numbers = all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates)  # type: ignore[arg-type]
+    are_counts = all(type(c) is type(n) is int and 0 <= c <= n for c, n in zip(correct, counted, strict=True))
+    return has_step(row) and are_numbers and are_counts
 
 
 def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int) -> list[str]:

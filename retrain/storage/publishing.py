@@ -31,6 +31,13 @@ def published_by(target: Path) -> str:
     return str(_read_record(target).get("run") or "")
 
 
+def other_run(target: Path, run: Path) -> str:
+    """The folder of another run, still there, that published to `target`; empty if there is none."""
+    other, own = published_by(target), run.resolve()
+    is_own = not other or Path(other).resolve() == own or target.resolve().is_relative_to(own)
+    return "" if is_own or not Path(other).is_dir() else other
+
+
 def publish_folder(target: Path, fill: Callable[[Path], None], run: str = "") -> None:
     """Put what `fill` writes into a folder at `target`, in place of an earlier publish; other files there stay.
 

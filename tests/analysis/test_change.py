@@ -72,4 +72,6 @@ def test_only_evaluations_of_the_same_problems_and_sampling_are_comparable() -> 
     rows = [{"step": step, "problems": p, "sampling": s} for step, (p, s) in enumerate(setups)]
     assert [row["step"] for row in comparable(rows)] == [0, 3]
     assert comparable([]) == []
-    assert len(comparable([{"step": 0}, {"step": 1}])) == 2  # of versions that did not store them
+    older = [{"step": 0}, {"step": 1}]  # of versions that did not store them
+    assert len(comparable(older)) == 2
+    assert [row["step"] for row in comparable([*older, *rows])] == [0, 1, 0, 3]

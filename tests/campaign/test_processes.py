@@ -119,6 +119,21 @@ def test_a_run_whose_folder_was_deleted_is_trained_again_on_resume(tmp_path: Pat
     assert steps_of(tmp_path, PAIR[1]) == expected
 
 
+@pytest.mark.slow
+def test_a_forced_resume_reaches_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "campaign.toml").write_text(dump_config(campaign_config(tmp_path / "c", seeds=[1], parallel=True)))
+    output, _ = start(tmp_path, "campaign.toml").communicate(timeout=200)
+    done = steps_of(tmp_path, PAIR[0])
+    longer = ["--resume", "c", "--lr", "1e-3", "--campaign-max-steps", str(len(done) + 1)]
+    refused = start(tmp_path, *longer)
+    output, _ = refused.communicate(timeout=200)
+    assert refused.returncode == 2 and "[training] lr" in output
+    forced = start(tmp_path, *longer, "--force-resume")
+    output, _ = forced.communicate(timeout=200)
+    assert forced.returncode == 0, output
+    assert steps_of(tmp_path, PAIR[0]) == [*done, len(done)]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
 @pytest.mark.slow
 def test_runs_save_and_end_when_the_campaign_is_killed(tmp_path: Path) -> None:

@@ -163,7 +163,6 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
         ("trainer_state.json", '{"step": null, "status": "finished"}'),
         ("trainer_state.json", '{"step": 1e999, "status": "finished"}'),
         ("trainer_state.json", '{"step": {}}'),
-        ("metrics.jsonl", '{"step": "x"}\n'),
         ("metrics.jsonl", '{"step": 1, "correct_rate": "high"}\n'),
         ("config.toml", "training = 5\n"),
         ("config.toml", "[training]\nmax_steps = 'many'\n"),

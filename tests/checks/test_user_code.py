@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.checks.user_code import find_reward_issues
+from retrain.checks.user_code import code_digests, find_reward_issues
 from retrain.cli import run
 from retrain.config import load_config
 from retrain.errors import PluginError
@@ -98,3 +98,23 @@ def test_the_command_line_reports_it_before_anything_is_loaded(
     )
     assert run(["--model", "builtin:tiny", "--max-tokens", "8", "--data.source", "arithmetic"]) == 2
     assert "there is no such module" in capsys.readouterr().err
+
+
+def test_digests_change_with_the_module_and_its_package_and_not_with_their_place(tmp_path: Path) -> None:
+    def digests(**reward: object) -> dict[str, str]:
+        return code_digests(load_config(None, {f"reward.{key}": value for key, value in reward.items()}))
+
+    custom, plugin = {"type": "custom", "custom_module": "package.grading"}, {"terms": [{"type": "mine.score"}]}
+    Path("package/__init__.py").write_text("")
+    before = digests(**custom)
+    assert list(before) == ["package.grading"] and list(digests(**plugin)) == ["mine"]
+    Path("package/helper.py").write_text("LIMIT = 1\n")
+    assert digests(**custom) != before
+    kept = digests(**custom)
+    Path("elsewhere").mkdir()
+    Path("package").rename("elsewhere/package")
+    sys.path.insert(0, str(Path("elsewhere").resolve()))
+    try:
+        assert digests(**custom) == kept
+    finally:
+        sys.path.pop(0)

@@ -14,6 +14,7 @@ from retrain.cli import doctor, run
 from retrain.cli.trial import Trial
 from retrain.config.reference import starter
 from retrain.runtime import packages
+from retrain.storage.publishing import publish_folder
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
 _KEYS = ("HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_MODE", "HF_HUB_OFFLINE")
@@ -285,3 +286,14 @@ def test_a_file_of_problems_is_read_as_the_run_would(
     _write('[data]\nsource = "jsonl"\npath = "rows.jsonl"\n[model]\nmodel = "builtin:tiny"\n')
     _, checks = _examine(capsys, "--devices", "cpu")
     assert checks["[data] path"]["status"] == status and detail in checks["[data] path"]["detail"]
+
+
+def test_an_adapter_path_that_another_run_uses_is_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "logs" / "other").mkdir(parents=True)
+    publish_folder(tmp_path / "adapter", lambda draft: None, run=str(tmp_path / "logs" / "other"))
+    _write(f'[backend]\ndevices = "cpu"\nadapter_path = "{tmp_path}/adapter"\n')
+    code, checks = _examine(capsys)
+    assert code == 0
+    assert checks["[backend] adapter_path"]["status"] == "warning"
+    assert f"holds the adapter of {tmp_path}/logs/other" in checks["[backend] adapter_path"]["detail"]
+    assert _examine(capsys, "--log-dir", "logs/other")[1]["[backend] adapter_path"]["status"] == "ok"

@@ -52,7 +52,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("check_custom_rewards", {"reward": {"type": "custom", "custom_module": "mine"}}),
     ("check_custom_rewards", {"reward": {"type": "judge"}}),
     ("check_judge_url", {"reward": {"type": "judge", "judge_base_url": "http://a:1/v1/@b"}}),
-    ("check_arguments", {"model": {"init_kwargs": {"pad_token": "<|endoftext|>", "api_key": "MY_API_KEY"}}}),
+    ("check_arguments", {"model": {"init_kwargs": {"access_token": "<|tool|>", "api_key": "MY_API_KEY"}}}),
     (
         "check_templates",
         {"reward": {"type": "judge", "judge_prompt": r"{question} \boxed{x} \frac{a}{b} {response}"}},
@@ -332,6 +332,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             ({"judge": {"url": "https://bob:hunter2secret@host/x"}}, "judge.url"),
             ({"keys": [{"hf_token": "abcdefgh"}]}, "keys.hf_token"),
             ({"other": "sk-0123456789abcdefghij"}, "other"),
+            ({"aws_secret_access_key": "abcdefgh", "api-token": "$API_TOKEN"}, "aws_secret_access_key"),
         )
     ),
     (

@@ -132,6 +132,17 @@ def test_runs_with_other_problems_in_the_same_file_are_not_compared(campaign: Pa
         measure(find_runs([campaign]), "eval_pass_at_1")
 
 
+def test_runs_with_other_sampling_or_another_k_are_noted_or_not_compared(campaign: Path) -> None:
+    for name, change in (("grpo_s1", {"k": 1, "sampling": {}}), ("maxrl_s1", {"k": 4, "sampling": {"n": 4}})):
+        path = campaign / name / "eval.jsonl"
+        rows = [json.loads(line) | change for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = find_runs([campaign])
+    assert "The runs were evaluated with different sampling options." in measure(runs, "eval_pass_at_1").notes
+    with pytest.raises(ConfigError, match="different k in pass@k: 1, 4"):
+        measure(runs, "eval_pass_at_k")
+
+
 def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1, steps=30)
     (tmp_path / "a" / "eval.jsonl").unlink()
@@ -267,13 +278,18 @@ def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:
         assert run(["ui", str(campaign), "--port", str(server.server_address[1])]) == 2
 
 
+NESTED = float("inf")
+"""Stands for a value that is nested too deeply to be parsed."""
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "emergence/generations.jsonl"])
 def test_odd_values_in_the_logs_do_not_end_the_report(tmp_path: Path, name: str) -> None:
     write_run(tmp_path, 1)
     rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
     for key in rows[0]:
-        for odd in (None, "x", float("nan"), [], [None], {}, True, -1, 10**30):
-            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in [*rows[:-1], rows[-1] | {key: odd}]))
+        for odd in (NESTED, None, "x", float("nan"), [], [None], {}, True, -1, 10**30):
+            text = "".join(json.dumps(row) + "\n" for row in [*rows[:-1], rows[-1] | {key: odd}])
+            (tmp_path / name).write_text(text.replace("Infinity", 100_000 * "[" + 100_000 * "]"))
             build_page(collect([tmp_path]))
             read_run(tmp_path)
             assert read_progress(tmp_path).status != "", (key, odd)

@@ -12,7 +12,7 @@ from e2e.runs import fake_config, rows, rows_without_times, run_command, train_q
 from e2e.tiny import write_model, write_tokenizer
 
 from retrain.cli import run
-from retrain.config import load_config
+from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
 from retrain.storage.folder import RunFolder, meaningful_differences, with_absolute_paths
 
@@ -488,7 +488,7 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     assert "was changed since the checkpoint" not in resumed(model, tmp_path, **own)
     reward.write_text("def score(response, reference):\n    return float(len(response) % 3)\n")
     printed = resumed(model, tmp_path, training__max_steps=8, **own)
-    assert f"Warning: {reward} was changed since the checkpoint." in printed
+    assert "Warning: the code of edited_score was changed since the checkpoint." in printed
 
 
 def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_folder: Path) -> None:
@@ -572,6 +572,25 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
     before = printed.partition("Step 0")[0]
     assert f"{tmp_path / 'adapter'} holds files that retrain did not write" in before
     assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"
+
+
+def test_another_model_in_an_edited_configuration_is_refused(run_folder: Path) -> None:
+    written = run_folder / "logs" / "config.toml"
+    edited = load_config(written, {"training.max_steps": 6})
+    other = edited.model_copy(update={"model": edited.model.model_copy(update={"model": "some/model"})})
+    written.write_text(dump_config(other))
+    with pytest.raises(CheckpointError, match=r'\[model\] model: .* -> "some/model"'):
+        RunFolder(load_config(written, {"resume.from": str(run_folder / "logs")}), False, print)
+
+
+def test_an_adapter_in_a_folder_of_the_same_name_elsewhere_stays_there(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "published" / "logs" / "adapter"
+    train_quietly(fake_config(model, tmp_path, backend__adapter_path=str(adapter)))
+    written = tmp_path / "logs" / "config.toml"
+    written.write_text(written.read_text().replace(f'log_dir = "{tmp_path}/logs"', 'log_dir = "logs"'))
+    resumed(model, tmp_path, backend__adapter_path=str(adapter))
+    assert (adapter / "steps.txt").read_text() == "6"
+    assert not (tmp_path / "logs" / "adapter").exists()
 
 
 def test_planning_phrases_are_part_of_the_method_and_stay_in_a_resume(model: Path, run_folder: Path) -> None:

@@ -13,8 +13,13 @@ from retrain.isolation.redaction import has_secret, redact
 
 _HOST = re.compile(r"[\w.-]+(:\d+)?(/[\w./-]*)?", re.ASCII)
 # Not every "token": most are those of a tokenizer.
-_SECRET = re.compile(r"(api_?key|passw(or)?d|passphrase|secret|credentials?|(access|auth|hf)_?token)$", re.IGNORECASE)
-_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_SECRET = re.compile(
+    r"((api|access|secret|private|auth)[_-]?keys?|passw(or)?d|passphrase|secret|credentials?"
+    r"|(^|[._-])(api|access|auth|hf|bearer)[_-]?tokens?)$",
+    re.IGNORECASE,
+)
+# The name of a variable, or text that is no key, like the special tokens of a tokenizer.
+_HARMLESS = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|.*[\s<>].*", re.DOTALL)
 _SHORTEST = 6
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")
 
@@ -62,7 +67,7 @@ def _find_secrets(value: object, name: str) -> Iterator[str]:
         for item in value:
             yield from _find_secrets(item, name)
     elif isinstance(value, str) and name:
-        is_key = _SECRET.search(name) and len(value) >= _SHORTEST and not _VARIABLE.fullmatch(value)
+        is_key = _SECRET.search(name) and len(value) >= _SHORTEST and not _HARMLESS.fullmatch(value)
         if is_key or has_secret(value):
             yield name
 

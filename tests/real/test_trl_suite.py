@@ -26,7 +26,7 @@ from .conftest import Prepare
 CHECKOUT = os.environ.get("RETRAIN_TRL_REPO")
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(not CHECKOUT, reason="RETRAIN_TRL_REPO does not name a checkout of TRL's repository"),
 ]
 
@@ -55,9 +55,10 @@ class Suite:
 
     def __init__(self, folder: Path, checkout: Path, python: Path) -> None:
         self.folder, self.checkout, self.python = folder, checkout, python
-        trl_standins.write_standins(folder / "small", checkout, trl_standins.NAMES, 4096)
+        trl_standins.write_standins(folder / "small", checkout, trl_standins.NAMES, 4096, 100)
         whole = [name for name in trl_standins.NAMES if "Qwen" in name]
-        trl_standins.write_standins(folder / "whole", checkout, whole, trl_standins.WHOLE)
+        # A step with all tokens takes seconds, so there are few rows.
+        trl_standins.write_standins(folder / "whole", checkout, whole, trl_standins.WHOLE, 4)
 
     @property
     def key(self) -> str:
@@ -81,7 +82,7 @@ class Suite:
         for each in ("small", "whole"):
             (folder / each).mkdir()
             (folder / each / trl_standins.OWNER).symlink_to(self.folder / each / trl_standins.OWNER)
-        options = ["-q", "-n", "2", "-p", "no:cacheprovider", "-p", PLUGIN.stem, "--timeout=600"]
+        options = ["-q", "-n", "2", "-p", "no:cacheprovider", "-p", PLUGIN.stem, "--timeout=1800"]
         options += ["--junitxml=results.xml", "-o", "junit_logging=system-err"]
         options += [f"--deselect={FILE}::{each}" for each in LEFT_OUT]
         with (folder / "output.txt").open("w") as output:

@@ -134,14 +134,14 @@ NAMES = (
 )
 
 
-def write_standins(folder: Path, checkout: Path, names: Sequence[str], vocabulary: int) -> None:
-    """Write them into the folder. The rows of the datasets are made by the script in TRL's checkout."""
+def write_standins(folder: Path, checkout: Path, names: Sequence[str], vocabulary: int, rows: int) -> None:
+    """Write them into the folder. The rows of the datasets are the first ones that a script in TRL's checkout makes."""
     home = folder / OWNER
     tokenizer = build_tokenizer(vocabulary)
     for name in names:
         _write_model(home / name, name.split("-")[1], tokenizer)
     _write_remote(home / "tiny-RemoteForCausalLM", tokenizer)
-    _write_dataset(home / "zen", checkout / "scripts" / "generate_zen_dataset.py")
+    _write_dataset(home / "zen", checkout / "scripts" / "generate_zen_dataset.py", rows)
 
 
 def build_tokenizer(vocabulary: int) -> Tokenizer:
@@ -220,14 +220,14 @@ def _write_remote(folder: Path, tokenizer: Tokenizer) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | own, indent=1))
 
 
-def _write_dataset(folder: Path, script: Path) -> None:
+def _write_dataset(folder: Path, script: Path, rows: int) -> None:
     """The dataset that a script of TRL would upload, as files."""
     lines = []
 
-    def write(rows: DatasetDict, _: str, config_name: str) -> None:
+    def write(parts: DatasetDict, _: str, config_name: str) -> None:
         lines.extend([f"- config_name: {config_name}", "  data_files:"])
-        for split, part in rows.items():
-            part.to_parquet(folder / config_name / f"{split}.parquet")
+        for split, part in parts.items():
+            part.select(range(min(rows, len(part)))).to_parquet(folder / config_name / f"{split}.parquet")
             lines.extend([f"  - split: {split}", f"    path: {config_name}/{split}.parquet"])
 
     folder.mkdir(parents=True)

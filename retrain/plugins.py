@@ -36,6 +36,8 @@ class Part:
     """Packages that it needs."""
     two_splits: bool = False
     """Whether all data splits but `train` are the same held-out set."""
+    server_flags: Mapping[str, str] = field(default_factory=dict)
+    """For a server, its flags that correspond to options of `[inference]` about sampling in this process."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +253,32 @@ REGISTRIES: dict[str, Registry] = {
             "inference engine",
             {
                 "pytorch": Part("retrain.inference_engine.pytorch:build", packages=("torch", "peft")),
-                "max": "retrain.inference_engine.max:MAX",
-                "vllm": "retrain.inference_engine.vllm:VLLM",
-                "sglang": "retrain.inference_engine.sglang:SGLANG",
-                "mlx": "retrain.inference_engine.mlx:MLX",
+                "max": Part(
+                    "retrain.inference_engine.max:MAX",
+                    server_flags={"dtype": "--quantization-encoding", "prefix_caching": "--no-enable-prefix-caching"},
+                ),
+                "vllm": Part(
+                    "retrain.inference_engine.vllm:VLLM",
+                    server_flags={
+                        "attention_kernel": "--attention-backend",
+                        "dtype": "--dtype and --quantization",
+                        "kv_cache_dtype": "--kv-cache-dtype",
+                        "prefix_caching": "--no-enable-prefix-caching",
+                    },
+                ),
+                "sglang": Part(
+                    "retrain.inference_engine.sglang:SGLANG",
+                    server_flags={
+                        "attention_kernel": "--attention-backend",
+                        "dtype": "--dtype and --quantization",
+                        "kv_cache_dtype": "--kv-cache-dtype",
+                        "prefix_caching": "--disable-radix-cache",
+                    },
+                ),
+                "mlx": Part(
+                    "retrain.inference_engine.mlx:MLX",
+                    server_flags={"dtype": "a model from mlx_lm.convert --dtype", "kv_cache_dtype": "--kv-bits"},
+                ),
                 "openai": "retrain.inference_engine.openai:OPENAI",
             },
         ),

@@ -832,7 +832,7 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
 
 @dataclass
 class NewerState(trainer.RunState):
-    tokens_sampled: int = 0
+    from_the_future: int = 0
 
 
 def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(
@@ -842,6 +842,6 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(
         newer.setattr(trainer, "RunState", NewerState)
         train_quietly(fake_config(model, tmp_path))
     with pytest.raises(
-        CheckpointError, match=r"contains tokens_sampled, which this version of retrain does not support"
+        CheckpointError, match=r"contains from_the_future, which this version of retrain does not support"
     ):
         train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))

@@ -6,7 +6,7 @@ count as used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from retrain.config.declare import Reason
@@ -111,9 +111,9 @@ def can_launch_server(config: TrainConfig) -> str:
 launches_server = first_of(can_launch_server, used_if("inference.launch", bool))
 
 
-def not_on_servers(flags: Mapping[str, str], launched: str = "") -> Reason:
-    """Used by engines in this process. `flags` are the flags of each server that set the same;
-    `launched` is the option that a server started by the run uses instead."""
+def not_on_servers(key: str, launched: str = "") -> Reason:
+    """Used by engines in this process; a server may have a flag for it. `launched` is the option that a server started
+    by the run uses instead."""
 
     def reason(config: TrainConfig) -> str:
         engine = config.inference.engine
@@ -121,9 +121,8 @@ def not_on_servers(flags: Mapping[str, str], launched: str = "") -> Reason:
             return ""
         if launched and config.inference.starts_server:
             return f"the server that is started takes {launched}"
-        return f"[inference] engine is {engine}" + (
-            f"; start its server with {flags[engine]}" if engine in flags else ""
-        )
+        flag = REGISTRIES["engine"].facts(engine).server_flags.get(key)
+        return f"[inference] engine is {engine}" + (f"; start its server with {flag}" if flag else "")
 
     return reason
 

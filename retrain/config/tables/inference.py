@@ -32,46 +32,32 @@ class Inference(Section):
         "Attention implementation.",
         flag="--inference-attention-kernel",
         unsupported={"tk": f"ThunderKittens {_SOURCES}", "cutlass": f"CUTLASS kernels {_SOURCES}"},
-        unused=reasons.not_on_servers({"vllm": "--attention-backend", "sglang": "--attention-backend"}),
+        unused=reasons.not_on_servers("attention_kernel"),
     )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = option(
         "auto",
         "Precision of the sampling weights.",
         flag="--inference-dtype",
         unsupported={"fp4": "only Blackwell GPUs have 4-bit matmul, which is not implemented"},
-        unused=reasons.not_on_servers(
-            {
-                "vllm": "--dtype and --quantization",
-                "sglang": "--dtype and --quantization",
-                "mlx": "a model from mlx_lm.convert --dtype",
-                "max": "--quantization-encoding",
-            },
-            launched="launch_dtype",
-        ),
+        unused=reasons.not_on_servers("dtype", launched="launch_dtype"),
     )
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = option(
         "auto",
         "Precision of the KV cache.",
         flag="--inference-kv-cache-dtype",
-        unused=reasons.not_on_servers({"vllm": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "mlx": "--kv-bits"}),
+        unused=reasons.not_on_servers("kv_cache_dtype"),
     )
     merge_adapter: Literal["auto", "always", "never"] = option(
         "auto",
         "Sample with the adapter merged: faster, but rounded. auto: in fp32, and from 1B parameters.",
         flag="--inference-merge-adapter",
-        unused=reasons.not_on_servers({}),
+        unused=reasons.not_on_servers("merge_adapter"),
     )
     prefix_caching: bool = option(
         True,
         "Compute the KV cache of a prompt once for its group.",
         flag="--inference-prefix-caching",
-        unused=reasons.not_on_servers(
-            {
-                "vllm": "--no-enable-prefix-caching",
-                "sglang": "--disable-radix-cache",
-                "max": "--no-enable-prefix-caching",
-            }
-        ),
+        unused=reasons.not_on_servers("prefix_caching"),
     )
     adapter_dir: str = option(
         "",

@@ -117,9 +117,15 @@ def is_dotted_path(name: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """The module and the attribute of `module:attribute` or `module.attribute`."""
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    return module, attribute
+
+
 def import_path(path: str, kind: str) -> object:
     """Import `module:attribute` or `module.attribute`; the error names what is missing."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    module_name, attribute = split_path(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
+from retrain.analysis.change import Row
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value
@@ -22,8 +23,6 @@ from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
-
-Row = Mapping[str, Any]
 
 MANIFEST = "manifest.json"
 

@@ -21,7 +21,7 @@ from retrain.config import TrainConfig
 from retrain.config.options import all_options, values_of
 from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import ConfigIssue
-from retrain.plugins import is_plugin
+from retrain.plugins import is_plugin, split_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
@@ -69,7 +69,7 @@ def code_digests(config: TrainConfig) -> dict[str, str]:
     terms: list[Reward | RewardTerm] = [config.reward, *config.reward.terms]
     named += [("reward", term.type) for term in terms]
     plugins = [name for kind, name in named if kind and name and is_plugin(kind, name)]
-    modules = [name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in plugins]
+    modules = [split_path(name)[0] for name in plugins]
     modules += [term.custom_module for term in terms if term.type == "custom"]
     found = {module: _digest(module, config.plugins.search_paths) for module in filter(None, modules)}
     return {module: digest for module, digest in found.items() if digest}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.change import comparable
-from retrain.analysis.runs import MANIFEST, Row, RunRecord, find_runs, read_manifest
+from retrain.analysis.change import Row, comparable
+from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value

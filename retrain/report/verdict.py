@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.change import Change, comparable, paired_change
-from retrain.analysis.runs import Row, RunRecord, require_same_model
+from retrain.analysis.change import Change, Row, comparable, paired_change
+from retrain.analysis.runs import RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
 from retrain.runtime.text import plural

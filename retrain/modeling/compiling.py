@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,19 +13,37 @@ import numpy as np
 
 from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.modeling.policy import Policy
-from retrain.modeling.torch_internals import compiled_with, is_compiled, raise_recompile_limit, start_compile_workers
+from retrain.modeling.torch_internals import (
+    compiled_with,
+    early_launch,
+    is_compiled,
+    raise_recompile_limit,
+    start_compile_workers,
+)
 from retrain.modeling.transformers_internals import compilable_layers
 from retrain.types import Datum
 
 # Two sizes, so that the number of tokens is dynamic; the second is large enough for kernels that suit real batches.
 WARM_UP_TOKENS = (1536, 2304)
 WARM_UP_LENGTH = 256
+# Seconds after which a thread gives up the interpreter lock while the compiler is imported.
+SWITCH_INTERVAL = 0.0002
 
 
 def start_compiler() -> None:
     """Import the compiler and start its processes in the background; weights are loaded meanwhile."""
     _keep_cache()
-    threading.Thread(target=start_compile_workers, name="retrain-compiler", daemon=True).start()
+    threading.Thread(target=_import_compiler, name="retrain-compiler", daemon=True).start()
+
+
+def _import_compiler() -> None:
+    # Importing holds the interpreter lock. Loading weights gives it up for every tensor, and would wait 5 ms each time.
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        start_compile_workers()
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def _keep_cache() -> None:
@@ -32,18 +51,21 @@ def _keep_cache() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path("~/.cache/retrain/inductor").expanduser()))
 
 
-def compile_layers(causal_lm: CausalLM) -> None:
+def compile_layers(causal_lm: CausalLM, is_sampled: bool = False) -> None:
     """Compile every decoder layer in place. They share their code and therefore compile once.
+
+    Those that are sampled from launch their short kernels early; see `launching` of the engine.
 
     The first shape is taken as fixed; a second one shows which sizes are dynamic, and everything is compiled again. See
     `traced_only`.
     """
     _keep_cache()
     raise_recompile_limit()
+    options = early_launch() if is_sampled else {}
     for layer in compilable_layers(module_of(causal_lm)):
         # Runs that share a model call this repeatedly; compiling again would discard the result.
         if not is_compiled(layer):
-            layer.compile()
+            layer.compile(options=options or None)
 
 
 @contextmanager

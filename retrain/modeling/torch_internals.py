@@ -141,6 +141,17 @@ def start_compile_workers() -> None:
         AsyncCompile.warm_pool()
 
 
+def early_launch() -> dict[str, bool]:
+    """Compiler options that launch a kernel while the previous one still runs."""
+    import torch._inductor.config as inductor  # noqa: PLC0415  (takes seconds, needed on a GPU only)
+
+    try:
+        inductor.triton.enable_pdl  # noqa: B018  (absent in some versions)
+    except AttributeError:
+        return {}
+    return {"triton.enable_pdl": True}
+
+
 def use_deterministic_compilation() -> None:
     """Compile to the same kernels in every process; they are otherwise chosen by timing."""
     import torch._inductor.config as inductor  # noqa: PLC0415  (takes seconds, needed on a GPU only)

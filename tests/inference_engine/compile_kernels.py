@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from retrain.inference_engine.pytorch import kernels, small_batch
 from retrain.inference_engine.pytorch.cache import FP8
+from retrain.inference_engine.pytorch.launching import CAPABILITY
 from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.modeling.attention import Scoring
 from tests.inference_engine.kernel_checks import slots_for
@@ -43,10 +44,12 @@ def compile_launch(kernel: Any, *args: Any, **options: Any) -> None:
     if case in compiled:
         return
     compiled.add(case)
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
     flags = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
     for capability in map(int, sys.argv[1:]):
-        assert compile(source, GPUTarget("cuda", capability, 32), options=flags).asm["cubin"]
+        own = {"OVERLAPS": divmod(capability, 10) >= CAPABILITY} if "OVERLAPS" in constants else {}
+        values = {(kernel.arg_names.index(name),): value for name, value in (constants | own).items()}
+        code = compile(ASTSource(kernel, signature, values), GPUTarget("cuda", capability, 32), options=flags).asm
+        assert code["cubin"] and ("griddepcontrol" in code["ptx"]) == any(own.values())
 
 
 def launch_attention(heads: int, size: int, splits: int, cache_dtype: torch.dtype, scoring: Scoring) -> None:

@@ -174,7 +174,7 @@ def make_decoder(policy: Policy, model: SamplingModel | None, choice: Choice, sh
         )
     decoder = GraphDecoder(model, load_kernels(), choice.cache_dtype, share, choice.description)
     if policy.device.type == "cuda":
-        compile_layers(model.causal_lm)
+        compile_layers(model.causal_lm, is_sampled=True)
         decoder.warm_up()
     return decoder
 

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from retrain.inference_engine.pytorch.cache import FP8, Store
+from retrain.inference_engine.pytorch.decode_step import MAX_SPLITS
+from retrain.inference_engine.pytorch.launching import await_inputs, launch_options
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 
@@ -65,16 +67,16 @@ def _weigh(scores, best, total):
 
 @triton.jit
 def _store_result(
-    gathered, best, total, output, partial_output, partial_stats, at, split, is_head, sizes, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    gathered, best, total, output, partial_output, partial_stats, at, split, splits, is_head, sizes,
+    SIZE: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Store a finished row, or what one split of it found, for `_combine`."""
     is_out = is_head[:, None] & (sizes < SIZE)[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         result = gathered / total[:, None]
         tl.store(output + at[:, None] * SIZE + sizes[None, :], result.to(output.dtype.element_ty), mask=is_out)
     else:
-        part = at * SPLITS + split
+        part = at * splits + split
         tl.store(partial_stats + part * 2, best, mask=is_head)
         tl.store(partial_stats + part * 2 + 1, total, mask=is_head)
         tl.store(partial_output + part[:, None] * SIZE + sizes[None, :], gathered, mask=is_out)
@@ -102,15 +104,17 @@ def _read(
     return best, total, gathered * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
 
 
-# Not compiled again for other lengths of rows.
-@triton.jit(do_not_specialize=["table_row"])
+# Not compiled again for other lengths of rows and other batches.
+@triton.jit(do_not_specialize=["table_row", "splits"])
 def _attend(
     query, new_key, new_value, key_cache, value_cache, key_scales, value_scales, table, cached,
     output, partial_output, partial_stats, scale, window, softcap,
-    query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_block, cache_head,
+    query_row, query_head, key_row, key_head, value_row, value_head, table_row, cache_block, cache_head, splits,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr, IN_FP8: tl.constexpr, SCALED: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr, IN_FP8: tl.constexpr, SCALED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -124,7 +128,7 @@ def _attend(
     # Splits begin at the beginning of a block.
     first = tl.maximum(length + 1 - window, 0)
     begin = first // BLOCK * BLOCK
-    per_split = tl.cdiv(tl.cdiv(length - begin, SPLITS), BLOCK) * BLOCK
+    per_split = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK) * BLOCK
     start = begin + split * per_split
     stop = tl.minimum(start + per_split, length)
 
@@ -138,7 +142,7 @@ def _attend(
             first - position, stop - position, scale, softcap, best, total, gathered, SIZE, BLOCK, CAPPED, SCALED,
         )  # fmt: skip
 
-    if split == SPLITS - 1:
+    if split == splits - 1:
         # The new token is not in the cache yet: it is attended to from registers, then stored.
         k_at = new_key + row * key_row + head * key_head + sizes
         v_at = new_value + row * value_row + head * value_head + sizes
@@ -153,20 +157,27 @@ def _attend(
 
     at = (row * HEADS + head) * GROUP + heads
     _store_result(
-        gathered, best, total, output, partial_output, partial_stats, at, split, heads < GROUP, sizes, SIZE, SPLITS
-    )
+        gathered, best, total, output, partial_output, partial_stats, at, split, splits, heads < GROUP, sizes, SIZE,
+        IS_SPLIT,
+    )  # fmt: skip
 
 
-@triton.jit
-def _combine(partial_output, partial_stats, output, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    partial_output, partial_stats, output, splits, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MOST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
+    split = tl.arange(0, MOST)
     sizes = tl.arange(0, SIZE_PAD)
-    best = tl.load(partial_stats + (row * SPLITS + splits) * 2)
-    total = tl.load(partial_stats + (row * SPLITS + splits) * 2 + 1)
+    is_split = split < splits
+    stats_at = partial_stats + (row * splits + split) * 2
+    best = tl.load(stats_at, mask=is_split, other=float("-inf"))
+    total = tl.load(stats_at + 1, mask=is_split, other=0.0)
     shrink = tl.exp(best - tl.max(best, 0))
-    at = (row * SPLITS + splits)[:, None] * SIZE + sizes[None, :]
-    gathered = tl.load(partial_output + at, mask=(sizes < SIZE)[None, :], other=0.0)
+    at = (row * splits + split)[:, None] * SIZE + sizes[None, :]
+    gathered = tl.load(partial_output + at, mask=is_split[:, None] & (sizes < SIZE)[None, :], other=0.0)
     result = tl.sum(gathered * shrink[:, None], 0) / tl.sum(total * shrink, 0)
     tl.store(output + row * SIZE + sizes, result.to(output.dtype.element_ty), mask=sizes < SIZE)
 
@@ -196,14 +207,16 @@ def decode_attention(
         query, key, value, keys, values, key_scales, value_scales, table, cached, output, partial_output, partial_stats,
         scoring.scale, NO_WINDOW if scoring.window is None else scoring.window, scoring.softcap or 1.0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        table.stride(0), keys.stride(0), keys.stride(1), GROUP=heads // key_heads, SIZE=size, SIZE_PAD=pad,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(heads // key_heads)), BLOCK=keys.shape[2], SPLITS=splits,
+        table.stride(0), keys.stride(0), keys.stride(1), splits, GROUP=heads // key_heads, SIZE=size, SIZE_PAD=pad,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(heads // key_heads)), BLOCK=keys.shape[2], IS_SPLIT=splits > 1,
         HEADS=key_heads, CAPPED=scoring.softcap is not None, IN_FP8=in_fp8, SCALED=is_scaled, num_warps=4, num_stages=3,
+        **launch_options(query.device),
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](
-            partial_output, partial_stats, output, SIZE=size, SIZE_PAD=pad, SPLITS=splits, num_warps=2
-        )
+            partial_output, partial_stats, output, splits, SIZE=size, SIZE_PAD=pad, MOST=MAX_SPLITS, num_warps=2,
+            **launch_options(query.device),
+        )  # fmt: skip
     return output
 
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrain.inference_engine.pytorch.launching import await_inputs, launch_options
+
 MAX_ROWS = 32
 # Minimum of a matrix instruction: rows are padded to it.
 MIN_ROWS = 16
@@ -36,7 +38,9 @@ def _store(output, at, total, bias, n, outputs, is_inside, HAS_BIAS: tl.constexp
 def _multiply(
     inputs, weight, bias, output, partial, arrived, rows, outputs, width, inputs_row,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(OVERLAPS)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * TILE + tl.arange(0, TILE)
@@ -92,7 +96,7 @@ def multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None, arrived: Tenso
     _multiply[(triton.cdiv(outputs, TILE), splits)](
         inputs, weight, weight if bias is None else bias, output, partial, arrived, rows, outputs, width,
         inputs.stride(0), ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)), TILE=TILE, BLOCK=block, SPLITS=splits,
-        HAS_BIAS=bias is not None, num_warps=4, num_stages=stages,
+        HAS_BIAS=bias is not None, num_warps=4, num_stages=stages, **launch_options(inputs.device),
     )  # fmt: skip
     return output
 

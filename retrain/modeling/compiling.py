@@ -33,6 +33,8 @@ SWITCH_INTERVAL = 0.0002
 def start_compiler() -> None:
     """Import the compiler and start its processes in the background; weights are loaded meanwhile."""
     _keep_cache()
+    # The default, one per CPU, would leave none to this process while they start.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
     threading.Thread(target=_import_compiler, name="retrain-compiler", daemon=True).start()
 
 

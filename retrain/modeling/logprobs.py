@@ -60,39 +60,48 @@ def only_tempered(sampling: Sampling) -> bool:
 class TemperedLogprobs(torch.autograd.Function):
     """log softmax(hidden · Wᵀ / temperature) at the targets.
 
-    Logits stay in the model's precision and are read once per direction, without float32 copies.
+    Logits stay in the model's precision, without float32 copies. A token's gradient is a multiple of a vector that
+    depends on its logits only: it is computed with them, and the backward pass does not need them again. Only a head
+    that is trained does.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
-        """Slice by slice; only the normalisers are kept."""
-        normalise, _ = _fused_functions()
-        pairs = [
-            normalise(hidden[at : at + rows] @ weight.T, targets[at : at + rows], temperature)
-            for at in range(0, len(targets), rows)
-        ]
-        logprobs, normalisers = (torch.cat(part) for part in zip(*pairs, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.temperature, ctx.rows = temperature, rows
+        """Slice by slice."""
+        normalise, differentiate = _fused_functions()
+        logprobs, normalisers = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        directions = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
+        for at in range(0, len(targets), rows):
+            part = slice(at, at + rows)
+            logits = hidden[part] @ weight.T
+            logprobs[part], normalisers[part] = normalise(logits, targets[part], temperature)
+            if directions is not None:
+                torch.mm(
+                    differentiate(logits, targets[part], normalisers[part], temperature), weight, out=directions[part]
+                )
+        ctx.temperature, ctx.rows, ctx.has_directions = temperature, rows, directions is not None
+        ctx.save_for_backward(*([directions] if directions is not None else [hidden, weight, targets, normalisers]))
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """(one-hot - softmax) · gradient / temperature, slice by slice, back through the head."""
+        if ctx.has_directions:
+            (directions,) = ctx.saved_tensors
+            return (directions.float() * gradient[:, None]).to(directions.dtype), None, None, None, None
         hidden, weight, targets, normalisers = ctx.saved_tensors
         _, differentiate = _fused_functions()
         result = torch.empty_like(hidden)
         # Accumulated in float32, like the gradients of micro-batches.
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
         for at in range(0, len(targets), ctx.rows):
             part = slice(at, at + ctx.rows)
-            slope = differentiate(
-                hidden[part] @ weight.T, targets[part], normalisers[part], gradient[part], ctx.temperature
-            )
+            logits = hidden[part] @ weight.T
+            slope = differentiate(logits, targets[part], normalisers[part], ctx.temperature, gradient[part])
             torch.mm(slope, weight, out=result[part])
-            if of_weight is not None:
-                of_weight += slope.T @ hidden[part]
-        return result, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+            of_weight += slope.T @ hidden[part]
+        return result, of_weight.to(weight.dtype), None, None, None
 
 
 def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -102,12 +111,14 @@ def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 
 
 def _differentiate(
-    logits: Tensor, targets: Tensor, normalisers: Tensor, gradient: Tensor, temperature: float
+    logits: Tensor, targets: Tensor, normalisers: Tensor, temperature: float, gradient: Tensor | None = None
 ) -> Tensor:
+    """Of the log-probs by the logits, times a gradient."""
     probabilities = (logits.float() / temperature - normalisers[:, None]).exp()
     tokens = torch.arange(logits.shape[1], device=logits.device)
     slope = (tokens[None, :] == targets[:, None]).float() - probabilities
-    return (slope * (gradient / temperature)[:, None]).to(logits.dtype)
+    scale = (1.0 if gradient is None else gradient[:, None]) / temperature
+    return (slope * scale).to(logits.dtype)
 
 
 _FUSED: list[Callable[..., Any]] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,8 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             # GPT-2 has transposed matrices; PEFT corrects for that but still warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
             # The adapter has the model's precision; the optimizer keeps float32 masters.
-            adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
+            with one_thread():
+                adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
             _cast_adapter(adapted)
     except ValueError as error:
         raise ConfigError(
@@ -224,6 +225,17 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             'Try: [lora] target_modules = "q_proj,k_proj,v_proj,o_proj"'
         )
     return adapted
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one CPU thread: hundreds of small matrices would each wait for threads on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_targets(targets: Sequence[str], causal_lm: CausalLM, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retrain.modeling.attention import Scoring, causal_attention
@@ -23,6 +24,10 @@ from retrain.modeling.torch_internals import flash_attention_varlen
 
 # Largest head size of flash attention; sizes are multiples of 8.
 _MAX_FLASH_HEAD = 256
+_MAX_CUDNN_HEAD = 128
+# From this length on, cuDNN's attention is faster (H200: twice as fast at 9,000 tokens), and lengths that it sees.
+LONG = 4096
+LENGTH_STEP = 512
 
 
 @dataclass(frozen=True)
@@ -43,39 +48,42 @@ class TokenSpan:
 class SharedPrefixAttention:
     """Causal attention of each span over its prefix and itself. Spans are contiguous and fill the row.
 
-    Flash attention takes spans of any length. Elsewhere, spans with prefixes of equal length are padded on the right
-    for this operation.
+    Flash attention takes spans of any length; for long ones, cuDNN's is faster. Elsewhere, spans with prefixes of equal
+    length are padded on the right for this operation.
     """
 
     def __init__(self, spans: Sequence[TokenSpan], device: torch.device) -> None:
         self.spans = spans
         self.device = device
-        self.longest = max(span.seen for span in spans)
-        self.longest_query = max(span.length for span in spans)
         self.prefix_index = _PrefixIndex.plan(spans, device) if any(span.prefix for span in spans) else None
-        self.ends_q, self.ends_k = (
-            torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-            for lengths in ([s.length for s in spans], [s.seen for s in spans])
-        )
+        self.row = _Run.of(spans, device)
+        self.runs = [_Run.of(run, device) for run in _long_spans_apart(spans)]
         self._padding: _Padding | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
-        if len(self.spans) == 1:
-            # A single sequence needs no packing and can use more kernels.
-            return causal_attention(query, key, value, scoring)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if len(self.spans) == 1 and not can_flash(q, scoring):
+            return causal_attention(query, key, value, scoring)
         if self.prefix_index is not None:
             k, v = (GatherPrefix.apply(tensor, self.prefix_index) for tensor in (k, v))  # type: ignore[no-untyped-call]
-        output = self._flash(q, k, v, scoring) if can_flash(q, scoring) else self._padded(q, k, v, scoring)
+        if not can_flash(q, scoring):
+            output = self._padded(q, k, v, scoring)
+        elif not can_use_cudnn(q, scoring):
+            output = self.row.flash(q, k, v, scoring)
+        else:
+            output = self._by_length(q, k, v, scoring)
         return output.transpose(0, 1).unsqueeze(0)
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Queries are aligned with the end of their keys, as `is_causal` means here."""
-        window = -1 if scoring.window is None or scoring.window >= self.longest else scoring.window - 1
-        return flash_attention_varlen(
-            query, key, value, (self.ends_q, self.ends_k), (self.longest_query, self.longest), scoring.scale, window
-        )
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Long spans one by one, the others together."""
+        queries, keys = [run.queries for run in self.runs], [run.keys for run in self.runs]
+        sizes = (query, queries), (key, keys), (value, keys)
+        parts = zip(self.runs, *(torch.split(tensor, part) for tensor, part in sizes), strict=True)
+        return torch.cat([
+            run.cudnn(query, q, k, v, scoring) if run.is_long else run.flash(q, k, v, scoring)
+            for run, q, k, v in parts
+        ])  # fmt: skip
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         self._padding = self._padding or _Padding.plan(self.spans, self.device)
@@ -83,11 +91,71 @@ class SharedPrefixAttention:
         return torch.cat(outputs).index_select(0, self._padding.cells)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive spans, for one call of an attention kernel."""
+
+    spans: Sequence[TokenSpan]
+    ends: tuple[Tensor, Tensor]
+    """Of the queries and the keys of each span."""
+
+    @classmethod
+    def of(cls, spans: Sequence[TokenSpan], device: torch.device) -> _Run:
+        lengths = [span.length for span in spans], [span.seen for span in spans]
+        queries, keys = (torch.tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in lengths)
+        return cls(spans, (queries, keys))
+
+    @property
+    def queries(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def keys(self) -> int:
+        return sum(span.seen for span in self.spans)
+
+    @property
+    def is_long(self) -> bool:
+        return self.spans[0].seen >= LONG
+
+    def flash(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Queries are aligned with the end of their keys, as `is_causal` means here."""
+        longest = max(span.length for span in self.spans), max(span.seen for span in self.spans)
+        window = -1 if scoring.window is None or scoring.window >= longest[1] else scoring.window - 1
+        return flash_attention_varlen(query, key, value, self.ends, longest, scoring.scale, window)
+
+    def cudnn(self, row: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """One long span. Its padding is never visible: cuDNN plans its kernels anew, in 0.1 s, for every length."""
+        (span,) = self.spans
+        before = row[span.prefix_start : span.prefix_start + span.prefix].detach()
+        padding = (0, 0, 0, 0, 0, -span.seen % LENGTH_STEP)
+        q, k, v = (F.pad(part, padding).transpose(0, 1)[None] for part in (torch.cat([before, query]), key, value))
+        return causal_attention(q, k, v, scoring)[0, :, span.prefix : span.seen].transpose(0, 1)
+
+
+def _long_spans_apart(spans: Sequence[TokenSpan]) -> list[list[TokenSpan]]:
+    runs: list[list[TokenSpan]] = []
+    for span in spans:
+        if not runs or max(span.seen, runs[-1][-1].seen) >= LONG:
+            runs.append([])
+        runs[-1].append(span)
+    return runs
+
+
 def can_flash(query: Tensor, scoring: Scoring) -> bool:
     """Whether flash attention supports these queries (tokens, heads, head size)."""
     size = query.shape[2]
     return (
         scoring.softcap is None and size <= _MAX_FLASH_HEAD and size % 8 == 0 and _has_flash(query.device, query.dtype)
+    )
+
+
+def can_use_cudnn(query: Tensor, scoring: Scoring) -> bool:
+    """Whether PyTorch uses cuDNN's attention for these queries. Its backward pass is not deterministic."""
+    return (
+        scoring.window is None
+        and query.shape[2] <= _MAX_CUDNN_HEAD
+        and torch.cuda.get_device_capability(query.device) >= (9, 0)
+        and not torch.are_deterministic_algorithms_enabled()
     )
 
 

@@ -45,7 +45,9 @@ def compile_launch(kernel: Any, *args: Any, **options: Any) -> None:
         return
     compiled.add(case)
     flags = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-    for capability in map(int, sys.argv[1:]):
+    # 8-bit floats need Ada or newer.
+    least = 89 if POINTERS[FP8] in signature.values() else 0
+    for capability in filter(lambda given: given >= least, map(int, sys.argv[1:])):
         own = {"OVERLAPS": divmod(capability, 10) >= CAPABILITY} if "OVERLAPS" in constants else {}
         values = {(kernel.arg_names.index(name),): value for name, value in (constants | own).items()}
         code = compile(ASTSource(kernel, signature, values), GPUTarget("cuda", capability, 32), options=flags).asm

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from retrain.capacity.memory import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
+from retrain.capacity.memory import (
+    LARGE_MICRO_BATCH,
+    MICRO_BATCH,
+    SPARE,
+    TrainingCost,
+    TrainingPlan,
+    plan_training,
+    read_shape,
+)
 from retrain.config.schema import Memory
 from retrain.modeling.policy import Policy
 from retrain.types import JsonObject
@@ -52,7 +60,7 @@ class StepMemory:
             return
         first, self.planned_for = not self.planned_for, longest
         if not self.planned_room:
-            self._claim(self._plan(self.cost, math.inf).bytes + pending)
+            self._claim(self._plan(self.cost, math.inf, LARGE_MICRO_BATCH).bytes + pending)
             self.planned_room = self.room() - pending
         plan = self._plan(self.cost, self.planned_room)
         self._claim(plan.bytes)
@@ -67,9 +75,9 @@ class StepMemory:
         if self.room() < needed:
             self.reclaim()
 
-    def _plan(self, cost: TrainingCost, room: float) -> TrainingPlan:
+    def _plan(self, cost: TrainingCost, room: float, wanted: int = 0) -> TrainingPlan:
         o = self.options
-        return plan_training(cost, room, self.planned_for, o.micro_batch_tokens, o.gradient_checkpointing)
+        return plan_training(cost, room, self.planned_for, o.micro_batch_tokens or wanted, o.gradient_checkpointing)
 
     def _adopt(self, plan: TrainingPlan, cost: TrainingCost) -> None:
         self.micro_batch_tokens, self.recomputed_layers = plan.micro_batch_tokens, plan.recomputed_layers

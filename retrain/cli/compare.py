@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     "--metric", default=None, help="Metric; by default eval_pass_at_1 where all runs have it, else correct_rate."
 )
 @click.option("--baseline", default=None, help="Condition to compare against; by default the first.")
-@click.option("--alpha", type=click.FloatRange(0.0001, 0.5), default=0.05, show_default=True, help="Test level.")
+@click.option(
+    "--alpha",
+    type=click.FloatRange(0.0001, 0.5),
+    default=0.05,
+    show_default=True,
+    help="Significance level of the test.",
+)
 @click.option(
     "--last",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Number of last steps over which a training metric is averaged.",
+    help="Average a training metric over this many last steps.",
 )
 @click.option("--lower-is-better", is_flag=True, help="Treat lower values as improvements.")
-@click.option("--allow-different-models", is_flag=True, help="Allow runs of different models.")
+@click.option("--allow-different-models", is_flag=True, help="Allow comparing runs of different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 def command(

@@ -91,7 +91,7 @@ _KEYS = {
     "--json", "as_json", is_flag=True, help="Print JSON: {ok, file, checks: [group, name, status, detail, fix]}."
 )
 def command(config: str | None, as_json: bool, **parameters: object) -> int:
-    """Check this machine for what CONFIG (default: ./retrain.toml) needs. Takes the same flags as training.
+    """Check that this machine has what CONFIG (default: ./retrain.toml) needs. Takes the same flags as training.
 
     Exits with 1 if something is missing. Without a configuration, only the installation is checked.
     """

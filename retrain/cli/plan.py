@@ -128,9 +128,9 @@ class Plan(TypedDict):
     show_default=True,
     help="Assumed prompt length in tokens.",
 )
-@click.option("--prefill-price", type=_PRICE, default=None, help="Price of a million prompt tokens.")
-@click.option("--sample-price", type=_PRICE, default=None, help="Price of a million sampled tokens.")
-@click.option("--train-price", type=_PRICE, default=None, help="Price of a million trained tokens.")
+@click.option("--prefill-price", type=_PRICE, default=None, help="Price per million prompt tokens.")
+@click.option("--sample-price", type=_PRICE, default=None, help="Price per million sampled tokens.")
+@click.option("--train-price", type=_PRICE, default=None, help="Price per million trained tokens.")
 def command(
     config: str | None,
     as_json: bool,
@@ -152,7 +152,7 @@ def command(
     completions_at_once, frees_cache), training (micro_batch_tokens, recomputed_layers, prompt_tokens),
     largest_batch_size, step (completions, tokens, seconds, seconds_from, roofline_sample_seconds,
     roofline_train_seconds, seconds_by_card: if only --memory is given), run (steps, seconds), campaign (conditions,
-    seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
+    seeds, runs, workers, total_steps, seconds), cost (for a service that bills by token: prefill_tokens, sample_tokens,
     train_tokens and price per step, tokens_from, run_price, campaign_price; prices need all of --prefill-price,
     --sample-price and --train-price).
     """

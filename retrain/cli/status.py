@@ -60,7 +60,7 @@ def command(logs: str, as_json: bool) -> int:
     The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
     name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
     turns, activity, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An
-    unfinished run is dead when no process holds the lock of its folder. Runs of `retrain grpo` are shown as of TRL's
+    unfinished run is dead when no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
     last checkpoint: finished or unfinished.
     """
     entries = find_entries(Path(logs).expanduser())

@@ -52,9 +52,18 @@ def command(
 
     FOLDERS are campaigns, runs, or folders of runs. Example: retrain compare logs/campaign_20261115_120000
 
-    The JSON has these keys: metric, step, higher_is_better, alpha, notes, noise_floor, values (by condition and seed)
-    and comparisons, each with verdict (statistically_significant_improvement, significant_degradation or
-    insufficient_evidence) and sentence.
+    \b
+    The JSON has these keys:
+      metric            the metric compared
+      step              the step at which it is compared
+      higher_is_better  whether higher values are improvements
+      alpha             significance level
+      notes             what limits the comparison
+      noise_floor       how much runs that differ only in the seed differ
+      values            by condition and seed
+      comparisons       each with verdict and sentence
+    A verdict is statistically_significant_improvement,
+    significant_degradation or insufficient_evidence.
     """
     if as_json and markdown:
         raise ConfigError("--json and --markdown are mutually exclusive.")

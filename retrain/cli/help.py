@@ -25,7 +25,7 @@ from retrain.errors import ConfigError
 def command(context: click.Context, topic: str | None) -> None:
     """Print the reference of all commands and options, or only of TOPIC.
 
-    TOPIC is a command, a table such as training, or an option such as lr. `retrain man` has the guides.
+    TOPIC is a command, a table such as training, or an option such as lr. For guides, see `retrain man`.
     """
     summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
     text = help_text(summaries) if topic is None else _explain_topic(context, topic)

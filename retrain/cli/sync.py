@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 import click
 
@@ -62,7 +63,16 @@ def _describe_command(name: str) -> Iterator[str]:
         assert flag.help, f"retrain {name} {flag.opts[0]} has no help"
         yield f"`{'/'.join([*flag.opts, *flag.secondary_opts])}`{_describe_choices(flag)}\n: {flag.help}\n"
     if takes_every_option:
-        yield "It also takes the flags of training, listed under Options.\n"
+        yield f"{_describe_schema_flags(command)}\n"
+
+
+def _describe_schema_flags(command: click.Command) -> str:
+    """Which flags of training a command takes: those that its help lists, or all."""
+    listed = [one.opts[0] for one in command.params if getattr(one, "in_help", None) and isinstance(one, click.Option)]
+    if 0 < len(listed) < len(_SCHEMA_FLAGS):
+        text = f"It also takes these flags of training: {', '.join(f'`{flag}`' for flag in listed)}."
+        return fill(text, 120, break_on_hyphens=False)
+    return "It also takes the flags of training, listed under Options."
 
 
 def _describe_choices(flag: click.Option) -> str:

@@ -151,9 +151,7 @@ def command(
 
     \b
     The JSON has these keys, null where unknown:
-      file                the configuration
-      backend             the training backend
-      devices             as in [backend] devices
+      file, backend, devices
       model               name, parameters, parameters_from
       card                the GPU: name, tflops, bandwidth, memory
       memory              in bytes: weights, sampling_copy, adapter, kv_cache,

@@ -14,6 +14,7 @@ from textwrap import fill
 import click
 
 from retrain.cli import COMMANDS, app
+from retrain.config.flags import ConfigFlag
 from retrain.config.options import Option, all_options, section_type
 from retrain.config.reference import SCHEMA_FILE, default_toml, describe, docs_tables, schema_text
 from retrain.config.toml import format_value
@@ -68,7 +69,7 @@ def _describe_command(name: str) -> Iterator[str]:
 
 def _describe_schema_flags(command: click.Command) -> str:
     """Which flags of training a command takes: those that its help lists, or all."""
-    listed = [one.opts[0] for one in command.params if getattr(one, "in_help", None) and isinstance(one, click.Option)]
+    listed = [one.opts[0] for one in command.params if isinstance(one, ConfigFlag) and one.in_help]
     if 0 < len(listed) < len(_SCHEMA_FLAGS):
         text = f"It also takes these flags of training: {', '.join(f'`{flag}`' for flag in listed)}."
         return fill(text, 120, break_on_hyphens=False)

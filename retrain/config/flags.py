@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
-def click_options(listed: Collection[str] | None = None) -> list[click.Option]:
+def click_options(listed: Collection[str] | None = None) -> list[ConfigFlag]:
     """One click option for each option of the schema; None means that it was not given.
 
     `listed`: the paths that --help lists, by default all. The others work and complete in the same way.
@@ -65,8 +65,8 @@ def _name(option: Option) -> str:
     return f"{option.section}__{option.key}"
 
 
-class _Flag(click.Option):
-    """An option that --help need not list; `hidden` of click would also disable its completion."""
+class ConfigFlag(click.Option):
+    """The flag of an option, which --help need not list; `hidden` of click would also disable its completion."""
 
     in_help = True
 
@@ -74,18 +74,18 @@ class _Flag(click.Option):
         return super().get_help_record(ctx) if self.in_help else None
 
 
-def _click_option(option: Option, in_help: bool) -> click.Option:
+def _click_option(option: Option, in_help: bool) -> ConfigFlag:
     flag = _make_flag(option)
     flag.in_help = in_help
     return flag
 
 
-def _make_flag(option: Option) -> _Flag:
+def _make_flag(option: Option) -> ConfigFlag:
     spellings = dict.fromkeys([option.flag, f"--{option.path}"])
     if option.type_name == "bool":
         declarations = [f"{spelling}/--no-{spelling[2:]}" for spelling in spellings]
-        return _Flag([_name(option), *declarations], default=None, help=option.description)
-    return _Flag(
+        return ConfigFlag([_name(option), *declarations], default=None, help=option.description)
+    return ConfigFlag(
         [_name(option), *spellings],
         type=_Value(option),
         default=None,

@@ -71,6 +71,7 @@ class ConfigFlag(click.Option):
     in_help = True
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The row of the help, or None."""
         return super().get_help_record(ctx) if self.in_help else None
 
 

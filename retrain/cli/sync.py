@@ -29,7 +29,13 @@ _LONGEST_DEFAULT = 60
 
 def fill_manual(text: str) -> str:
     """The manual's source with every generated block replaced."""
-    return _fill(text, {"commands": commands_block, "options": options_block, "troubleshooting": troubleshooting_block})
+    generators = {
+        "commands": commands_block,
+        "options": options_block,
+        "troubleshooting": troubleshooting_block,
+        "glossary": glossary_block,
+    }
+    return _fill(text, generators)
 
 
 def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
@@ -37,13 +43,22 @@ def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
 
 
 def troubleshooting_block() -> str:
-    """The docs page, one level of headings lower and without links. The installed package has only the result."""
-    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    """The sections of the docs page, one level of headings lower."""
+    return _copy_page("troubleshooting", lambda text: "\n".join(f"### {part}" for part in text.split("\n## ")[1:]))
+
+
+def glossary_block() -> str:
+    """The docs page without its title."""
+    return _copy_page("glossary", lambda text: text.partition("\n\n")[2])
+
+
+def _copy_page(name: str, convert: Callable[[str], str]) -> str:
+    """A docs page for the manual, without links. The installed package has only the result."""
+    page = Path(__file__).parents[2] / "docs" / f"{name}.md"
     if not page.exists():
-        found = next(found for found in _BLOCK.finditer(SOURCE.read_text(encoding="utf-8")) if found[2] == page.stem)
+        found = next(found for found in _BLOCK.finditer(SOURCE.read_text(encoding="utf-8")) if found[2] == name)
         return found[0].removeprefix(found[1] + "\n").removesuffix("\n" + found[3])
-    sections = page.read_text(encoding="utf-8").split("\n## ")[1:]
-    return _LINK.sub(r"\1", "\n".join(f"### {section}" for section in sections))
+    return _LINK.sub(r"\1", convert(page.read_text(encoding="utf-8")))
 
 
 def commands_block() -> str:

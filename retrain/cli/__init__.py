@@ -42,14 +42,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schema": ("retrain.cli.schema", "Print the JSON schema of the configuration."),
     "grpo": ("retrain.cli.grpo", "Train from Hydra YAML files (`retrain grpo init` writes a set)."),
     "man": ("retrain.cli.man", "Read the manual."),
-    "help": ("retrain.cli.help", "Print the full reference."),
+    "help": ("retrain.cli.help", "Print the reference of all commands and options."),
     "completion": ("retrain.cli.completion", "Print the shell completion script for bash, zsh or fish."),
 }
 _TRAIN = "train"
 _SUMMARY = """Train a language model with verifiable rewards.
 
 \b
-  retrain [CONFIG.toml] [--flags]   train; a campaign or a squeeze, if the file describes one
+  retrain [CONFIG.toml] [--flags]   train; or run the campaign or squeeze that the file describes
   retrain COMMAND ...               one of the commands below
 
 Without CONFIG, ./retrain.toml is used. Every option of the file is also a flag, e.g. --lr 1e-4 or --training.lr 1e-4;

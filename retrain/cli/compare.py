@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     "--metric", default=None, help="Metric; by default eval_pass_at_1 where all runs have it, else correct_rate."
 )
 @click.option("--baseline", default=None, help="Condition to compare against; by default the first.")
-@click.option("--alpha", type=click.FloatRange(0.0001, 0.5), default=0.05, show_default=True, help="Test level.")
+@click.option(
+    "--alpha",
+    type=click.FloatRange(0.0001, 0.5),
+    default=0.05,
+    show_default=True,
+    help="Significance level of the test.",
+)
 @click.option(
     "--last",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Number of last steps over which a training metric is averaged.",
+    help="Average a training metric over this many last steps.",
 )
 @click.option("--lower-is-better", is_flag=True, help="Treat lower values as improvements.")
-@click.option("--allow-different-models", is_flag=True, help="Allow runs of different models.")
+@click.option("--allow-different-models", is_flag=True, help="Allow comparing runs of different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
 def command(
@@ -46,9 +52,18 @@ def command(
 
     FOLDERS are campaigns, runs, or folders of runs. Example: retrain compare logs/campaign_20261115_120000
 
-    The JSON has these keys: metric, step, higher_is_better, alpha, notes, noise_floor, values (by condition and seed)
-    and comparisons, each with verdict (statistically_significant_improvement, significant_degradation or
-    insufficient_evidence) and sentence.
+    \b
+    The JSON has these keys:
+      metric            the metric compared
+      step              the step at which it is compared
+      higher_is_better  whether higher values are improvements
+      alpha             significance level
+      notes             what limits the comparison
+      noise_floor       how much runs that differ only in the seed differ
+      values            by condition and seed
+      comparisons       each with verdict and sentence
+    A verdict is statistically_significant_improvement,
+    significant_degradation or insufficient_evidence.
     """
     if as_json and markdown:
         raise ConfigError("--json and --markdown are mutually exclusive.")

@@ -46,8 +46,16 @@ class MetricDifference:
 def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
     """Compare A with B: two run folders, or two conditions of a campaign as CAMPAIGN/CONDITION.
 
-    Conditions are averaged over the seeds that both have. The JSON has these keys: a, b, seeds, config (options that
-    differ), steps (of each side, and shared), only_in, metrics (metric, first_step, a, b, largest, largest_step).
+    Conditions are averaged over the seeds that both have.
+
+    \b
+    The JSON has these keys:
+      a, b     the two sides
+      seeds    seeds that both have
+      config   options that differ
+      steps    number of each side, shared, last_shared
+      only_in  metrics that only one side has
+      metrics  metric, first_step, a, b, largest, largest_step
     """
     data = diff(find_side(a), find_side(b), tolerance)
     if as_json:

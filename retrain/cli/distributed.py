@@ -13,7 +13,7 @@ from retrain.errors import ConfigError
 
 @click.group("distributed")
 def command() -> None:
-    """Multi-process runs under accelerate, torchrun or Slurm. `retrain launch` needs none of them."""
+    """Write configuration files for accelerate, torchrun and Slurm. `retrain launch` needs none of them."""
 
 
 @command.command("init", short_help="Write files for accelerate, torchrun and Slurm.")

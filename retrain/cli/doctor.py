@@ -91,9 +91,10 @@ _KEYS = {
     "--json", "as_json", is_flag=True, help="Print JSON: {ok, file, checks: [group, name, status, detail, fix]}."
 )
 def command(config: str | None, as_json: bool, **parameters: object) -> int:
-    """Check this machine for what CONFIG (default: ./retrain.toml) needs. Takes the same flags as training.
+    """Check that this machine has what CONFIG (default: ./retrain.toml) needs.
 
-    Exits with 1 if something is missing. Without a configuration, only the installation is checked.
+    Exits with 1 if something is missing. Without a configuration, only the installation is checked. All flags of
+    training are accepted as well: see `retrain help`.
     """
     path: Path | None = None
     loaded: TrainConfig | None = None
@@ -113,7 +114,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
     return 0 if ok else 1
 
 
-command.params.extend(click_options())
+command.params.extend(click_options(listed=()))
 
 
 def _redact(check: Check) -> Check:

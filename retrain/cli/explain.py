@@ -131,15 +131,30 @@ class Explanation(TypedDict):
 @click.argument("config", required=False, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(config: str | None, as_json: bool, **parameters: object) -> None:
-    """Show what CONFIG (default: ./retrain.toml) would do. Takes the same flags as training.
+    """Show what CONFIG (default: ./retrain.toml) would do.
 
-    The JSON has these keys, null where unknown: file, kind (train, campaign, squeeze), condition, blockers (reasons why
-    it cannot run here), notes (parts of a method that stay off), changed (path, value, default), adapter (path, exists,
-    min_variance_retention; for a squeeze), model (name, found, path, parameters, parameters_from, trainable), engine
-    (name, url, backend, devices), problems (where tasks and rewards come from), runs (name, condition, seed),
-    runs_at_once, step (prompts, completions, max_tokens), memory (weights_bytes, sampling_copy_bytes, adapter_bytes,
-    kv_cache_bytes, activations_bytes, logits_bytes, total_bytes, micro_batch_tokens, recomputed_layers, prompt_tokens),
-    time (step_seconds, run_seconds, from), files.
+    All flags of training are accepted as well: see `retrain help`.
+
+    \b
+    The JSON has these keys, null where unknown:
+      file          the configuration
+      kind          train, campaign or squeeze
+      condition     the label of the run
+      blockers      reasons why it cannot run here
+      notes         parts of a method that stay off
+      changed       options that differ: path, value, default
+      adapter       of a squeeze: path, exists, min_variance_retention
+      model         name, found, path, parameters, parameters_from, trainable
+      engine        name, url, backend, devices
+      problems      where problems and rewards come from
+      runs          of a campaign: name, condition, seed
+      runs_at_once  number of concurrent runs
+      step          prompts, completions, max_tokens
+      memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
+                    kv_cache_bytes, activations_bytes, logits_bytes, total_bytes,
+                    micro_batch_tokens, recomputed_layers, prompt_tokens
+      time          step_seconds, run_seconds, from
+      files         what the run writes
     """
     path, loaded = read_config(config, parameters, as_json)
     data = explain(loaded, str(path))
@@ -149,7 +164,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> None:
         _print(data)
 
 
-command.params.extend(click_options())
+command.params.extend(click_options(listed=()))
 
 
 def explain(config: TrainConfig, file: str) -> Explanation:

@@ -15,7 +15,27 @@ from retrain.errors import ConfigError, RetrainError
 STARTER = Path(__file__).parents[1] / "grpo" / "starter"
 
 
-@click.command("grpo", context_settings={"max_content_width": 110, "ignore_unknown_options": True})
+class _Grpo(click.Command):
+    """Shows the help of `init` for `retrain grpo init --help`; `init` is not a YAML file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["init"] and set(ctx.help_option_names).intersection(args):
+            click.echo(init.get_help(click.Context(init, ctx.parent, info_name="grpo init")))
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+
+@click.command("init")
+@click.argument("folder", default=".", type=click.Path())
+def init(folder: str) -> int:
+    """Write a starter tree to FOLDER (default: here): accelerate/, configs/, scripts/ and trainers/.
+
+    If one of these files exists already, nothing is written and the exit code is 2.
+    """
+    return write_starter((folder,))
+
+
+@click.command("grpo", cls=_Grpo, context_settings={"max_content_width": 110, "ignore_unknown_options": True})
 @click.option("--show", metavar="KEY,…", help="Print these composed settings, one per line, and do not train.")
 @click.argument("config")
 @click.argument("settings", nargs=-1)

@@ -15,11 +15,18 @@ from retrain.errors import ConfigError
 
 
 # Unknown options are accepted, because a flag can be the topic.
-@click.command("help", short_help="Print the full reference.", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "help",
+    short_help="Print the reference of all commands and options.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("topic", required=False)
 @click.pass_context
 def command(context: click.Context, topic: str | None) -> None:
-    """Print the full reference, or only TOPIC: a command, a table such as training, or an option such as lr."""
+    """Print the reference of all commands and options, or only of TOPIC.
+
+    TOPIC is a command, a table such as training, or an option such as lr. For guides, see `retrain man`.
+    """
     summaries = {name: summary for name, (_, summary) in COMMANDS.items()}
     text = help_text(summaries) if topic is None else _explain_topic(context, topic)
     if can_ask():

@@ -30,10 +30,10 @@ _MAGIC = b"GGUF"
     help="Precision of the written weights.",
 )
 def command(file: Path, folder: Path, dtype: str) -> int:
-    """Convert a GGUF file to a Hugging Face FOLDER, for [model] model.
+    """Convert a GGUF file to a model folder in Hugging Face format, FOLDER, for [model] model.
 
-    Quantized weights are expanded; what quantization lost stays lost. The architectures and quantization types are
-    those that transformers can read.
+    Quantized weights are dequantized; precision lost to quantization is not restored. The architectures and
+    quantization types are those that transformers can read.
     """
     check_paths(file, folder)
     with announce_if_slow(f"Converting {file} ({file.stat().st_size / 1e6:,.0f} MB) ..."):

@@ -25,7 +25,7 @@ _QUESTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "squeeze": (
         ("squeeze.adapter_path", "Adapter folder"),
         ("squeeze.min_variance_retention", "Share of variance to keep"),
-        ("squeeze.output_path", "Folder for the compressed adapter (empty: analyse only)"),
+        ("squeeze.output_path", "Folder for the compressed adapter (empty: analyze only)"),
     ),
 }
 

@@ -31,7 +31,10 @@ _PIPE_WIDTH = 80
 @click.option("--sync", is_flag=True, help="Rewrite the generated parts of the source file.")
 @click.option("--check", is_flag=True, help="Exit with 1 if the generated parts are stale.")
 def command(topic: str | None, form: str, list_topics: bool, path: bool, sync: bool, check: bool) -> int:
-    """Read the manual."""
+    """Read the manual: guides, all commands and options, troubleshooting and a glossary.
+
+    `retrain help` prints the commands and options only, and `retrain COMMAND --help` one command.
+    """
     if sum([list_topics, path, sync, check]) > 1:
         raise ConfigError("--list-topics, --path, --sync and --check are mutually exclusive.")
     if path:

@@ -128,9 +128,9 @@ class Plan(TypedDict):
     show_default=True,
     help="Assumed prompt length in tokens.",
 )
-@click.option("--prefill-price", type=_PRICE, default=None, help="Price of a million prompt tokens.")
-@click.option("--sample-price", type=_PRICE, default=None, help="Price of a million sampled tokens.")
-@click.option("--train-price", type=_PRICE, default=None, help="Price of a million trained tokens.")
+@click.option("--prefill-price", type=_PRICE, default=None, help="Price per million prompt tokens.")
+@click.option("--sample-price", type=_PRICE, default=None, help="Price per million sampled tokens.")
+@click.option("--train-price", type=_PRICE, default=None, help="Price per million trained tokens.")
 def command(
     config: str | None,
     as_json: bool,
@@ -144,17 +144,31 @@ def command(
     train_price: float | None,
     **parameters: object,
 ) -> None:
-    """Show the memory, time and cost of CONFIG (default: ./retrain.toml). Takes the same flags as training.
+    """Show the memory, time and cost of CONFIG (default: ./retrain.toml).
 
-    The JSON has these keys, null where unknown: file, backend, devices, model (name, parameters, parameters_from), card
-    (name, tflops, bandwidth, memory), memory (weights, sampling_copy, adapter, kv_cache, activations, logits,
-    sampling_peak, training_peak, total: the larger peak, fits; bytes), sampling (merging: copies, in-place or never;
-    completions_at_once, frees_cache), training (micro_batch_tokens, recomputed_layers, prompt_tokens),
-    largest_batch_size, step (completions, tokens, seconds, seconds_from, roofline_sample_seconds,
-    roofline_train_seconds, seconds_by_card: if only --memory is given), run (steps, seconds), campaign (conditions,
-    seeds, runs, workers, total_steps, seconds), cost (for a service that bills tokens: prefill_tokens, sample_tokens,
-    train_tokens and price per step, tokens_from, run_price, campaign_price; prices need all of --prefill-price,
-    --sample-price and --train-price).
+    All flags of training are accepted as well: see `retrain help`. Prices need all of --prefill-price, --sample-price
+    and --train-price.
+
+    \b
+    The JSON has these keys, null where unknown:
+      file, backend, devices
+      model               name, parameters, parameters_from
+      card                the GPU: name, tflops, bandwidth, memory
+      memory              in bytes: weights, sampling_copy, adapter, kv_cache,
+                          activations, logits, sampling_peak, training_peak,
+                          total (the larger peak); fits
+      sampling            merging (copies, in-place or never), completions_at_once,
+                          frees_cache
+      training            micro_batch_tokens, recomputed_layers, prompt_tokens
+      largest_batch_size  the largest batch_size that fits
+      step                completions, tokens, seconds, seconds_from,
+                          roofline_sample_seconds, roofline_train_seconds,
+                          seconds_by_card (if only --memory is given)
+      run                 steps, seconds
+      campaign            conditions, seeds, runs, workers, total_steps, seconds
+      cost                of a service that bills by token: prefill_tokens,
+                          sample_tokens, train_tokens and price per step,
+                          tokens_from, run_price, campaign_price
     """
     prices = _read_prices(prefill_price, sample_price, train_price)
     path, loaded = read_config(config, parameters, as_json)
@@ -165,7 +179,7 @@ def command(
         _print(data)
 
 
-command.params.extend(click_options())
+command.params.extend(click_options(listed=()))
 
 
 def plan(config: TrainConfig, file: str, given: Given) -> Plan:

@@ -26,6 +26,8 @@ def command(log_dir: str, as_json: bool, **parameters: object) -> int:
     """Compare the advantages of the recorded run in LOG_DIR with those of another method, given by flags.
 
     Example: retrain replay logs/train --transform-mode gtpo_hicra --hicra-alpha 0.3
+
+    The flags are those of training that affect only the advantages. Any other is rejected.
     """
     overrides = overrides_from(parameters)
     for path in overrides:
@@ -78,4 +80,4 @@ def total(differences: list[Difference]) -> Difference:
     )
 
 
-command.params.extend(click_options())
+command.params.extend(click_options(listed=paths_where("replay")))

@@ -57,11 +57,21 @@ class Entry:
 def command(logs: str, as_json: bool) -> int:
     """List the runs and campaigns in LOGS (default: ./logs).
 
-    The JSON is a list of objects with path, kind (run or campaign), status, live, eta_seconds, problem and runs (by
-    name: status, step, max_steps, condition, seed, correct_rate, mean_reward, held_out, step_seconds, quiet_seconds,
-    turns, activity, eta_seconds, and health, a list of checks with name, level, value, rule and first step). An
-    unfinished run is dead when no process holds the lock of its folder. Runs of `retrain grpo` are shown as of TRL's
-    last checkpoint: finished or unfinished.
+    An unfinished run is dead when no process holds the lock on its folder. Runs of `retrain grpo` are shown as of
+    TRL's last checkpoint: finished or unfinished.
+
+    \b
+    The JSON is a list of objects with these keys:
+      path         the folder
+      kind         run or campaign
+      status       as in the table
+      live         whether a process holds its lock
+      eta_seconds  time left
+      problem      why it cannot be read, or empty
+      runs         by name: status, step, max_steps, condition, seed,
+                   correct_rate, mean_reward, held_out, step_seconds,
+                   quiet_seconds, turns, activity, eta_seconds, health
+    health is a list of checks: name, level, value, rule, first step.
     """
     entries = find_entries(Path(logs).expanduser())
     if as_json:

@@ -9,10 +9,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 import click
 
 from retrain.cli import COMMANDS, app
+from retrain.config.flags import ConfigFlag
 from retrain.config.options import Option, all_options, section_type
 from retrain.config.reference import SCHEMA_FILE, default_toml, describe, docs_tables, schema_text
 from retrain.config.toml import format_value
@@ -27,7 +29,13 @@ _LONGEST_DEFAULT = 60
 
 def fill_manual(text: str) -> str:
     """The manual's source with every generated block replaced."""
-    return _fill(text, {"commands": commands_block, "options": options_block, "troubleshooting": troubleshooting_block})
+    generators = {
+        "commands": commands_block,
+        "options": options_block,
+        "troubleshooting": troubleshooting_block,
+        "glossary": glossary_block,
+    }
+    return _fill(text, generators)
 
 
 def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
@@ -35,13 +43,22 @@ def _fill(text: str, generators: Mapping[str, Callable[[], str]]) -> str:
 
 
 def troubleshooting_block() -> str:
-    """The docs page, one level of headings lower and without links. The installed package has only the result."""
-    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    """The sections of the docs page, one level of headings lower."""
+    return _copy_page("troubleshooting", lambda text: "\n".join(f"### {part}" for part in text.split("\n## ")[1:]))
+
+
+def glossary_block() -> str:
+    """The docs page without its title."""
+    return _copy_page("glossary", lambda text: text.partition("\n\n")[2])
+
+
+def _copy_page(name: str, convert: Callable[[str], str]) -> str:
+    """A docs page for the manual, without links. The installed package has only the result."""
+    page = Path(__file__).parents[2] / "docs" / f"{name}.md"
     if not page.exists():
-        found = next(found for found in _BLOCK.finditer(SOURCE.read_text(encoding="utf-8")) if found[2] == page.stem)
+        found = next(found for found in _BLOCK.finditer(SOURCE.read_text(encoding="utf-8")) if found[2] == name)
         return found[0].removeprefix(found[1] + "\n").removesuffix("\n" + found[3])
-    sections = page.read_text(encoding="utf-8").split("\n## ")[1:]
-    return _LINK.sub(r"\1", "\n".join(f"### {section}" for section in sections))
+    return _LINK.sub(r"\1", convert(page.read_text(encoding="utf-8")))
 
 
 def commands_block() -> str:
@@ -62,7 +79,16 @@ def _describe_command(name: str) -> Iterator[str]:
         assert flag.help, f"retrain {name} {flag.opts[0]} has no help"
         yield f"`{'/'.join([*flag.opts, *flag.secondary_opts])}`{_describe_choices(flag)}\n: {flag.help}\n"
     if takes_every_option:
-        yield "It also takes the flags of training, listed under Options.\n"
+        yield f"{_describe_schema_flags(command)}\n"
+
+
+def _describe_schema_flags(command: click.Command) -> str:
+    """Which flags of training a command takes: those that its help lists, or all."""
+    listed = [one.opts[0] for one in command.params if isinstance(one, ConfigFlag) and one.in_help]
+    if 0 < len(listed) < len(_SCHEMA_FLAGS):
+        text = f"It also takes these flags of training: {', '.join(f'`{flag}`' for flag in listed)}."
+        return fill(text, 120, break_on_hyphens=False)
+    return "It also takes the flags of training, listed under Options."
 
 
 def _describe_choices(flag: click.Option) -> str:

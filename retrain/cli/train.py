@@ -135,7 +135,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         check_single_process(config)
     if config.squeeze is not None and config.kind == "squeeze":
         if force_resume or config.resume.from_:
-            raise ConfigError("a [squeeze] file analyses an adapter; there is no run to resume.")
+            raise ConfigError("a [squeeze] file analyzes an adapter; there is no run to resume.")
         from retrain.squeeze import squeeze  # noqa: PLC0415  (loads PyTorch)
 
         squeeze(config.squeeze, _echo, config.model.lora_rank, config.model.base_url)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
-def click_options() -> list[click.Option]:
-    """One click option for each option of the schema; None means that it was not given."""
-    return [_click_option(option) for option in all_options()]
+def click_options(listed: Collection[str] | None = None) -> list[ConfigFlag]:
+    """One click option for each option of the schema; None means that it was not given.
+
+    `listed`: the paths that --help lists, by default all. The others work and complete in the same way.
+    """
+    return [_click_option(option, listed is None or option.path in listed) for option in all_options()]
 
 
 def overrides_from(parameters: Mapping[str, object]) -> dict[str, object]:
@@ -62,12 +65,28 @@ def _name(option: Option) -> str:
     return f"{option.section}__{option.key}"
 
 
-def _click_option(option: Option) -> click.Option:
+class ConfigFlag(click.Option):
+    """The flag of an option, which --help need not list; `hidden` of click would also disable its completion."""
+
+    in_help = True
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """The row of the help, or None."""
+        return super().get_help_record(ctx) if self.in_help else None
+
+
+def _click_option(option: Option, in_help: bool) -> ConfigFlag:
+    flag = _make_flag(option)
+    flag.in_help = in_help
+    return flag
+
+
+def _make_flag(option: Option) -> ConfigFlag:
     spellings = dict.fromkeys([option.flag, f"--{option.path}"])
     if option.type_name == "bool":
         declarations = [f"{spelling}/--no-{spelling[2:]}" for spelling in spellings]
-        return click.Option([_name(option), *declarations], default=None, help=option.description)
-    return click.Option(
+        return ConfigFlag([_name(option), *declarations], default=None, help=option.description)
+    return ConfigFlag(
         [_name(option), *spellings],
         type=_Value(option),
         default=None,

@@ -26,6 +26,7 @@ _SCHEMA_LINE = f"#:schema ./{SCHEMA_FILE}"
 _LONGEST_LINE = 120
 _WIDEST_ASSIGNMENT = 44
 _LONGEST_DEFAULT = 60
+_LONGEST_LIST = 4
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,11 @@ def docs_tables() -> str:
     blocks = []
     for section in TrainConfig.model_fields:
         rows = [
-            f"| `{o.key}` | `{o.flag}` | {o.type_name} | `{_shown_default(o)}` | {_escape(describe(o))} |"
+            f"| `{o.key}`<br>`{o.flag}` | {o.type_name}<br>`{_short_default(o)}` | {_escape(describe(o))} |"
             for o in all_options()
             if o.section == section
         ]
-        head = ["| Key | Flag | Type | Default | What it does |", "|---|---|---|---|---|"]
+        head = ["| Key, flag | Type, default | What it does |", "|---|---|---|"]
         blocks.append("\n".join([f"### `[{section}]`", "", section_type(section).__doc__ or "", "", *head, *rows]))
     return "\n\n".join(blocks) + "\n"
 
@@ -185,6 +186,14 @@ def docs_tables() -> str:
 def _shown_default(option: Option) -> str:
     text = format_value(option.default)
     return text if len(text) <= _LONGEST_DEFAULT else "[…]"
+
+
+def _short_default(option: Option) -> str:
+    """The default for a narrow column: of a long list, only the first item."""
+    value = option.default
+    if isinstance(value, tuple) and len(value) > _LONGEST_LIST and not isinstance(value[0], dict):
+        return f"[{format_value(value[0])}, …]"
+    return _shown_default(option)
 
 
 def _escape(text: str) -> str:

@@ -45,7 +45,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     per_device_train_batch_size: PositiveInt = _new(8, "Completions per process and step.")
     gradient_accumulation_steps: PositiveInt = _new(1, "Batches per optimizer step.")
     learning_rate: FiniteFloat = _new(1e-6, "Initial learning rate.")
-    max_prompt_length: PositiveInt | None = _new(512, "Longer prompts lose tokens on the left. None: no limit.")
+    max_prompt_length: PositiveInt | None = _new(512, "Longer prompts are truncated from the left. None: no limit.")
     max_completion_length: int | None = _new(256, "Maximum number of tokens per completion.")
     temperature: FiniteFloat = _new(0.7, "Sampling temperature.")
     top_k: int | None = _new(None, "Sample from the k most likely tokens. None or 0: from all.")
@@ -61,8 +61,8 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     vllm_port: int | None = _new(None, "Another name for `vllm_server_port`.")
     num_vllm_clients: int = _new(1, "Number of vLLM clients. TRL has one, in the main process.")
     model_init_kwargs: dict[str, Any] | str | None = _new(None, "Arguments of `from_pretrained`.")
-    ref_model_mixup_alpha: float = _new(0.9, "Weight of the policy when the reference model is synchronised.")
-    ref_model_sync_steps: int = _new(64, "Steps between synchronisations of the reference model.")
+    ref_model_mixup_alpha: float = _new(0.9, "Weight of the policy when the reference model is synchronized.")
+    ref_model_sync_steps: int = _new(64, "Steps between synchronizations of the reference model.")
     offload_untrained_models: bool = _new(False, "Keep reference and reward models on the CPU except in use.")
     backprop_accumulation_steps: PositiveInt | None = _new(
         None, "Parts that the backward pass of a batch is split into."

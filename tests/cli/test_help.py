@@ -59,6 +59,31 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"retrain {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["explain", "plan", "doctor"])
+def test_help_of_a_command_names_the_flags_of_training_but_does_not_list_them(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "see `retrain help`" in " ".join(text.split())
+    assert "--json" in text
+    assert "--lr" not in text
+
+
+def test_help_of_replay_lists_only_what_a_replay_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--transform-mode" in text
+    assert "--backend" not in text
+
+
+def test_grpo_init_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["grpo", "init", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage: retrain grpo init" in text
+    assert "nothing is written" in text
+
+
 def test_schema_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema()

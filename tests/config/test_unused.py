@@ -349,7 +349,7 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
             ("backend", "adapter_path", "x", "every run of a campaign has an adapter folder of its own"),
             ("logging", "wandb_run_name", "x", "a campaign names its runs"),
             ("logging", "wandb_group", "x", "a campaign groups its runs by condition"),
-            ("squeeze", "adapter_path", "x", "a campaign analyses the adapter of its first run"),
+            ("squeeze", "adapter_path", "x", "a campaign analyzes the adapter of its first run"),
         )
     ),
 ]

@@ -49,7 +49,7 @@ class Inference(Section):
     )
     merge_adapter: Literal["auto", "always", "never"] = option(
         "auto",
-        "Sample with the adapter merged: faster, but rounded. auto: in fp32, and from 1B parameters.",
+        "Sample with a merged adapter: faster, rounded. auto does so in fp32 and from 1B parameters.",
         flag="--inference-merge-adapter",
         unused=reasons.not_on_servers("merge_adapter"),
     )
@@ -94,7 +94,7 @@ class Inference(Section):
     )
     launch_device: str = option(
         "auto",
-        "Device of the started server: cpu, cuda:N, or auto for the first GPU that does not train.",
+        "Device of the started server: cpu, cuda:N, or auto for the first GPU not used for training.",
         min_length=1,
         flag="--inference-launch-device",
         on_resume="free",

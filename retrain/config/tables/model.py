@@ -78,7 +78,7 @@ class Model(Section):
     )
     quantization: Literal["none", "int8", "nf4"] = option(
         "none",
-        "Store the frozen matrices in 8 or 4 bits, below an adapter in full precision (QLoRA).",
+        "Store the frozen weights in 8 or 4 bits and train a full-precision adapter on top (QLoRA).",
         on_tinker="The service loads the model by itself.",
         package={"nf4": "bitsandbytes"},
         synonyms=("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type"),

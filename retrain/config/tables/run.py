@@ -17,7 +17,7 @@ class Campaign(Section):
         (42, 101, 202, 303, 404, 505, 606, 707), "Seeds that every condition runs with.", strict=False, min_length=1
     )
     max_steps: BoundedInt = option(500, "Training steps of each run.", ge=1, flag="--campaign-max-steps")
-    parallel: bool = option(False, "Run several runs at a time.")
+    parallel: bool = option(False, "Execute several runs at a time.")
     max_workers: BoundedInt = option(0, "Maximum concurrent runs; 0 runs all at once.", ge=0)
     stagger_seconds: float = option(0.0, "Seconds between the starts of parallel runs.", ge=0)
     executor: Literal["local", "ray"] = option("local", "Where runs execute.", package="ray")
@@ -27,9 +27,9 @@ class Campaign(Section):
         ge=0,
         in_campaign=reasons.used_if("campaign.executor", "ray".__eq__),
     )
-    share_model: bool = option(False, "Keep one copy of the frozen weights for all runs on one GPU.")
+    share_model: bool = option(False, "Execute all runs in one process that shares one copy of the frozen weights.")
     stop_when: Literal["", "decided"] = option(
-        "", "decided stops a pair of conditions once a sequential test has decided."
+        "", "decided stops a condition once a sequential test has decided its comparison with the first."
     )
     conditions: tuple[Table, ...] = option(
         (
@@ -39,7 +39,7 @@ class Campaign(Section):
             {"advantage_mode": "maxrl", "transform_mode": "gtpo_hicra"},
             {"advantage_mode": "maxrl", "transform_mode": "gtpo_sepa"},
         ),
-        "Conditions to compare: each table overrides options by name, or by section.",
+        "Conditions to compare: each table overrides options, given by name or in tables.",
         strict=False,
         min_length=1,
     )
@@ -59,10 +59,10 @@ class Squeeze(Section):
         flag="--squeeze-adapter-path",
         path="as_given",
         unused=reasons.never,
-        in_campaign=reasons.always("a campaign analyses the adapter of its first run"),
+        in_campaign=reasons.always("a campaign analyzes the adapter of its first run"),
     )
     source_rank: BoundedInt = option(
-        0, "Rank that the adapter must have; 0 accepts any, with a note if it is not [model] lora_rank.", ge=0
+        0, "Rank that the adapter must have; 0 accepts any, with a note if it differs from [model] lora_rank.", ge=0
     )
     target_ranks: tuple[Annotated[BoundedInt, Field(ge=1)], ...] = option(
         (), "Ranks to evaluate; empty uses powers of two.", strict=False
@@ -128,11 +128,11 @@ class Logging(Section):
     )
     wandb_tags: str = option("", "Weights & Biases tags, comma-separated.", per_condition=False)
     trackio_project: str = option(
-        "", "Trackio project; set it to turn trackio on, with the run name and group of wandb.", package="trackio"
+        "", "Trackio project; set it to turn trackio on. Run name and group are those set for wandb.", package="trackio"
     )
     every: BoundedInt = option(
         1,
-        "Steps between lines on the screen and rows in trackers; 0 is never. metrics.jsonl has every step.",
+        "Steps between lines on the screen and rows in trackers; 0 disables both. metrics.jsonl has every step.",
         ge=0,
         flag="--log-every",
         synonyms=("log_steps", "logging_steps"),

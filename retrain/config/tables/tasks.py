@@ -38,7 +38,7 @@ class Data(Section):
     )
     subset: str = option(
         "",
-        "Configuration name of a hub dataset.",
+        "Configuration name of a hub dataset, or one subject of math.",
         held_out=True,
         step_time=True,
         unused=reasons.read_by_source("subset"),
@@ -80,7 +80,7 @@ class Eval(Section):
     )
     source: str = option(
         "",
-        "Data source; empty uses the one of [data].",
+        "Data source; empty uses that of [data].",
         kind="data",
         flag="--eval-source",
         held_out=True,
@@ -103,7 +103,7 @@ class Eval(Section):
         unused=reasons.needs_splits,
     )
     max_examples: BoundedInt = option(
-        128, "Number of problems to evaluate, always the same ones.", ge=1, flag="--eval-max-examples", held_out=True
+        128, "Number of held-out problems, always the same ones.", ge=1, flag="--eval-max-examples", held_out=True
     )
     samples: BoundedInt = option(
         1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1, flag="--eval-samples", held_out=True
@@ -111,7 +111,7 @@ class Eval(Section):
     k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, flag="--eval-k")
     temperature: float = option(
         AS_IN_TRAINING,
-        "Sampling temperature; 0 is greedy, -1 uses the training one.",
+        "Sampling temperature; 0 is greedy, -1 uses that of training.",
         ge=AS_IN_TRAINING,
         le=100,
         flag="--eval-temperature",
@@ -295,25 +295,25 @@ class Teaching(Section):
     )
     student_diagnostic_template: str = option(
         "",
-        "Prompt of the probe, with {question}.",
+        "Prompt of the probe, with {question}; empty uses the built-in one.",
         flag="--teaching-student-diagnostic-template",
         variables={"question": True},
     )
     teacher_adaptive_template: str = option(
         "",
-        "Prompt of the teacher, with {question} and {approach}.",
+        "Prompt of the teacher, with {question} and {approach}; empty uses the built-in one.",
         flag="--teaching-teacher-adaptive-template",
         variables={"question": True, "approach": True},
     )
     student_with_teaching_template: str = option(
         "",
-        "Prompt of the taught student, with {question} and {teaching}.",
+        "Prompt of the taught student, with {question} and {teaching}; empty uses the built-in one.",
         flag="--teaching-student-with-teaching-template",
         variables={"question": True, "teaching": True},
     )
     student_baseline_template: str = option(
         "",
-        "Prompt of the student without teaching, with {question}.",
+        "Prompt of the student without teaching, with {question}; empty uses the question itself.",
         flag="--teaching-student-baseline-template",
         variables={"question": True},
     )

@@ -120,7 +120,7 @@ class Training(Section):
     )
     resample_dead_groups: BoundedInt = option(
         0,
-        "Maximum rounds of new prompts that replace groups whose rewards are all equal.",
+        "Maximum rounds of sampling new prompts to replace groups whose rewards are all equal; 0 is off.",
         ge=0,
         le=100,
         step_time=True,
@@ -130,14 +130,16 @@ class Training(Section):
     )
     async_steps: BoundedInt = option(
         0,
-        "Steps that sampling may run ahead of training; 0 is strictly on-policy.",
+        "Steps that sampling may run ahead of training, 0 or 1; 0 is strictly on-policy.",
         ge=0,
         le=1,
         step_time=True,
         unused=reasons.needs_separate_sampler,
         multi_process="all of them sample, then all of them train.",
     )
-    top_p: float = option(1.0, "Nucleus sampling: keep the most likely tokens up to this probability.", gt=0, le=1)
+    top_p: float = option(
+        1.0, "Nucleus sampling: keep the most likely tokens up to this total probability.", gt=0, le=1
+    )
     top_k: BoundedInt = option(0, "Keep only the k most likely tokens; 0 keeps all.", ge=0)
     min_p: float = option(
         0.0,
@@ -147,11 +149,11 @@ class Training(Section):
         on_tinker=_TINKER_SAMPLING,
     )
     repetition_penalty: float = option(
-        1.0, "Divide the logits of tokens already seen; 1 is off.", gt=0, le=100, on_tinker=_TINKER_SAMPLING
+        1.0, "Penalty on tokens already seen, as in transformers; 1 is off.", gt=0, le=100, on_tinker=_TINKER_SAMPLING
     )
     deterministic: Deterministic = option(
         "auto",
-        "Bitwise reproducible runs: auto does so on a CPU, and on a GPU where it costs less than 5%.",
+        "Make runs bitwise reproducible; auto: on a CPU, and on a GPU where it costs less than 5%.",
         on_resume="free",
     )
     overlap: Overlap = option(
@@ -263,7 +265,7 @@ class Planning(Section):
     )
     threshold: float = option(
         0.02,
-        "Margin by which a window must be closer to planning than to execution.",
+        "Margin by which a window of words must be closer to planning than to execution sentences.",
         ge=-2,
         le=2,
         unused=reasons.needs_semantic_planning,
@@ -291,13 +293,21 @@ class Sepa(Section):
 
     facets: ClassVar[Facets] = Facets(replay=True)
 
-    steps: BoundedInt = option(500, "Steps of the linear ramp from 0 to 1.", ge=1, flag="--sepa-steps")
+    steps: BoundedInt = option(
+        500, "Length of the linear ramp of lambda from 0 to 1, in steps.", ge=1, flag="--sepa-steps"
+    )
     schedule: Literal["linear", "auto"] = option(
-        "linear", "linear ramps by step; auto also follows the decay of uncertainty variance.", flag="--sepa-schedule"
+        "linear",
+        "How pooling grows: linear by step; auto also as the variance of uncertainty decays.",
+        flag="--sepa-schedule",
     )
     delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0, flag="--sepa-delay-steps")
     correct_rate_gate: float = option(
-        0.1, "Batch correct rate that turns SEPA on for good.", ge=0, le=1, flag="--sepa-correct-rate-gate"
+        0.1,
+        "SEPA starts once the correct rate of a batch reaches this value, and then stays on.",
+        ge=0,
+        le=1,
+        flag="--sepa-correct-rate-gate",
     )
 
 
@@ -306,11 +316,11 @@ class Backpressure(Section):
 
     facets: ClassVar[Facets] = Facets(unused=reasons.used_if("backpressure.enabled", bool))
 
-    enabled: bool = option(False, "Adapt the batch size by the Universal Scalability Law.", unused=reasons.never)
+    enabled: bool = option(False, "Adapt the batch size with the Universal Scalability Law.", unused=reasons.never)
     warmup_steps: BoundedInt = option(10, "Steps observed before the law is fitted.", ge=1)
     ema_decay: float = option(0.9, "Decay of the moving average of throughput.", ge=0, lt=1)
     throttle_margin: float = option(0.85, "Target fraction of the optimal concurrency.", gt=0, le=1)
-    increase_margin: float = option(0.5, "Grow only below this fraction of the target.", gt=0, le=1)
+    increase_margin: float = option(0.5, "Increase the batch size only below this fraction of the target.", gt=0, le=1)
     min_batch_size: BoundedInt = option(1, "Minimum batch size.", ge=1)
     max_batch_size: BoundedInt = option(64, "Maximum batch size.", ge=1, le=1_000_000)
     peak_gflops: float = option(0.0, "Peak GFLOP/s of the hardware for roofline hints; 0 skips them.", ge=0)

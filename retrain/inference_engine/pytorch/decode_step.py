@@ -12,7 +12,7 @@ from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 
 # Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
-PROGRAMS = 1024
+PROGRAMS = 512
 MAX_SPLITS = 16
 
 

@@ -17,7 +17,7 @@ from retrain.modeling.torch_internals import (
     compiled_with,
     early_launch,
     is_compiled,
-    set_up_compiler,
+    raise_recompile_limit,
     start_compile_workers,
 )
 from retrain.modeling.transformers_internals import compilable_layers
@@ -62,7 +62,7 @@ def compile_layers(causal_lm: CausalLM, is_sampled: bool = False) -> None:
     `traced_only`.
     """
     _keep_cache()
-    set_up_compiler()
+    raise_recompile_limit()
     options = early_launch() if is_sampled else {}
     for layer in compilable_layers(module_of(causal_lm)):
         # Runs that share a model call this repeatedly; compiling again would discard the result.

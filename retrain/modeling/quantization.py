@@ -78,11 +78,22 @@ class FrozenProduct(torch.autograd.Function):
         """gradient · W."""
         stored, scales = ctx.saved_tensors
         if stored.dtype == torch.int8:
-            # Transposed first: a conversion equal to that of the forward pass would be kept by the compiler, in bf16.
-            inputs = F.linear((gradient * scales).to(gradient.dtype), stored.T.to(gradient.dtype))
+            inputs = (gradient * scales).to(gradient.dtype) @ widen(stored, gradient.dtype)
         else:
             inputs = gradient @ dequantize(stored, scales, ctx.shape, gradient.dtype)
         return inputs, None, None, None, None
+
+
+# An operator: the compiler would keep the converted matrix of the forward pass for the backward pass.
+@torch.library.custom_op("retrain::widen", mutates_args=())
+def widen(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """An int8 matrix in floating point, without its scales."""
+    return stored.to(dtype)
+
+
+@widen.register_fake
+def _(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(stored, dtype=dtype)
 
 
 def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:

@@ -109,15 +109,11 @@ def cpu_computes_bf16() -> bool:
         return True
 
 
-def set_up_compiler() -> None:
-    """Settings for layers that are interrupted by attention."""
-    # Several kinds of layers in several modes need more compiled variants than the default 8. Versions that lack the
-    # setting keep their default: more layers run uncompiled.
+def raise_recompile_limit() -> None:
+    """Several kinds of layers in several modes need more compiled variants than the default 8."""
+    # Versions that lack the setting keep their default: more layers run uncompiled.
     with suppress(AttributeError):
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # An interruption within a nested call divides a layer into two graphs, where the default makes four of it.
-    with suppress(AttributeError):
-        torch._dynamo.config.nested_graph_breaks = True
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -179,8 +179,10 @@ def test_a_micro_batch_that_is_really_too_large_is_halved_until_it_fits(broad: P
     logged: list[str] = []
     learner = learner_for(policy_for(config, device="cuda"), config)
     learner.memory.log = logged.append
-    # Room for some of it: all of it at once would take several times as much.
-    limit = (torch.cuda.memory_allocated() + (6 << 30)) / torch.cuda.get_device_properties(0).total_memory
+    # Room for a quarter of it.
+    assert learner.memory.cost is not None
+    room = learner.memory.cost.bytes(256 * 1024) // 4
+    limit = (torch.cuda.memory_allocated() + room) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit)
     try:
         outcome = learner.step(datums)

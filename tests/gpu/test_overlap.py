@@ -34,6 +34,8 @@ def test_an_overlapped_step_is_the_sequential_one_up_to_rounding(broad: Path) ->
 
 def test_overlapped_steps_repeat_to_the_bit(broad: Path) -> None:
     options = {"device": "cuda", "stop_every": 200, "training__lr": 1e-3, "training__max_tokens": 400}
+    # "auto" does without deterministic kernels for so narrow a model: attention is much of its work.
+    options["training__deterministic"] = True
     first, second = (take_steps(broad, True, SAMPLING, prompts=16, steps=3, **options) for _ in range(2))
     assert first.tokens == second.tokens
     assert first.metrics == second.metrics

@@ -427,7 +427,7 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
     else:
         rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
-        rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])}"))
+        rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])} after start-up"))
     if campaign is not None:
         wall = f", {format_duration(campaign['seconds'])}" if campaign["seconds"] is not None else ""
         matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))

@@ -113,6 +113,8 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
             yield "[data] source", _try_source
         if any(kind == "custom" or is_plugin("reward", kind) for kind in _rewards(config)):
             yield "[reward]", _try_reward
+        if "judge" in _rewards(config):
+            yield "[reward] judge_base_url", _try_judge
     if is_plugin("backend", config.backend.backend):
         yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
     if config.backend.backend == "tinker":
@@ -186,6 +188,17 @@ def _try_reward(config: TrainConfig) -> str:
     for term in terms:
         load_reward(term, spec.search_paths)
     return f"{', '.join(term.name for term in terms)} imported"
+
+
+def _try_judge(config: TrainConfig) -> str:
+    """Whether the server responds. What it bills for is left to the run."""
+    from retrain.rewards.judge import find_server  # noqa: PLC0415  (loads an HTTP client)
+
+    server = find_server(config.reward)
+    problem = _connection_problem(f"{server.url.rstrip('/')}/models", urllib.request.build_opener())
+    if problem:
+        raise RetrainError(f"no judge responds at {server.shown_url}: {problem}  Try: check [reward] judge_base_url")
+    return f"{server.shown_url} responded"
 
 
 def _try_environment(config: TrainConfig) -> str:

@@ -102,6 +102,9 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
     for field in (named,) if named else candidates:
         if row.get(field) is not None:
             return field
+    empty = [field for field in ((named,) if named else candidates) if field in row]
+    if empty:
+        raise BadRow(f"has null as its {empty[0]!r}")
     wanted = f"no field {named!r}" if named else f"none of the fields {', '.join(candidates)}"
     raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}")
 

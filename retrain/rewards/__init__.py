@@ -93,7 +93,7 @@ def _start_pool(spec: RewardSpec, section: schema.Reward, log: Callable[[str], N
     for name in section.pass_env:
         if "*" not in name and name not in os.environ:
             log(f"Warning: [reward] pass_env lists {name}, which is not set")
-    return RewardPool(spec, section.timeout_s, section.workers, section.memory_mb, section.pass_env)
+    return RewardPool(spec, section.timeout_s, section.workers, section.memory_mb, section.pass_env, log)
 
 
 def load_reward(term: TermSpec, search_paths: Sequence[str] = ()) -> Reward:

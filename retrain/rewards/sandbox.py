@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from retrain.errors import PluginError
@@ -29,6 +29,8 @@ from retrain.types import Score, StepMetrics
 
 # Importing the user's module may load a model.
 START_LIMIT_S = 300.0
+# A run that waits longer for it says so.
+NOTE_AFTER_S = 10.0
 _LONGEST_WAIT_S = 1.0
 _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
 
@@ -52,6 +54,7 @@ class RewardPool(BatchReward):
         workers: int = 0,
         memory_mb: int = 0,
         pass_env: tuple[str, ...] = (),
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.first_error = ""
         """Message and traceback of the first failed item, or ""."""
@@ -66,8 +69,13 @@ class RewardPool(BatchReward):
         try:
             self._top_up()
             # One worker shows that the reward loads; others join when they are ready.
+            note_at = time.monotonic() + NOTE_AFTER_S
             while not any(worker.ready for worker in self._workers):
                 self._exchange(_Batch([]))
+                if time.monotonic() > note_at:
+                    note_at = float("inf")
+                    names = ", ".join(term.name for term in spec.terms)
+                    log(f"Still importing the reward {names}; the run gives up after {START_LIMIT_S:.0f} s.")
         except BaseException:
             self.close()
             raise

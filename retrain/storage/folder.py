@@ -227,7 +227,9 @@ def lock_folder(path: Path) -> TextIO:
         file.seek(0)
         owner = file.read().strip()
         file.close()
-        raise ConfigError(f"{path} is in use by another run (process {owner}).  Try: another --log-dir") from error
+        # The other process may not have written its number yet.
+        process = f" (process {owner})" if owner else ""
+        raise ConfigError(f"{path} is in use by another run{process}.  Try: another --log-dir") from error
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

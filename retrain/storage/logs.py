@@ -117,7 +117,13 @@ def _restore(log_dir: Path, name: str, steps: int, condition: str, log: Callable
     if rebuilt:
         what = "with rewards and evaluations only" if name == METRICS else "from the completions"
         text += f" Those of {_list_steps(rebuilt)} were rebuilt {what}."
-    log(text if rebuilt else f"{text} The other logs do not have them.")
+    if not rebuilt:
+        text += (
+            " The other logs do not have them."
+            if name == METRICS
+            else " There are no completions to rebuild them from."
+        )
+    log(text)
 
 
 def _metrics_rows(log_dir: Path, steps: int) -> Iterator[tuple[int, JsonObject]]:

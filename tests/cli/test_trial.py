@@ -75,6 +75,13 @@ def test_a_server_is_asked(engine: str, server: str) -> None:
     assert outcomes(inference__engine=engine)["[inference] engine"][1]
 
 
+def test_a_judge_is_asked_whether_it_is_there(server: str) -> None:
+    there = outcomes(reward__type="judge", reward__judge_base_url=f"{server}/v1")
+    assert there == {"[reward] judge_base_url": (f"{server}/v1 responded", "")}
+    away = outcomes(reward__type="judge", reward__judge_base_url="http://127.0.0.1:1/v1")
+    assert "no judge responds at http://127.0.0.1:1/v1: " in away["[reward] judge_base_url"][1]
+
+
 def test_a_server_to_start_needs_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     found = outcomes(inference__engine="vllm", inference__launch=True)

@@ -97,7 +97,7 @@ BAD_ROWS = [
     ('{"prompt": "a", "answer": NaN}', "has nan in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "answer": -Infinity}', "has -inf in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "answer": true}', "has a boolean in 'answer', where text or a number belongs"),
-    ('{"prompt": "a", "answer": null}', "has none of the fields answer, solution"),
+    ('{"prompt": "a", "answer": null}', "has null as its 'answer'"),
     ('{"prompt": " ", "answer": "b"}', "has an empty 'prompt'"),
     ('{"prompt": 3, "answer": "b"}', "has a number in 'prompt', where text or a list of messages belongs"),
     ('{"prompt": [], "answer": "b"}', "has a list in 'prompt'"),

@@ -10,7 +10,7 @@ import pytest
 
 from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import PluginError
-from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec, build_reward
+from retrain.rewards import Item, RewardPool, RewardSpec, TermSpec, build_reward, sandbox
 
 HERE = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parents[2])
@@ -264,6 +264,17 @@ def test_a_module_that_is_missing_or_broken_is_rejected_at_the_start(tmp_path):
         start("broken_reward")
     with pytest.raises(PluginError, match=r"exited during start-up .*status 7\nbye"):
         start("exiting_reward")
+
+
+def test_a_module_that_takes_long_to_import_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "NOTE_AFTER_S", 0.1)
+    (tmp_path / "slow_reward.py").write_text("import time\ntime.sleep(2)\ndef score(response, reference): return 1.0\n")
+    spec = RewardSpec((TermSpec("custom", custom_module="slow_reward"),), search_paths=(str(tmp_path),))
+    logged = []
+    with RewardPool(spec, workers=1, log=logged.append) as pool:
+        assert pool.score([("a", "b")])[0].value == 1.0
+    (line,) = logged
+    assert line.startswith("Still importing the reward ") and line.endswith("; the run gives up after 300 s.")
 
 
 def test_a_class_an_object_and_a_function_all_serve_by_dotted_path():

@@ -14,7 +14,7 @@ from e2e.tiny import write_model, write_tokenizer
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
-from retrain.storage.folder import RunFolder, meaningful_differences, with_absolute_paths
+from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, with_absolute_paths
 
 
 @pytest.fixture(scope="session")
@@ -194,6 +194,13 @@ def test_a_folder_in_use_by_another_live_run_is_rejected(model: Path, tmp_path: 
         holder.communicate()
     # Killed, it holds nothing any more.
     train_quietly(fake_config(model, tmp_path, training__max_steps=1))
+
+
+def test_a_folder_whose_owner_has_not_written_its_number_yet_is_in_use(tmp_path: Path) -> None:
+    with lock_folder(tmp_path) as held:
+        held.truncate(0)
+        with pytest.raises(ConfigError, match=r"is in use by another run\.  Try: another --log-dir"):
+            lock_folder(tmp_path)
 
 
 def test_a_run_that_is_resumed_while_it_lives_is_rejected(model: Path, run_folder: Path) -> None:
@@ -457,6 +464,7 @@ def test_what_the_other_logs_do_not_have_is_reported_as_gone(model: Path, run_fo
         (logs / name).unlink()
     printed = resumed(model, run_folder)
     assert "metrics.jsonl lost the rows of steps 0-3 since the checkpoint. The other logs do not have them." in printed
+    assert "steps.jsonl lost the rows of steps 0-3 since the checkpoint. There are no completions to rebuild" in printed
     assert "generations.jsonl was shortened or changed since the checkpoint. Lost rows cannot be rebuilt." in printed
     assert [row["step"] for row in rows(logs)] == [4, 5]
 

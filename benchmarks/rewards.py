@@ -32,7 +32,7 @@ from retrain.rewards import RewardPool, RewardSpec, TermSpec
 from retrain.rewards.answers.notation import tidy
 from retrain.rewards.answers.parse import read
 from retrain.rewards.answers.values import evaluate
-from retrain.rewards.match import answer_of, normalise, split_answer
+from retrain.rewards.match import answer_of, normalize, split_answer
 from retrain.rewards.math import MathReward, equal_mathematics
 
 EXTRACTS = Path(__file__).parents[1] / "tests" / "rows"
@@ -131,7 +131,7 @@ def rewrite(answer: str, draw: random.Random) -> str | None:
 
 def rate(pairs: Sequence[Pair], seconds: float) -> tuple[float, int]:
     """Comparisons per second of CPU time, over at most so many seconds, and how many were right."""
-    for cached in (equal_mathematics, read, tidy, normalise, split_answer):
+    for cached in (equal_mathematics, read, tidy, normalize, split_answer):
         cached.cache_clear()
     began, right, done = time.process_time(), 0, 0
     for answer, gold in pairs:

@@ -38,7 +38,7 @@ Numbers = dict[str, float]
 UNKNOWN = math.nan
 
 
-def synchronise(device: str) -> float:
+def synchronize(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -85,7 +85,7 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     vocabulary = model.config.vocab_size
     if args.quantization != "none":
         quantize_layers(model, args.quantization, torch.device(device))
-    started = synchronise(device)
+    started = synchronize(device)
     policy = adapt(model, config.model, config.lora, 0, lambda line: None)
     policy.stop_ids = tuple(stop_tokens(workload, vocabulary))
     learner = Learner(policy, config, print)
@@ -113,7 +113,7 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
     for step in range(args.steps):
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        begin, cpu = synchronise(device), time.process_time()
+        begin, cpu = synchronize(device), time.process_time()
         datums_P.clear()
         if backend is None:
             made_up = rng.integers(10, vocabulary - 10, workload.tokens)
@@ -123,13 +123,13 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
         else:
             for at, completions in enumerate(engine.generate(prompts, sampling)):
                 score(at, completions)
-        sampled = time.perf_counter() if args.overlap else synchronise(device)
+        sampled = time.perf_counter() if args.overlap else synchronize(device)
         datums = [datum for at in sorted(datums_P) for datum in datums_P[at]]
         lengths = [len(datum.completion_ids_T) for datum in datums]
         numbers: dict[str, Any] = {"sample_s": sampled - begin, "tokens": sum(lengths), "longest": max(lengths)}
         report(numbers)
         metrics = learner.step(datums, step) if backend is None else backend.train_step(datums, step)
-        done = synchronise(device)
+        done = synchronize(device)
         numbers |= {"train_s": done - sampled, "step_s": done - begin, "peak_gib": peak_gib(device)}
         numbers["step_cpu_s"] = time.process_time() - cpu
         numbers["train_tokens_per_s"] = (sum(lengths) + PROMPT * len(datums)) / (done - sampled)
@@ -165,10 +165,10 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, 
             nonlocal begun, cpu
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            begun, cpu = synchronise(device), time.process_time()
+            begun, cpu = synchronize(device), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            step = synchronise(device) - begun
+            step = synchronize(device) - begun
             numbers.update(train_s=step - numbers["sample_s"], step_s=step, peak_gib=peak_gib(device))
             # Logged by our trainer only: TRL does not compare its sampler with its trainer.
             ratios = {
@@ -196,11 +196,11 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, 
     generate = trainer._generate
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        begin = synchronise(device)
+        begin = synchronize(device)
         out = generate(*args, **kwargs)
         lengths = [len(ids) for ids in out[1]]
         numbers.clear()
-        numbers.update(sample_s=synchronise(device) - begin, tokens=sum(lengths), longest=max(lengths))
+        numbers.update(sample_s=synchronize(device) - begin, tokens=sum(lengths), longest=max(lengths))
         report(numbers)
         return out
 

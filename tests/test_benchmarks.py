@@ -36,7 +36,7 @@ def test_the_roofline_runs_on_the_cpu_and_sets_a_measured_step_against_it(tmp_pa
         "w4 on CPU",
         "decode",
         "train backward",
-        "optimiser",
+        "optimizer",
         "adapter folding",
         "step took 3000000.000 s, 0%",
     ):

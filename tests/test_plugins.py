@@ -121,7 +121,7 @@ def test_an_attribute_inside_a_class_is_reached_with_a_colon(folder: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a.b", "a:b", "a.b.c", "a.b:c", "é.b", "a:b.c"])
-def test_a_dotted_path_is_recognised(name: str) -> None:
+def test_a_dotted_path_is_recognized(name: str) -> None:
     assert is_dotted_path(name)
 
 

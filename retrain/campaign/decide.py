@@ -81,7 +81,7 @@ def finished_runs(manifest: Manifest) -> list[RunRecord]:
     return [run for run in find_runs([manifest.folder]) if run.path.name in finished] if finished else []
 
 
-def summarise(manifest: Manifest, width: int | None = None) -> list[str]:
+def summarize(manifest: Manifest, width: int | None = None) -> list[str]:
     """The comparison of all conditions with the first as lines of at most `width`, or why there is none."""
     runs = finished_runs(manifest)
     names = list(dict.fromkeys(run.condition for run in runs))

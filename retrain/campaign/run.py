@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
-from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarise
+from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarize
 from retrain.campaign.manifest import MANIFEST, Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -234,7 +234,7 @@ class Campaign:
         folder = self.manifest.folder
         if not stopped:
             self.squeeze.collect(self.screen.log, wait=True)
-            for line in (*summarise(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
+            for line in (*summarize(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
                 self.screen.log(line)
         if complete:
             self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")

@@ -54,7 +54,7 @@ class Shape:
     gated: bool
     """Whether the MLP multiplies two projections."""
     norms_queries: bool
-    """Whether queries and keys are normalised, which stores them twice for the backward pass."""
+    """Whether queries and keys are normalized, which stores them twice for the backward pass."""
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -98,7 +98,7 @@ class Shape:
         return self.layers * sum(chosen)
 
 
-# Families that normalise queries and keys.
+# Families that normalize queries and keys.
 _NORMED_FAMILIES = ("qwen3", "gemma3", "gemma3_text", "olmo2", "cohere2")
 _UNGATED_FAMILIES = ("gpt2", "gpt_neox", "phi", "opt", "gptj", "falcon")
 
@@ -148,7 +148,7 @@ class TrainingCost:
         """Bytes per token that a layer keeps for the backward pass.
 
         Inputs and outputs of both norms; queries, keys, values and output of attention; their projections again where
-        they are normalised; the MLP's projections and their product; the output of each LoRA A matrix. Frozen
+        they are normalized; the MLP's projections and their product; the output of each LoRA A matrix. Frozen
         matrices need no inputs, but the adapters do.
         """
         s = self.shape

@@ -129,7 +129,7 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
         Phase(
             "train backward", backward + again + 2 * (1 + whole) * head * predicted, 2 * traffic + layers * work.width
         ),
-        Phase("optimiser", 15 * trained, trained * (4 * 4 + 3 * 4 + 2)),
+        Phase("optimizer", 15 * trained, trained * (4 * 4 + 3 * 4 + 2)),
     ]
 
 

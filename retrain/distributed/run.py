@@ -47,7 +47,7 @@ def train_on_ranks(
         raise ConfigError("the other ranks ended with the first run of this script.  Try: one run per script")
     uses_gpus = torch.cuda.is_available() and config.backend.devices != "cpu"
     if dist.is_initialized():
-        # transformers initialises it with TrainingArguments, with another backend and a short timeout.
+        # transformers initializes it with TrainingArguments, with another backend and a short timeout.
         dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpus else "gloo", timeout=COLLECTIVE_TIMEOUT)
     if not rank_info.is_main:

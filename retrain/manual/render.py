@@ -20,15 +20,15 @@ dd { margin: 0 0 0.7rem 1.5rem; } nav ul { columns: 3; list-style: none; padding
 """
 
 
-def as_text(sections: Sequence[Section], width: int = 80, emphasise: Callable[[str], str] = str) -> str:
-    """Titles at the margin, headings indented by two, the rest by four; `emphasise` styles titles for a terminal."""
+def as_text(sections: Sequence[Section], width: int = 80, emphasize: Callable[[str], str] = str) -> str:
+    """Titles at the margin, headings indented by two, the rest by four; `emphasize` styles titles for a terminal."""
     parts = []
     for section in sections:
         blocks = [
-            f"  {emphasise(block.text)}" if block.kind == "heading" else indent(_block_text(block, width - 4), "    ")
+            f"  {emphasize(block.text)}" if block.kind == "heading" else indent(_block_text(block, width - 4), "    ")
             for block in section.blocks
         ]
-        parts.append(f"{emphasise(section.title.upper())}\n" + "\n\n".join(blocks))
+        parts.append(f"{emphasize(section.title.upper())}\n" + "\n\n".join(blocks))
     return "\n\n".join(parts) + "\n"
 
 

@@ -39,7 +39,7 @@ def token_logprobs(
         logits = shape_logits(policy.head(states), sampling, seen, keep=wanted)
         return logits.log_softmax(1).gather(1, wanted[:, None]).squeeze(1)
 
-    # Three float32 copies: raw, tempered and normalised.
+    # Three float32 copies: raw, tempered and normalized.
     keep = 3 * 4 * len(targets) * policy.vocabulary <= KEPT_BYTES.get(hidden.device.type, 0)
     pieces = []
     for start in range(0, len(targets), rows):
@@ -68,20 +68,20 @@ class TemperedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
         """Slice by slice."""
-        normalise, differentiate = _fused_functions()
-        logprobs, normalisers = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        normalize, differentiate = _fused_functions()
+        logprobs, normalizers = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         directions = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
         for at in range(0, len(targets), rows):
             part = slice(at, at + rows)
             logits = hidden[part] @ weight.T
-            logprobs[part], normalisers[part] = normalise(logits, targets[part], temperature)
+            logprobs[part], normalizers[part] = normalize(logits, targets[part], temperature)
             if directions is not None:
                 torch.mm(
-                    differentiate(logits, targets[part], normalisers[part], temperature), weight, out=directions[part]
+                    differentiate(logits, targets[part], normalizers[part], temperature), weight, out=directions[part]
                 )
         ctx.temperature, ctx.rows, ctx.has_directions = temperature, rows, directions is not None
-        ctx.save_for_backward(*([directions] if directions is not None else [hidden, weight, targets, normalisers]))
+        ctx.save_for_backward(*([directions] if directions is not None else [hidden, weight, targets, normalizers]))
         return logprobs
 
     @staticmethod
@@ -90,7 +90,7 @@ class TemperedLogprobs(torch.autograd.Function):
         if ctx.has_directions:
             (directions,) = ctx.saved_tensors
             return (directions.float() * gradient[:, None]).to(directions.dtype), None, None, None, None
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden, weight, targets, normalizers = ctx.saved_tensors
         _, differentiate = _fused_functions()
         result = torch.empty_like(hidden)
         # Accumulated in float32, like the gradients of micro-batches.
@@ -98,23 +98,23 @@ class TemperedLogprobs(torch.autograd.Function):
         for at in range(0, len(targets), ctx.rows):
             part = slice(at, at + ctx.rows)
             logits = hidden[part] @ weight.T
-            slope = differentiate(logits, targets[part], normalisers[part], ctx.temperature, gradient[part])
+            slope = differentiate(logits, targets[part], normalizers[part], ctx.temperature, gradient[part])
             torch.mm(slope, weight, out=result[part])
             of_weight += slope.T @ hidden[part]
         return result, of_weight.to(weight.dtype), None, None, None
 
 
-def _normalise(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _normalize(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     tempered = logits.float() / temperature
-    normalisers = tempered.logsumexp(1)
-    return tempered.gather(1, targets[:, None]).squeeze(1) - normalisers, normalisers
+    normalizers = tempered.logsumexp(1)
+    return tempered.gather(1, targets[:, None]).squeeze(1) - normalizers, normalizers
 
 
 def _differentiate(
-    logits: Tensor, targets: Tensor, normalisers: Tensor, temperature: float, gradient: Tensor | None = None
+    logits: Tensor, targets: Tensor, normalizers: Tensor, temperature: float, gradient: Tensor | None = None
 ) -> Tensor:
     """Of the log-probs by the logits, times a gradient."""
-    probabilities = (logits.float() / temperature - normalisers[:, None]).exp()
+    probabilities = (logits.float() / temperature - normalizers[:, None]).exp()
     tokens = torch.arange(logits.shape[1], device=logits.device)
     slope = (tokens[None, :] == targets[:, None]).float() - probabilities
     scale = (1.0 if gradient is None else gradient[:, None]) / temperature
@@ -127,9 +127,9 @@ _FUSED: list[Callable[..., Any]] = []
 def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Both functions, compiled once per process; uncompiled without a GPU."""
     if not torch.cuda.is_available():
-        return _normalise, _differentiate
+        return _normalize, _differentiate
     if not _FUSED:
-        _FUSED.extend(torch.compile(function, dynamic=True) for function in (_normalise, _differentiate))
+        _FUSED.extend(torch.compile(function, dynamic=True) for function in (_normalize, _differentiate))
     return _FUSED[0], _FUSED[1]
 
 

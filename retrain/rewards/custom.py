@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXTRAS = ("prompt", "meta")
 
 LARGEST_REWARD = 1e6
-"""Larger absolute values are treated as errors: they would dominate the normalised rewards of a group."""
+"""Larger absolute values are treated as errors: they would dominate the normalized rewards of a group."""
 
 
 def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _shorten(result: object) -> str:
         text = repr(result)
     except Exception as error:
         text = f"<its repr failed: {error!r}>"
-    text = redact(text)  # before it is cut: a part of a secret is not recognised
+    text = redact(text)  # before it is cut: a part of a secret is not recognized
     text = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{text} ({type(result).__name__})"
 

@@ -1,6 +1,6 @@
-r"""The `match` reward: compares the last `\boxed{…}` of the response with the reference as normalised text.
+r"""The `match` reward: compares the last `\boxed{…}` of the response with the reference as normalized text.
 
-It normalises notation, not values: `\dfrac12` equals `\frac{1}{2}`, but not `0.5`. Use `math` for that.
+It normalizes notation, not values: `\dfrac12` equals `\frac{1}{2}`, but not `0.5`. Use `math` for that.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def answer_of(reference: str) -> str:
 
 
 @lru_cache(maxsize=8192)  # a group shares its reference and most answers
-def normalise(answer: str) -> str:
-    """Normalise an answer so that equivalent notations become the same text."""
+def normalize(answer: str) -> str:
+    """Normalize an answer so that equivalent notations become the same text."""
     return split_answer(answer)[0]
 
 
 @lru_cache(maxsize=8192)
 def split_answer(answer: str) -> tuple[str, Unit | None, str]:
-    """The normalised text of an answer, its unit, and the variable it is assigned to."""
+    """The normalized text of an answer, its unit, and the variable it is assigned to."""
     text, unit = _cut_unit(tidy(answer))
     text = _TEXT.sub(r"\1", text)
     for pattern, meaning in ((_DEGREE, DEGREE), (_PERCENT, PERCENT), (_CURRENCY, read_unit("dollar"))):
@@ -108,7 +108,7 @@ def split_answer(answer: str) -> tuple[str, Unit | None, str]:
     text = _BRACED_SCRIPT.sub(r"\1\2", text[assigned.end() :] if assigned else text)
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and text.count("{") == 1:
         text = text[1:-1]
-    text = _normalise_word(_normalise_number(_normalise_fractions(text)))
+    text = _normalize_word(_normalize_number(_normalize_fractions(text)))
     return text, unit, assigned[1] if assigned else ""
 
 
@@ -129,7 +129,7 @@ def _cut_unit(text: str) -> tuple[str, Unit | None]:
     return text[: found.start()].strip(), unit if unit.powers else None
 
 
-def _normalise_fractions(text: str) -> str:
+def _normalize_fractions(text: str) -> str:
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
     text = _BARE_FRACTION.sub(lambda found: f"\\frac{{{found[1] or found[2]}}}{{{found[3] or found[4]}}}", text)
     whole = _SLASH_FRACTION.fullmatch(text)
@@ -139,7 +139,7 @@ def _normalise_fractions(text: str) -> str:
     return re.sub(r"^\\frac\{-([^{}+-]*)\}(\{[^{}]*\})$", r"-\\frac{\1}\2", text)
 
 
-def _normalise_number(text: str) -> str:
+def _normalize_number(text: str) -> str:
     bracketed = _IN_BRACKETS.fullmatch(text)
     text = bracketed[1] if bracketed else text
     decimal = _DECIMAL.fullmatch(text)
@@ -157,7 +157,7 @@ def _normalise_number(text: str) -> str:
     return _BASE.sub(lambda found: f"_{_BASE_WORDS[found[1]]}", text)
 
 
-def _normalise_word(text: str) -> str:
+def _normalize_word(text: str) -> str:
     # A single letter is a variable or a choice, where case matters.
     return text.lower() if len(text) > 1 and text.isalpha() else text
 

@@ -58,7 +58,7 @@ class VerdictCache:
 
 
 def _open_table(path: Path) -> sqlite3.Connection:
-    # Used by several threads, serialised by the cache's lock.
+    # Used by several threads, serialized by the cache's lock.
     table = sqlite3.connect(path, timeout=_LOCK_WAIT_S, check_same_thread=False)
     try:
         with table:

@@ -163,7 +163,7 @@ def _describe(error: BaseException) -> str:
 
 def _format_error(error: BaseException) -> str:
     lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
-    text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognised
+    text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
     return text if len(text) <= _LONGEST_TRACEBACK else f"…{text[-_LONGEST_TRACEBACK:]}"
 
 

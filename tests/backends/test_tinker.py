@@ -406,7 +406,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(server: TinkerServer, tmp_pat
     train_quietly(resumed)
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
     assert rows_without_times(tmp_path / "logs") == rows_without_times(whole.log_dir)
-    # One model was made, from the state with its optimiser, and no fresh one beside it.
+    # One model was made, from the state with its optimizer, and no fresh one beside it.
     assert server.paths().count("create_model") == 1
     assert [body["optimizer"] for path, body in server.seen if path == "load_weights"] == [True]
 

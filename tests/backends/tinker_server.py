@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass
 class State:
-    """Weights and optimiser as they were saved."""
+    """Weights and optimizer as they were saved."""
 
     adapter: dict[str, Tensor]
     adam: dict[str, Any] | None

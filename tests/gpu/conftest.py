@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def broad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialise them."""
+    """A model whose width and vocabulary are a real one's; random weights as a trainer would initialize them."""
     settings = copy.deepcopy(FAMILIES["qwen3"])
     settings.update({"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 50_000})
     settings.max_position_embeddings = 4096

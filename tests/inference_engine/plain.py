@@ -35,7 +35,7 @@ def plain_logits(model: torch.nn.Module, prompt: IntArray, completion: IntArray)
 
 
 def plain_distribution(logits: Floats, before: IntArray, sampling: Sampling) -> Floats:
-    """Probabilities of one token: penalty, temperature, then top-k, top-p and min-p, each renormalised."""
+    """Probabilities of one token: penalty, temperature, then top-k, top-p and min-p, each renormalized."""
     logits = logits.copy()
     for token in set(before.tolist()):
         penalty = sampling.repetition_penalty

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.rewards.match import MatchReward, answer_of, equal_as_text, last_boxed, normalise
+from retrain.rewards.match import MatchReward, answer_of, equal_as_text, last_boxed, normalize
 
 MATH_ROWS = Path(__file__).parents[1] / "rows" / "math.jsonl"
 
@@ -105,7 +105,7 @@ def test_no_text_breaks_the_extraction(text):
     ],
 )
 def test_spellings_of_one_answer_are_equal(one, other):
-    assert normalise(one) == normalise(other)
+    assert normalize(one) == normalize(other)
     assert equal_as_text(one, other)
 
 
@@ -138,8 +138,8 @@ def test_different_answers_stay_different(one, other):
 
 
 @given(st.text(max_size=40))
-def test_normalising_never_fails_and_an_answer_equals_itself(text):
-    assert equal_as_text(text, text) == bool(normalise(text))
+def test_normalizing_never_fails_and_an_answer_equals_itself(text):
+    assert equal_as_text(text, text) == bool(normalize(text))
 
 
 def test_a_response_without_a_box_is_wrong_even_when_the_reference_is_empty():

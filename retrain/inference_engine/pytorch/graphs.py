@@ -1,4 +1,4 @@
-"""Decoding on a GPU: one CUDA graph per batch size, replayed for every token without host synchronisation.
+"""Decoding on a GPU: one CUDA graph per batch size, replayed for every token without host synchronization.
 
 A step embeds, runs the layers with our attention over a paged KV cache, samples, and leaves the token where the next
 step reads it. Every few steps the host polls: finished rows retire, waiting rows are admitted, blocks of the cache are

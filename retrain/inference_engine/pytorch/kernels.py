@@ -279,15 +279,15 @@ def _settle(
     winner = tl.argmax(race, 0)
     chosen = tl.sum(tl.where(index == winner, tl.load(at + 4, mask=inside, other=0.0), 0.0), 0)
     token = tl.sum(tl.where(index == winner, tl.load(choices + row * blocks + index, mask=inside, other=0), 0), 0)
-    normaliser = top + tl.log(total)
+    normalizer = top + tl.log(total)
 
     finished = tl.load(done + slot)
     count = tl.load(drawn + slot)
     is_running = finished == 0
     place = slot * width + count
     tl.store(out_tokens + place, token, mask=is_running)
-    tl.store(out_logprobs + place, chosen - normaliser, mask=is_running)
-    tl.store(out_entropies + place, normaliser - weighted / total, mask=is_running)
+    tl.store(out_logprobs + place, chosen - normalizer, mask=is_running)
+    tl.store(out_entropies + place, normalizer - weighted / total, mask=is_running)
     is_stop = tl.load(stops + tl.arange(0, STOPS)) == token
     stopped = tl.max(is_stop.to(tl.int32), 0)
     ending = tl.where(stopped > 0, 1, (count + 1 >= tl.load(limits + slot)).to(tl.int32) * 2)

@@ -11,7 +11,7 @@ from retrain.inference_engine.pytorch.decoder import Row, SampledRow
 
 
 class Slots:
-    """Tensors with one row per slot, at fixed addresses, updated by kernels without host synchronisation.
+    """Tensors with one row per slot, at fixed addresses, updated by kernels without host synchronization.
 
     `done` is 0 while a slot's row is running, 1 after a stop token, 2 at its limit; an empty slot counts as done.
     """
@@ -55,7 +55,7 @@ class Slots:
                 self.seen[slot, torch.as_tensor(row.prompt, device=slots.device)] = True
 
     def poll(self, size: int) -> tuple[list[int], list[int]]:
-        """Done flags and sampled lengths of the first `size` slots. Synchronises with the device."""
+        """Done flags and sampled lengths of the first `size` slots. Synchronizes with the device."""
         done, drawn = torch.stack((self.done[:size], self.drawn[:size])).tolist()
         return done, drawn
 

@@ -121,7 +121,7 @@ def _equal_words(answer: Node, gold: Node) -> bool:
 
 
 def _word_of(node: Node) -> str | None:
-    """Normalised words; small numbers and a few symbols are converted to words."""
+    """Normalized words; small numbers and a few symbols are converted to words."""
     match node:
         case Words(text):
             text = " ".join(text.lower().replace(".", " ").replace('"', " ").split()).strip(" .,;:")

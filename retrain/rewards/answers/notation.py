@@ -79,7 +79,7 @@ _CLOSING = re.compile(r"\\\}|\\rangle|[)\]]")
 
 @lru_cache(maxsize=8192)
 def tidy(answer: str) -> str:
-    r"""Normalise the notation of an answer. Spaces are kept where they may matter."""
+    r"""Normalize the notation of an answer. Spaces are kept where they may matter."""
     text = answer.strip()
     if preamble := _PREAMBLE.match(text):
         text = text[preamble.end() :]

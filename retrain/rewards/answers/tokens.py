@@ -46,7 +46,7 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str) -> list[Token]:
-    """Split a normalised answer into tokens."""
+    """Split a normalized answer into tokens."""
     tokens: list[Token] = []
     spaced = False
     for found in _TOKEN.finditer(_BARE_RATE.sub(r"\\text{ \1}", text)):

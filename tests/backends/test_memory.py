@@ -52,11 +52,21 @@ def memory_of(model: Path, logged: list[str], **options: Any) -> StepMemory:
 def test_where_there_is_room_nothing_is_recomputed_and_one_line_says_so(tiny: Path, gpu: Gpu) -> None:
     memory = memory_of(tiny, logged := [])
     memory.prepare(600)
-    assert (memory.micro_batch_tokens, memory.recomputed_layers) == (18432, 0)
+    assert (memory.micro_batch_tokens, memory.recomputed_layers) == (9216, 0)
     memory.prepare(600)
     memory.prepare(700)
     assert len(logged) == 1
-    assert logged[0].startswith("Memory plan: micro-batches of 18432 tokens, none of 3 layers recomputed: about ")
+    assert logged[0].startswith("Memory plan: micro-batches of 9216 tokens, none of 3 layers recomputed: about ")
+
+
+def test_long_sequences_are_trained_two_at_a_time_where_there_is_room(tiny: Path, gpu: Gpu) -> None:
+    memory = memory_of(tiny, [])
+    memory.prepare(7000)
+    assert memory.micro_batch_tokens == 14000
+    memory.prepare(12_000)
+    assert memory.micro_batch_tokens == 18432
+    memory.prepare(20_000)
+    assert memory.micro_batch_tokens == 20_000
 
 
 def test_memory_that_is_gone_is_none_and_not_less_than_none(tiny: Path, gpu: Gpu) -> None:

@@ -257,7 +257,7 @@ def test_a_plan_is_made_and_its_prediction_is_close(broad: Path) -> None:
     # The plan learns from a peak that training sets; tests before this one went higher.
     torch.cuda.reset_peak_memory_stats()
     learner.step(random_datums(64 * [(64, 960)]))
-    assert logged[0].startswith("Memory plan: micro-batches of 18432 tokens, none of ")
+    assert logged[0].startswith("Memory plan: micro-batches of 9216 tokens, none of ")
     assert learner.memory.measured
     assert learner.memory.cost is not None
     # The plan counts on compiled layers; others keep more, up to the most that it believes.

@@ -9,15 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from retrain.capacity.memory import (
-    LARGE_MICRO_BATCH,
-    MICRO_BATCH,
-    SPARE,
-    TrainingCost,
-    TrainingPlan,
-    plan_training,
-    read_shape,
-)
+from retrain.capacity.memory import MICRO_BATCH, SPARE, TrainingCost, TrainingPlan, plan_training, read_shape
 from retrain.config.schema import Memory
 from retrain.modeling.policy import Policy
 from retrain.types import JsonObject
@@ -60,7 +52,8 @@ class StepMemory:
             return
         first, self.planned_for = not self.planned_for, longest
         if not self.planned_room:
-            self._claim(self._plan(self.cost, math.inf, LARGE_MICRO_BATCH).bytes + pending)
+            # Larger micro-batches are not worth the sampler's memory.
+            self._claim(self._plan(self.cost, math.inf, MICRO_BATCH).bytes + pending)
             self.planned_room = self.room() - pending
         plan = self._plan(self.cost, self.planned_room)
         self._claim(plan.bytes)

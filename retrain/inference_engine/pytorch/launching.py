@@ -30,6 +30,8 @@ def await_inputs(OVERLAPS: tl.constexpr):
 @functools.cache
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Options of a launch on this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+    # AMD's GPUs are "cuda" here, too.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if not is_nvidia or torch.cuda.get_device_capability(device) < CAPABILITY:
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retrain.backends.local.learner import Learner
-from retrain.modeling.attention import PackedAttention, Scoring
+from retrain.modeling import prefix
+from retrain.modeling.attention import PackedAttention, Scoring, causal_attention
 from retrain.modeling.packing import BatchLoad, pack, split_by_tokens
 from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
 from retrain.types import Datum
@@ -74,6 +75,34 @@ def test_logprobs_and_gradients_are_those_of_whole_sequences(family: str, penalt
     ids=["plain", "window", "softcap", "both"],
 )
 def test_attention_and_its_gradients_are_those_of_prompts_repeated(scoring: Scoring) -> None:
+    check_shared_attention(scoring)
+
+
+def test_long_sequences_one_by_one_and_short_ones_together_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[list[int]] = []
+
+    def flash(
+        query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: Any, scale: float, window: int
+    ) -> Tensor:
+        lengths = [end.diff().tolist() for end in ends]
+        together.append(lengths[1])
+        parts = zip(
+            *(x.split(n) for x, n in zip((query, key, value), (*lengths, lengths[1]), strict=True)), strict=True
+        )
+        return torch.cat([
+            causal_attention(*(t.transpose(0, 1)[None] for t in part), Scoring(scale), len(part[1]) - len(part[0]))[0]
+            .transpose(0, 1) for part in parts
+        ])  # fmt: skip
+
+    for name, value in {"LONG": 8, "LENGTH_STEP": 6, "flash_attention_varlen": flash}.items():
+        monkeypatch.setattr(prefix, name, value)
+    for name in ("can_flash", "can_use_cudnn"):
+        monkeypatch.setattr(prefix, name, lambda *_: True)
+    check_shared_attention(Scoring(0.3))
+    assert together == [[3, 6], [5]]
+
+
+def check_shared_attention(scoring: Scoring) -> None:
     generator = torch.Generator().manual_seed(0)
     # Two prompts of 3 and 6 tokens, then three completions of the first and one of the second.
     spans = [

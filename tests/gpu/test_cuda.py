@@ -231,6 +231,27 @@ def test_flash_attention_over_shared_prompts_equals_padding(
         assert float(error.detach()) < 2e-2
 
 
+def test_long_sequences_by_cudnn_equal_flash_attention() -> None:
+    generator, cuda = torch.Generator("cuda").manual_seed(0), torch.device("cuda", 0)
+    spans = [TokenSpan(0, 70), TokenSpan(70, 4500, 0, 70), TokenSpan(4570, 300, 0, 70), TokenSpan(4870, 4200)]
+    query, key, value = (
+        torch.randn(1, heads, 9070, 128, device=cuda, dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for heads in (8, 2, 2)
+    )
+    slopes = torch.randn(1, 8, 9070, 128, device=cuda, dtype=torch.bfloat16, generator=generator)
+    found = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            output = SharedPrefixAttention(spans, cuda).attend(0, query, key, value, Scoring(0.1))
+            found.append((output, *torch.autograd.grad((output * slopes).sum(), (query, key, value))))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for one, other in zip(*found, strict=True):
+        error = (one.float() - other.float()).abs().max() / other.float().abs().max()
+        assert float(error.detach()) < 2e-2
+
+
 def test_in_bf16_shared_prompts_give_the_logprobs_and_gradients_of_repeated_ones(broad: Path) -> None:
     config = config_for(broad, loss__ratio_cap=0.0)
     learner = learner_for(policy_for(config, device="cuda"), config)

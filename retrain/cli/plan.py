@@ -429,7 +429,7 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
         rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])} after start-up"))
     if campaign is not None:
-        wall = f", {format_duration(campaign['seconds'])}" if campaign["seconds"] is not None else ""
+        wall = f", {format_duration(campaign['seconds'])} without start-up" if campaign["seconds"] is not None else ""
         matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))
         product = " × ".join((*matrix, plural(run["steps"], "step")))
         total = f"{product} = {plural(campaign['total_steps'], 'step')}, {plural(campaign['workers'], 'run')} at a time"

@@ -43,7 +43,8 @@ class Evaluation:
     @property
     def interval(self) -> tuple[float, float]:
         """95% confidence interval of pass@1."""
-        return wilson_interval([c / n for c, n in self._scored()])
+        scored = list(self._scored())
+        return wilson_interval([c / n for c, n in scored], sum(n for _, n in scored))
 
     def _scored(self) -> list[tuple[int, int]]:
         return [(c, n) for c, n in zip(self.correct, self.counted, strict=True) if n]
@@ -114,11 +115,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
-    """Wilson's interval for a mean of per-example rates.
+def wilson_interval(rates: Sequence[float], completions: int = 0) -> tuple[float, float]:
+    """Wilson's interval for a mean of per-example rates, of this many completions in all.
 
     Completions of one example are correlated, so the effective sample size is the one whose binomial variance equals
-    the variance between examples; with one completion per example it is the number of examples.
+    the variance between examples; with one completion per example it is the number of examples. Few examples may vary
+    less than independent completions would, by chance: the size is at most that of such completions.
     """
     count = len(rates)
     if count == 0:
@@ -127,6 +129,7 @@ def wilson_interval(rates: Sequence[float]) -> tuple[float, float]:
     spread = sum((rate - mean) ** 2 for rate in rates) / count
     # Equal rates may differ by rounding.
     size = count * (mean * (1 - mean) / spread) if spread > ROUNDING else float(count)
+    size = min(size, float(completions or size))
     centre = (mean + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
     half = Z95 / (1 + Z95**2 / size) * math.sqrt(mean * (1 - mean) / size + Z95**2 / (4 * size**2))
     # Rounding must not put the mean itself outside when it is 0 or 1.

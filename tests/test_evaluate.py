@@ -62,6 +62,12 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 0.93 < np.mean(covered) < 0.97
 
 
+def test_the_interval_is_never_narrower_than_that_of_independent_completions() -> None:
+    # 9 of 16; four problems that happen to vary little are no better than that.
+    evaluation = Evaluation(correct=(2, 2, 2, 3), counted=(4, 4, 4, 4), k=1)
+    assert evaluation.interval == pytest.approx((0.3318, 0.7690), abs=1e-4)
+
+
 def test_equal_rates_have_the_interval_of_as_many_single_samples() -> None:
     # The mean of ten thirds is not exactly a third.
     low, high = wilson_interval([1 / 3] * 10)

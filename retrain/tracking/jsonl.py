@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact_all
 from retrain.rewards.match import final_answer
+from retrain.rewards.weighted import WeightedScore
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.logs import DEBUG, EVAL_PROBLEMS, EVALS, FILES, GENERATIONS, METRICS, STEPS, replace_rows
@@ -129,6 +130,8 @@ def generation_rows(step: int, group: Group, extract: Callable[[str], str] | Non
             "num_tokens": len(completion.token_ids_T),
             "outcome": score.outcome,
         }
+        if isinstance(score, WeightedScore) and score.counts:
+            row["terms"] = dict(score.terms)
         if group.example.reference:
             row["reference"] = group.example.reference
         if extract is not None:

@@ -20,10 +20,11 @@ import pytest
 from retrain.campaign.plan import plan_runs
 from retrain.config import TrainConfig, load_config
 from retrain.errors import CheckpointError, ConfigError, MissingExtraError
+from retrain.rewards.weighted import WeightedScore
 from retrain.storage.logs import DEBUG, FILES, cut_logs, restore_logs
 from retrain.tracking import ThrottledTracker, Trackers, metric_name
 from retrain.tracking.console import ERASE, Console, step_line
-from retrain.tracking.jsonl import JsonlTracker
+from retrain.tracking.jsonl import JsonlTracker, generation_rows
 from retrain.types import Completion, Example, Group, Score, StepMetrics
 
 METRICS: StepMetrics = {
@@ -522,3 +523,12 @@ def test_debugging_writes_what_became_of_every_completion(tmp_path: Path) -> Non
 def test_without_debugging_there_is_no_such_file(tracker: JsonlTracker, tmp_path: Path) -> None:
     tracker.log(0, METRICS, [group()])
     assert not (tmp_path / DEBUG).exists()
+
+
+def test_the_terms_of_a_weighted_reward_are_logged_with_each_completion() -> None:
+    ids = np.arange(2)
+    completions = tuple(Completion(ids, ids.astype(np.float32), text, "stop") for text in ("a", "b"))
+    scores = (WeightedScore(0.7, "right", terms={"math": 1.0, "brevity": -0.3}), Score(0.0, "error", "broken"))
+    first, second = generation_rows(3, Group(Example("2+2", "4"), completions, scores))
+    assert first["terms"] == {"math": 1.0, "brevity": -0.3} and first["reward"] == 0.7
+    assert "terms" not in second

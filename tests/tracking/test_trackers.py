@@ -529,6 +529,6 @@ def test_the_terms_of_a_weighted_reward_are_logged_with_each_completion() -> Non
     ids = np.arange(2)
     completions = tuple(Completion(ids, ids.astype(np.float32), text, "stop") for text in ("a", "b"))
     scores = (WeightedScore(0.7, "right", terms={"math": 1.0, "brevity": -0.3}), Score(0.0, "error", "broken"))
-    first, second = generation_rows(3, Group(Example("2+2", "4"), completions, scores_G=scores))
+    first, second = generation_rows(3, Group(Example("2+2", "4"), ids, completions, scores))
     assert first["terms"] == {"math": 1.0, "brevity": -0.3} and first["reward"] == 0.7
     assert "terms" not in second

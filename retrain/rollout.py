@@ -271,7 +271,8 @@ class Failures:
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
             raise RolloutError(
-                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {why})."
+                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {why}); if more "
+                f"than {MAX_ERROR_RATE:.0%} fail, the run stops.  Try: retrain man --topic reward-errors"
             )
         self.has_scored = self.has_scored or any(score.counts for score in scores)
         if scores and not self.has_scored and not failed:

@@ -50,7 +50,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command; a shell loop is unrolled."""
+    """The words of each command; a shell loop is unrolled, and continued lines are joined."""
 
     def unroll(match: re.Match[str]) -> str:
         name, values, body = match.groups()
@@ -58,7 +58,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
     for block in blocks(page, "bash"):
         text = re.sub(r"for (\w+) in ([^;]+); do\n(.*?)^done$", unroll, block, flags=re.M | re.S)
-        for line in filter(None, map(str.strip, text.splitlines())):
+        for line in filter(None, map(str.strip, text.replace("\\\n", " ").splitlines())):
             words = shlex.split(line, comments=True)
             assert words[0] == "retrain", line
             yield words[1:]

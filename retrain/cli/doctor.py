@@ -28,7 +28,7 @@ from retrain.checks.preflight import (
 )
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
-from retrain.cli.train import DEFAULT_FILE, load_environment, read_config
+from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, strict_option
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options, load_with_flags, overrides_from
@@ -90,7 +90,8 @@ _KEYS = {
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: {ok, file, checks: [group, name, status, detail, fix]}."
 )
-def command(config: str | None, as_json: bool, **parameters: object) -> int:
+@strict_option
+def command(config: str | None, as_json: bool, strict: bool, **parameters: object) -> int:
     """Check that this machine has what CONFIG (default: ./retrain.toml) needs.
 
     Exits with 1 if something is missing. Without a configuration, only the installation is checked. All flags of
@@ -100,7 +101,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> int:
     loaded: TrainConfig | None = None
     overrides = overrides_from(parameters)
     if config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists():
-        path, loaded = read_config(config, parameters, as_json)
+        path, loaded = read_config(config, parameters, as_json, strict)
     else:
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None

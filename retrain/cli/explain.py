@@ -25,7 +25,7 @@ from retrain.cli.estimate import (
     runs_at_once,
     steps_per_run,
 )
-from retrain.cli.train import read_config
+from retrain.cli.train import read_config, strict_option
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options
 from retrain.config.options import all_options, options_by_path, values_of
@@ -130,7 +130,8 @@ class Explanation(TypedDict):
 @click.command("explain", short_help="Show what a configuration would do.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(config: str | None, as_json: bool, **parameters: object) -> None:
+@strict_option
+def command(config: str | None, as_json: bool, strict: bool, **parameters: object) -> None:
     """Show what CONFIG (default: ./retrain.toml) would do.
 
     All flags of training are accepted as well: see `retrain help`.
@@ -156,7 +157,7 @@ def command(config: str | None, as_json: bool, **parameters: object) -> None:
       time          step_seconds, run_seconds, from
       files         what the run writes
     """
-    path, loaded = read_config(config, parameters, as_json)
+    path, loaded = read_config(config, parameters, as_json, strict)
     data = explain(loaded, str(path))
     if as_json:
         print_json(data)

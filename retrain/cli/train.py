@@ -40,10 +40,15 @@ class _Train(click.Command):
     context_class = _Context
 
 
+strict_option = click.option(
+    "--strict", is_flag=True, help="Treat options that are set but not used as errors instead of notes."
+)
+
+
 @click.command("retrain", cls=_Train, short_help="Train.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
 @click.option("--force-resume", is_flag=True, help="Resume even if the configuration differs from that of the run.")
-@click.option("--strict", is_flag=True, help="Treat options that are set but not used as errors instead of notes.")
+@strict_option
 def command(config: str | None, force_resume: bool, strict: bool, **parameters: object) -> int:
     """Train from CONFIG (default: ./retrain.toml)."""
     rank_info = find_rank_info()

@@ -281,3 +281,10 @@ def test_a_student_is_named_and_looked_for(capsys: pytest.CaptureFixture[str]) -
     assert _explain(capsys)["blockers"] == []
     _write('[algorithm]\nadvantage_mode = "grpo"\n[teaching]\nenabled = true\n')
     assert _explain(capsys)["problems"].endswith("answered by the base model with the adapter off")
+
+
+@pytest.mark.parametrize("command", ["explain", "doctor"])
+def test_strict_makes_unused_options_errors(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "unused.toml").write_text('[reward]\ntype = "match"\ncustom_module = "mine"\n')
+    assert run([command, str(tmp_path / "unused.toml"), "--strict"]) == 2
+    assert "[reward] custom_module is not used" in capsys.readouterr().err

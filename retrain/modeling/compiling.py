@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,8 +25,6 @@ from retrain.types import Datum
 # Two sizes, so that the number of tokens is dynamic; the second is large enough for kernels that suit real batches.
 WARM_UP_TOKENS = (1536, 2304)
 WARM_UP_LENGTH = 256
-# Seconds after which a thread gives up the interpreter lock while the compiler is imported.
-SWITCH_INTERVAL = 0.0002
 
 
 def start_compiler() -> None:
@@ -35,17 +32,7 @@ def start_compiler() -> None:
     _keep_cache()
     # The default, one per CPU, would leave none to this process while they start.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
-    threading.Thread(target=_import_compiler, name="retrain-compiler", daemon=True).start()
-
-
-def _import_compiler() -> None:
-    # Importing holds the interpreter lock. Loading weights gives it up for every tensor, and would wait 5 ms each time.
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
-        start_compile_workers()
-    finally:
-        sys.setswitchinterval(usual)
+    threading.Thread(target=start_compile_workers, name="retrain-compiler", daemon=True).start()
 
 
 def _keep_cache() -> None:

@@ -57,7 +57,9 @@ class SharedPrefixAttention:
         self.device = device
         self.prefix_index = _PrefixIndex.plan(spans, device) if any(span.prefix for span in spans) else None
         self.row = _Run.of(spans, device)
-        self.runs = [_Run.of(run, device) for run in _long_spans_apart(spans)]
+        is_long = any(span.seen >= LONG for span in spans)
+        self.runs = [_Run.of(run, device) for run in _long_spans_apart(spans)] if is_long else []
+        """The same spans, long ones apart; empty where none is long."""
         self._padding: _Padding | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -69,10 +71,10 @@ class SharedPrefixAttention:
             k, v = (GatherPrefix.apply(tensor, self.prefix_index) for tensor in (k, v))  # type: ignore[no-untyped-call]
         if not can_flash(q, scoring):
             output = self._padded(q, k, v, scoring)
-        elif not can_use_cudnn(q, scoring):
-            output = self.row.flash(q, k, v, scoring)
-        else:
+        elif self.runs and can_use_cudnn(q, scoring):
             output = self._by_length(q, k, v, scoring)
+        else:
+            output = self.row.flash(q, k, v, scoring)
         return output.transpose(0, 1).unsqueeze(0)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

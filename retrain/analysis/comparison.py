@@ -217,7 +217,10 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
         reach = f"in 5% of cases, two runs of one condition differ by more than {floor.single_runs:.4f}."
         if report.metric in RATES and floor.single_runs == 1.0:
             reach = "there are too few seeds to say how much two runs of one condition may differ."
-        lines.append(f"Noise floor: the standard deviation between seeds is {floor.standard_deviation:.4f}; {reach}")
+        spread = f"the standard deviation between seeds is {floor.standard_deviation:.4f}; {reach}"
+        if floor.standard_deviation == 0.0:
+            spread = "unknown, since all seeds of a condition gave the same value."
+        lines.append(f"Noise floor: {spread}")
     return [*lines, *(f"Note: {note}" for note in report.notes)]
 
 

@@ -76,6 +76,12 @@ def worst(checks: Sequence[Check]) -> Check | None:
     return max(bad, key=lambda check: SEVERITY[check.level]) if bad else None
 
 
+def overall(checks: Sequence[Check]) -> str:
+    """A word for checks of which none is bad."""
+    unknown = sum(check.level == "unknown" for check in checks)
+    return "-" if not checks else "too early" if unknown > len(checks) // 2 else "ok"
+
+
 def summary(checks: Sequence[Check]) -> str:
     """The checks that are not ok, in one line; empty if there are none."""
     bad = sorted(checks, key=lambda check: -SEVERITY[check.level])

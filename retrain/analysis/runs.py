@@ -82,7 +82,7 @@ def find_runs(
         if other is not run:
             raise ConfigError(
                 f"{other.path} and {run.path} are the same run: {run.condition} with seed {run.seed}.  "
-                "Try: leave one out"
+                f"Try: leave one out, or compare the two line by line: retrain diff {other.path} {run.path}"
             )
     return runs
 

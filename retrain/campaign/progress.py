@@ -46,7 +46,7 @@ class RunProgress:
     turns: int = 1
     """Number of running runs that share one model, including this one."""
     elapsed_seconds: float = 0.0
-    """Run time over all attempts, as recorded by the campaign."""
+    """Run time over all attempts, as recorded by the campaign; 0 for a run that belongs to none."""
     attempts: int = 1
     health: tuple[Check, ...] = ()
     """Checks of the beginning and the end of its logs."""

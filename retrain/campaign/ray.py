@@ -19,15 +19,14 @@ from typing import Any
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, RunExit, RunProcess, has_checkpoint, prepare_folder, read_error
 from retrain.config import dump_config, load_config
-from retrain.errors import ConfigError, MissingExtraError
+from retrain.errors import ConfigError
+from retrain.runtime.packages import missing
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 
 try:
     import ray
 except ImportError as error:
-    raise MissingExtraError(
-        '[campaign] executor = "ray" needs the package ray, which is not installed.  Try: pip install -e ".[ray]"'
-    ) from error
+    raise missing("ray", '[campaign] executor = "ray"') from error
 
 # How many times a run may lose its machine before it counts as failed.
 MAX_LOSSES = 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrain.analysis.health import worst
+from retrain.analysis.health import overall, worst
 from retrain.campaign.progress import RunProgress
 from retrain.runtime.text import plural
 from retrain.tracking.console import PLAIN_EVERY_S
@@ -104,7 +104,7 @@ def cells(run: RunProgress) -> tuple[str, ...]:
         format_seconds(run.eta_seconds) if run.status == "running" else "-",
         format_rate(run.correct_rate),
         format_rate(run.held_out),
-        bad.name if bad else "ok" if run.health else "-",
+        bad.name if bad else overall(run.health),
         format_seconds(run.quiet_seconds) if run.quiet_seconds is not None else "-",
     )
 

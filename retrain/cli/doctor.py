@@ -243,7 +243,7 @@ def _check_model(config: TrainConfig, name: str, what: str = "model", where: str
         fix = f"HF_HUB_OFFLINE=0 hf download {name}"
         return Check("files", what, "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)
     if not hub_answers():
-        fix = f"download it elsewhere and set {where} to its folder"
+        fix = f"download it elsewhere and set {where} to its folder, or to builtin:tiny for a first try"
         return Check("files", what, "missing", f"{name} is not in the cache and {hub_url()} cannot be reached", fix)
     return Check("files", what, "warning", f"{name} is not in the cache; the run downloads it", f"hf download {name}")
 

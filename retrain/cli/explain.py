@@ -41,6 +41,7 @@ _FOUND = {
     "download": "not on this machine; it will be downloaded",
     "missing": "MISSING",
 }
+_DEVICES = {"auto": "a GPU, or the CPU where there is none"}
 _RUN_FILES = (
     "config.toml",
     "metrics.jsonl",
@@ -391,7 +392,7 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
         ("trainable", trainable),
         ("tasks", data["problems"] or ""),
         ("engine", f"{engine['name']}{' at ' + engine['url'] if engine['url'] else ''}"),
-        ("backend", f"{engine['backend']} on {engine['devices']}"),
+        ("backend", f"{engine['backend']} on {_DEVICES.get(engine['devices'], engine['devices'])}"),
         ("completions", f"{step['completions']:,} per step ({plural(step['prompts'], 'prompt')})"),
         ("tokens", f"at most {step['max_tokens']:,} sampled per step"),
         ("time", duration),

@@ -11,6 +11,7 @@ import click
 
 from retrain.cli.console import announce_if_slow
 from retrain.errors import ConfigError
+from retrain.runtime.packages import missing
 from retrain.storage.checkpoint import explain_write_error
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def check_paths(file: Path, folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and was not changed.  Try: another folder")
     if find_spec("gguf") is None:
-        raise ConfigError('reading GGUF files requires the package gguf.  Try: pip install -e ".[gguf]"')
+        raise missing("gguf", "reading GGUF files")
 
 
 def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -17,7 +17,8 @@ from pydantic import Field
 from retrain.data import Lazy
 from retrain.environments import Chat, Log, Message, Outcome
 from retrain.environments.args import Args, read_args
-from retrain.errors import ConfigError, MissingExtraError
+from retrain.errors import ConfigError
+from retrain.runtime.packages import missing
 from retrain.types import Example, JsonObject
 
 if TYPE_CHECKING:
@@ -141,10 +142,7 @@ def _import_package() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
-        raise MissingExtraError(
-            '[environment] provider = "reasoning_gym" needs the package reasoning-gym, which is not installed.  '
-            'Try: pip install -e ".[reasoning-gym]"'
-        ) from error
+        raise missing("reasoning-gym", '[environment] provider = "reasoning_gym"') from error
     return reasoning_gym
 
 

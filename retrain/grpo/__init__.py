@@ -6,8 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from retrain.errors import MissingExtraError
-from retrain.grpo.settings import INSTALL
+from retrain.runtime.packages import missing
 from retrain.runtime.threads import limit_openmp_spinning
 
 if TYPE_CHECKING:
@@ -30,5 +29,5 @@ def __getattr__(name: str) -> Any:
     try:
         import_module("trl")
     except ImportError as error:
-        raise MissingExtraError(f"retrain.grpo needs the package trl, which is not installed.  {INSTALL}") from error
+        raise missing("trl", "retrain.grpo") from error
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrain.errors import ConfigError, MissingExtraError
-from retrain.grpo.settings import INSTALL
+from retrain.errors import ConfigError
+from retrain.runtime.packages import missing
 
 try:
     from hydra import compose, initialize_config_dir
@@ -21,7 +21,7 @@ try:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 except ImportError as error:
-    raise MissingExtraError(f"retrain grpo needs the package hydra-core, which is not installed.  {INSTALL}") from error
+    raise missing("hydra-core", "retrain grpo") from error
 
 PACKAGES = ("model", "data", "trainer", "run")
 """Groups and the run itself; later ones override earlier ones."""

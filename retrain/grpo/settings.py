@@ -17,12 +17,12 @@ from annotated_types import Ge, Le
 from packaging.version import Version
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from retrain.errors import ConfigError, ConfigIssue, MissingExtraError
+from retrain.errors import ConfigError, ConfigIssue
 from retrain.plugins import REGISTRIES, import_path
+from retrain.runtime.packages import missing
 
 TESTED = ("1.16", "1.17")
 """From the first of these TRL versions up to, but not including, the second."""
-INSTALL = 'Try: pip install -e ".[grpo]"'
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
@@ -120,7 +120,7 @@ def read_arguments(kind: str) -> dict[str, Any]:
         if not is_tested(version("trl")):
             return get_type_hints(import_path(CLASSES[kind], "trainer"), include_extras=True)
     except PackageNotFoundError as error:
-        raise MissingExtraError(f"retrain.grpo needs the package trl, which is not installed.  {INSTALL}") from error
+        raise missing("trl", "retrain.grpo") from error
     names, found = Names(globals()), {}
     for package, file in reversed(DECLARATIONS[kind]):
         (folder,) = find_spec(package).submodule_search_locations  # type: ignore[union-attr, misc]

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from retrain.errors import MissingExtraError
 from retrain.modeling.causal_lm import CausalLM, module_of
-from retrain.runtime.packages import install_command
+from retrain.runtime.packages import missing
 
 PACKAGE = "bitsandbytes"
 # Weights per scale in 4 bits.
@@ -139,8 +138,7 @@ def require_package() -> None:
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
-        needed = f'[model] quantization = "nf4" needs the package {PACKAGE}, which is not installed.'
-        raise MissingExtraError(f"{needed}  Try: {install_command(PACKAGE)}") from error
+        raise missing(PACKAGE, '[model] quantization = "nf4"') from error
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLinear]:

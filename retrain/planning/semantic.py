@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retrain.errors import ConfigError, MissingExtraError
+from retrain.errors import ConfigError
 from retrain.planning.spans import Span, join_tokens, mark_spans
+from retrain.runtime.packages import missing
 from retrain.types import BoolArray
 
 if TYPE_CHECKING:
@@ -113,10 +114,7 @@ def load_encoder(model: str) -> Encoder:
     try:
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415 - an optional extra, slow to import
     except ImportError as error:
-        raise MissingExtraError(
-            '[planning] detector = "semantic" needs the package sentence-transformers, which is not installed.  '
-            'Try: pip install -e ".[semantic]"'
-        ) from error
+        raise missing("sentence-transformers", '[planning] detector = "semantic"') from error
     try:
         encoder = SentenceTransformer(resolve_model(model))
     except Exception as error:

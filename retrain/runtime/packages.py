@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from retrain.errors import MissingExtraError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
@@ -61,10 +67,27 @@ def _satisfies(found: str, wanted: str) -> bool:
         return True
 
 
+def _source() -> str:
+    """The folder that retrain was installed from, seen from here."""
+    try:
+        origin = json.loads(distribution("retrain").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    folder = url2pathname(urlsplit(origin.get("url", "")).path)
+    return "." if not Path(folder, "pyproject.toml").is_file() or Path(folder).samefile(".") else folder
+
+
 def install_command(name: str) -> str:
     """The command that installs a package: the extra that it belongs to, else the package into the current Python."""
     declared = requirements().get(name)
     if declared is not None and declared.extra:
-        return f'pip install -e ".[{declared.extra}]"'
+        return f'pip install -e "{_source()}[{declared.extra}]"'
     python = "python" if shutil.which("python") == sys.executable else sys.executable
     return f"{shlex.quote(python)} -m pip install {shlex.quote(declared.text if declared is not None else name)}"
+
+
+def missing(package: str, what: str) -> MissingExtraError:
+    """The error that `what` needs a package, with the command that installs it."""
+    return MissingExtraError(
+        f"{what} needs the package {package}, which is not installed.  Try: {install_command(package)}"
+    )

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config import TrainConfig
-from retrain.errors import ConfigError, MissingExtraError
+from retrain.errors import ConfigError
+from retrain.runtime.packages import missing
 from retrain.tracking import completions_table, metric_name
 from retrain.types import Group, JsonObject, StepMetrics
 
 try:
     import trackio
 except ImportError as error:
-    raise MissingExtraError(
-        '[logging] trackio_project needs the package trackio, which is not installed.  Try: pip install -e ".[trackio]"'
-    ) from error
+    raise missing("trackio", "[logging] trackio_project") from error
 
 NAME_FILE = "trackio_run_name"
 

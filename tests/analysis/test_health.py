@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from retrain.analysis.health import METRIC_KEYS, Check, check_health, help_line, summary, worst
+from retrain.analysis.health import METRIC_KEYS, Check, check_health, help_line, overall, summary, worst
 
 HEALTHY: dict[str, Any] = {
     "mean_reward": 0.2,
@@ -102,6 +102,11 @@ def test_a_run_shorter_than_the_window_is_no_alarm_unless_its_numbers_are_wrong(
     assert (early.value, early.step) == ("50% of completions, fewer than 10 steps", None)
     broken = check_health(steps(3, 0, reward_errors=8, ratio_mean=1.5))
     assert help_line(broken) == "Causes and fixes: retrain man --topic mismatch (also: reward-errors)"
+
+
+def test_nothing_is_ok_before_most_checks_can_be_made() -> None:
+    assert [overall(check_health(steps(count))) for count in (4, 12, 40)] == ["too early", "ok", "ok"]
+    assert overall([]) == "-"
 
 
 def test_held_out_results_decide_about_learning() -> None:

@@ -239,7 +239,8 @@ def test_what_cannot_be_compared_is_rejected(
     assert "named twice" in refusal(capsys, one, one)
     assert "only one condition" in refusal(capsys, one)
     copy = write_run(tmp_path / "copy", [0.1], training__seed=1, training__lr=4e-5)
-    assert "are the same run" in refusal(capsys, one, copy)
+    text = refusal(capsys, one, copy)
+    assert "are the same run" in text and f"retrain diff {one} {copy}" in text
     message = refusal(capsys, campaign, "--metric", "correct_rat")
     assert "no step in common with a correct_rat" in message and "correct_rate, loss" in message
     assert "no condition 'x'" in refusal(capsys, campaign, "--baseline", "x")

@@ -114,7 +114,7 @@ def test_a_missing_package_comes_with_the_command_that_installs_it(
     _write('[backend]\ndevices = "cpu"\n[planning]\ndetector = "semantic"\n')
     code, checks = _examine(capsys)
     assert code == 1
-    assert checks["sentence-transformers"]["fix"] == 'pip install -e ".[semantic]"'
+    assert checks["sentence-transformers"]["fix"].endswith('[semantic]"')
 
 
 def test_a_package_that_is_not_needed_is_not_missed(

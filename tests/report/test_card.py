@@ -60,5 +60,5 @@ def test_without_matplotlib_the_flag_that_does_without_it_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["card", str(write_run(tmp_path / "one", 1))]) == 2
-    assert 'Try: pip install -e ".[plots]", or --no-plots' in capsys.readouterr().err
+    assert '[plots]", or --no-plots' in capsys.readouterr().err
     assert not (tmp_path / "one" / "card").exists()

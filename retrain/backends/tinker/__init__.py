@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from retrain.backends import Backend
 from retrain.config import TrainConfig
-from retrain.errors import MissingExtraError
 from retrain.inference_engine import Progress
 from retrain.modeling.tokens import Tokenizer
+from retrain.runtime.packages import missing
 
 __all__ = ["build", "require_sdk"]
 
@@ -25,6 +25,4 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
 def require_sdk(what: str) -> None:
     """Raise if the SDK, which `what` requires, is not installed."""
     if importlib.util.find_spec("tinker") is None:
-        raise MissingExtraError(
-            f'{what} needs the package tinker, which is not installed.  Try: pip install -e ".[tinker]"'
-        )
+        raise missing("tinker", what)

@@ -98,7 +98,9 @@ def _(stored: Tensor, dtype: torch.dtype) -> Tensor:
 def _multiply(inputs: Tensor, stored: Tensor, scales: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
     if stored.dtype == torch.int8:
         # Integers up to 127 are exact in bf16, so outputs are scaled instead of the matrix.
-        outputs = (F.linear(inputs, stored.to(inputs.dtype)) * scales).to(inputs.dtype)
+        outputs = F.linear(inputs, stored.to(inputs.dtype)) * scales
+        # Not without need: compiled by torch 2.11, a conversion that changes nothing loses the gradient.
+        outputs = outputs if outputs.dtype == inputs.dtype else outputs.to(inputs.dtype)
         return outputs if bias is None else outputs + bias
     # One kernel for a few rows on a GPU; more rows, and CPUs, dequantize the matrix first.
     product: Tensor = torch.ops.bitsandbytes.gemm_4bit(inputs, stored, shape, scales, BLOCK, "nf4", bias=bias)

@@ -3,18 +3,21 @@
 Every forward pass has an attention object: over packed sequences for training and prefill, over a KV cache for
 decoding. Layers, norms and rotary embeddings are those of Hugging Face.
 
-A model that is trained gets it as an argument (`model(..., attend=...)`), and compiled layers are interrupted for it. A
-model that is only sampled from gets it from `attending`, and calls it through an operator that the compiler treats as a
-black box: a layer is then one compiled graph, for prompts and for single tokens alike.
+A model that is only sampled from gets it from `attending`, and calls it through an operator that the compiler treats as
+a black box: a layer is then one compiled graph, for prompts and for single tokens alike. A model that is trained gets
+it as an argument, `model(..., attend=...)`: either the handle of an attention that has a backward pass, which is an
+operator, too, or any other attention, for which compiled layers are interrupted.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +48,41 @@ class Attention(Protocol):
         ...
 
 
+class FusedAttention(Protocol):
+    """Attention over a packed row, with a backward pass. Tensors are (tokens, heads, head size)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """The attention output, and the log-sum-exp of the scores, (heads, tokens)."""
+        ...
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of queries, keys and values."""
+        ...
+
+
+_fused: WeakValueDictionary[int, FusedAttention] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(attention: FusedAttention) -> Tensor:
+    """A tensor that stands for an attention in compiled code, and keeps it until the backward pass is done."""
+    number = next(_numbers)
+    _fused[number] = attention
+    handle = torch.tensor(number)
+    handle.attention = attention  # type: ignore[attr-defined]
+    return handle
+
+
 def register() -> None:
     """Register both implementations with transformers; idempotent.
 
     There is deliberately no entry in the mask registry: transformers then builds no mask, which would be quadratic in
     the packed length. The attention object does the masking.
     """
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(attention_forward))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionInterface.register(SAMPLING_NAME, sampling_attention_forward)
 
 
@@ -62,7 +93,7 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attend: Attention,
+    attend: Attention | Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -70,9 +101,76 @@ def attention_forward(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, by the `attend` of this forward pass."""
-    scoring = Scoring(_scale(query, scaling, s_aux), sliding_window, softcap)
-    output = attend.attend(int(module.layer_idx), query, key, value, scoring)  # type: ignore[arg-type]
-    return output.transpose(1, 2), None
+    scale = _scale(query, scaling, s_aux)
+    if isinstance(attend, Tensor):
+        return attend_packed(query, key, value, attend, scale, sliding_window)[0], None
+    return _attend_by_object(module, query, key, value, attend, scale, sliding_window, softcap), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_by_object(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Attention, scale: float, window: int | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    scoring = Scoring(scale, window, softcap)
+    return attend.attend(int(module.layer_idx), query, key, value, scoring).transpose(1, 2)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("retrain::attend_packed", mutates_args=())
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, handle: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by the object of a handle: (1, tokens, heads, head size), and the log-sum-exp of the scores."""
+    output, logsumexp = _fused[int(handle)].forward(*_rows(query, key, value), Scoring(scale, window))
+    return output[None], logsumexp
+
+
+@attend_packed.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, handle: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, _ = query.shape
+    output = query.new_empty(batch, tokens, heads, value.shape[-1])
+    return output, query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("retrain::attend_packed_backward", mutates_args=())
+def _attend_packed_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, handle: Tensor,
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = _rows(query, key, value)
+    found = _fused[int(handle)].backward(gradient[0], *rows, output[0], logsumexp, Scoring(scale, window))
+    dq, dk, dv = (part.contiguous().transpose(0, 1)[None] for part in found)
+    return dq, dk, dv
+
+
+@_attend_packed_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, handle: Tensor,
+    scale: float, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (part.new_empty(part.transpose(1, 2).shape).transpose(1, 2) for part in (query, key, value))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale, window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, tensors[3])
+    ctx.scale, ctx.window = scale, window
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = _attend_packed_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.window)
+    return dq, dk, dv, None, None, None
+
+
+attend_packed.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(1, heads, tokens, head size) to (tokens, heads, head size)."""
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
 def sampling_attention_forward(

@@ -18,6 +18,7 @@ from retrain.modeling.torch_internals import (
     is_compiled,
     raise_recompile_limit,
     start_compile_workers,
+    varying,
 )
 from retrain.modeling.transformers_internals import compilable_layers
 from retrain.types import Datum
@@ -25,6 +26,8 @@ from retrain.types import Datum
 # Two sizes, so that the number of tokens is dynamic; the second is large enough for kernels that suit real batches.
 WARM_UP_TOKENS = (1536, 2304)
 WARM_UP_LENGTH = 256
+# The dimension of a layer's inputs that counts tokens: a batch is packed into one row.
+TOKENS = 1
 
 
 def start_compiler() -> None:
@@ -45,8 +48,8 @@ def compile_layers(causal_lm: CausalLM, is_sampled: bool = False) -> None:
 
     Those that are sampled from launch their short kernels early; see `launching` of the engine.
 
-    The first shape is taken as fixed; a second one shows which sizes are dynamic, and everything is compiled again. See
-    `traced_only`.
+    Without `varying_tokens`, the first shape is taken as fixed; a second one shows which sizes are dynamic, and
+    everything is compiled again. See `traced_only`.
     """
     _keep_cache()
     raise_recompile_limit()
@@ -55,6 +58,19 @@ def compile_layers(causal_lm: CausalLM, is_sampled: bool = False) -> None:
         # Runs that share a model call this repeatedly; compiling again would discard the result.
         if not is_compiled(layer):
             layer.compile(options=options or None)
+
+
+@contextmanager
+def varying_tokens(causal_lm: CausalLM) -> Iterator[None]:
+    """Tell the compiler that the number of tokens varies, while it sees its first batch.
+
+    Not for layers that are interrupted: the tensors that enter the rest of a layer are not known here.
+    """
+    with ExitStack() as stack:
+        for layer in compilable_layers(module_of(causal_lm)):
+            if is_compiled(layer):
+                stack.enter_context(varying(layer, TOKENS))
+        yield
 
 
 @contextmanager

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.modeling.attention import Attention, PackedAttention
+from retrain.modeling.attention import Attention, PackedAttention, handle_of
 from retrain.modeling.determinism import gather_rows
 from retrain.modeling.logprobs import History, token_logprobs
 from retrain.modeling.policy import Policy
-from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
+from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan, takes_uneven_lengths
 from retrain.types import Datum, FloatArray, IntArray, Sampling
 
-# Minimum share of a micro-batch's tokens that prompt sharing must save to be worth copying keys.
-MIN_SHARED = 0.02
+# Minimum share of a micro-batch's tokens that prompt sharing must save to be worth copying keys, and doing without
+# cuDNN's attention.
+MIN_SHARED = 0.05
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,9 @@ def packed_logprobs(policy: Policy, packed: MicroBatch, sampling: Sampling) -> T
 
 def predicting_states(policy: Policy, packed: MicroBatch) -> Tensor:
     """The hidden state before each completion token of a micro-batch."""
-    hidden = policy.hidden(packed.token_ids, packed.positions, packed.attend)[0]
+    attend: Attention | Tensor = packed.attend
+    if isinstance(attend, SharedPrefixAttention) and takes_uneven_lengths(policy):
+        attend = handle_of(attend)
+    hidden = policy.hidden(packed.token_ids, packed.positions, attend)[0]
     # One state, the last of a shared prompt, predicts the first token of all its completions.
     return gather_rows(hidden, packed.predicting)

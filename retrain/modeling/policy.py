@@ -73,6 +73,9 @@ class Policy:
         self.logits_divisor: float | None = settings.get("logits_scaling")
         self.logits_factor: float | None = settings.get("logit_scale")
         self.logits_cap: float | None = settings.get("final_logit_softcapping")
+        self.attention_cap: float | None = settings.get("attn_logit_softcapping") or None
+        shape = self.causal_lm.config.get_text_config()
+        self.head_size = int(settings.get("head_dim") or shape.hidden_size // shape.num_attention_heads)
 
     @property
     def peft(self) -> Any:
@@ -87,10 +90,9 @@ class Policy:
         values = settings.to_dict()
         # Some families name neither: every head then has its own keys, and heads split the width.
         heads = values.get("num_key_value_heads") or settings.num_attention_heads
-        size = values.get("head_dim") or settings.hidden_size // settings.num_attention_heads
-        return 2 * self.layers * int(heads) * int(size) * self.dtype.itemsize
+        return 2 * self.layers * int(heads) * self.head_size * self.dtype.itemsize
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attention | Tensor) -> Tensor:
         """Last hidden states of a (batch, tokens) input."""
         if self.attention_fallback_reason:
             assert isinstance(attend, PackedAttention), "the model's own attention takes packed sequences only"
@@ -148,7 +150,7 @@ class Policy:
             tensor.copy_(state[name])
 
 
-def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, **more: Attention) -> Tensor:
+def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, **more: Attention | Tensor) -> Tensor:
     """Run the backbone with our attention."""
     inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
     return causal_lm.base_model(**inputs, **more).last_hidden_state

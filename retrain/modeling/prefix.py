@@ -17,17 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retrain.modeling.attention import Scoring, causal_attention
+from retrain.modeling.attention import Scoring, attend_packed, causal_attention, handle_of
 from retrain.modeling.determinism import sum_by_row
 from retrain.modeling.policy import Policy
-from retrain.modeling.torch_internals import flash_attention_varlen
+from retrain.modeling.torch_internals import CudnnAttention, FlashAttention, has_cudnn_attention
 
 # Largest head size of flash attention; sizes are multiples of 8.
 _MAX_FLASH_HEAD = 256
 _MAX_CUDNN_HEAD = 128
 # From this length on, cuDNN's attention is faster (H200: twice as fast at 9,000 tokens), and lengths that it sees.
-LONG = 4096
+LONG = 2048
 LENGTH_STEP = 512
+HUGE = 1e30
 
 
 @dataclass(frozen=True)
@@ -48,44 +49,64 @@ class TokenSpan:
 class SharedPrefixAttention:
     """Causal attention of each span over its prefix and itself. Spans are contiguous and fill the row.
 
-    Flash attention takes spans of any length; for long ones, cuDNN's is faster. Elsewhere, spans with prefixes of equal
-    length are padded on the right for this operation.
+    On a GPU, flash attention takes spans of any length; for long ones, cuDNN's is faster. Elsewhere, spans with
+    prefixes of equal length are padded on the right for this operation.
     """
 
     def __init__(self, spans: Sequence[TokenSpan], device: torch.device) -> None:
         self.spans = spans
         self.device = device
         self.prefix_index = _PrefixIndex.plan(spans, device) if any(span.prefix for span in spans) else None
-        self.row = _Run.of(spans, device)
-        is_long = any(span.seen >= LONG for span in spans)
-        self.runs = [_Run.of(run, device) for run in _long_spans_apart(spans)] if is_long else []
-        """The same spans, long ones apart; empty where none is long."""
+        self.queries = _Sequences.of([span.length for span in spans], device)
+        self.keys = _Sequences.of([span.seen for span in spans], device)
+        has_runs = self.prefix_index is None and self.keys.longest >= LONG
+        self.runs = [_Run.of(run, device) for run in _long_spans_apart(spans)] if has_runs else []
+        """The same spans, long ones apart; empty where none is long, or some have a prefix."""
         self._padding: _Padding | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention output of one layer; tensors are (1, heads, tokens, head size)."""
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        if len(self.spans) == 1 and not can_flash(q, scoring):
+        if can_flash(query, scoring):
+            output: Tensor = attend_packed(query, key, value, handle_of(self), scoring.scale, scoring.window)[0]
+            return output.transpose(1, 2)
+        if len(self.spans) == 1:
             return causal_attention(query, key, value, scoring)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if self.prefix_index is not None:
             k, v = (GatherPrefix.apply(tensor, self.prefix_index) for tensor in (k, v))  # type: ignore[no-untyped-call]
-        if not can_flash(q, scoring):
-            output = self._padded(q, k, v, scoring)
-        elif self.runs and can_use_cudnn(q, scoring):
-            output = self._by_length(q, k, v, scoring)
-        else:
-            output = self.row.flash(q, k, v, scoring)
-        return output.transpose(0, 1).unsqueeze(0)
+        return self._padded(q, k, v, scoring).transpose(0, 1).unsqueeze(0)
 
-    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Long spans one by one, the others together."""
-        queries, keys = [run.queries for run in self.runs], [run.keys for run in self.runs]
-        sizes = (query, queries), (key, keys), (value, keys)
-        parts = zip(self.runs, *(torch.split(tensor, part) for tensor, part in sizes), strict=True)
-        return torch.cat([
-            run.cudnn(query, q, k, v, scoring) if run.is_long else run.flash(q, k, v, scoring)
-            for run, q, k, v in parts
-        ])  # fmt: skip
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Attention output of one layer on a GPU, and the log-sum-exp of its scores."""
+        if self.runs and can_use_cudnn(query, scoring):
+            outputs, sums = zip(*(run.forward(query, key, value, scoring) for run in self.runs), strict=True)
+            return torch.cat(outputs), torch.cat(sums, 1)
+        return self._flash(scoring).forward(query, *self._gathered(key, value))
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Its gradients."""
+        if self.runs and can_use_cudnn(query, scoring):
+            parts = (run.backward(gradient, query, key, value, output, logsumexp, scoring) for run in self.runs)
+            dq, dk, dv = map(torch.cat, zip(*parts, strict=True))
+            return dq, dk, dv
+        gathered = self._gathered(key, value)
+        dq, dk, dv = self._flash(scoring).backward(gradient, query, *gathered, output, logsumexp)
+        if self.prefix_index is not None:
+            dk, dv = self.prefix_index.summed(dk), self.prefix_index.summed(dv)
+        return dq, dk, dv
+
+    def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.prefix_index is None:
+            return key, value
+        return key.index_select(0, self.prefix_index.index), value.index_select(0, self.prefix_index.index)
+
+    def _flash(self, scoring: Scoring) -> FlashAttention:
+        longest = self.queries.longest, self.keys.longest
+        window = -1 if scoring.window is None or scoring.window >= longest[1] else scoring.window - 1
+        return FlashAttention((self.queries.ends, self.keys.ends), longest, scoring.scale, window)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         self._padding = self._padding or _Padding.plan(self.spans, self.device)
@@ -94,78 +115,108 @@ class SharedPrefixAttention:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Consecutive spans, for one call of an attention kernel."""
+class _Sequences:
+    """Sequences of a packed row: where each ends, after a 0, and the longest."""
 
-    spans: Sequence[TokenSpan]
-    ends: tuple[Tensor, Tensor]
-    """Of the queries and the keys of each span."""
+    ends: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> _Sequences:
+        return cls(torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device), max(lengths))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A long span by itself, or consecutive shorter ones, without prefixes."""
+
+    start: int
+    sequences: _Sequences
+    tokens: int
 
     @classmethod
     def of(cls, spans: Sequence[TokenSpan], device: torch.device) -> _Run:
-        lengths = [span.length for span in spans], [span.seen for span in spans]
-        queries, keys = (torch.tensor(np.cumsum([0, *n]), dtype=torch.int32, device=device) for n in lengths)
-        return cls(spans, (queries, keys))
-
-    @property
-    def queries(self) -> int:
-        return sum(span.length for span in self.spans)
-
-    @property
-    def keys(self) -> int:
-        return sum(span.seen for span in self.spans)
+        lengths = [span.length for span in spans]
+        return cls(spans[0].start, _Sequences.of(lengths, device), sum(lengths))
 
     @property
     def is_long(self) -> bool:
-        return self.spans[0].seen >= LONG
+        return self.sequences.longest >= LONG
 
-    def flash(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Queries are aligned with the end of their keys, as `is_causal` means here."""
-        longest = max(span.length for span in self.spans), max(span.seen for span in self.spans)
-        window = -1 if scoring.window is None or scoring.window >= longest[1] else scoring.window - 1
-        return flash_attention_varlen(query, key, value, self.ends, longest, scoring.scale, window)
+    @property
+    def padded(self) -> int:
+        """Tokens that cuDNN sees: it plans its kernels for each length, in 0.1 s."""
+        return self.tokens + -self.tokens % LENGTH_STEP
 
-    def cudnn(self, row: Tensor, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """One long span. Its padding is never visible: cuDNN plans its kernels anew, in 0.1 s, for every length."""
-        (span,) = self.spans
-        before = row[span.prefix_start : span.prefix_start + span.prefix].detach()
-        padding = (0, 0, 0, 0, 0, -span.seen % LENGTH_STEP)
-        q, k, v = (F.pad(part, padding).transpose(0, 1)[None] for part in (torch.cat([before, query]), key, value))
-        return causal_attention(q, k, v, scoring)[0, :, span.prefix : span.seen].transpose(0, 1)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of these spans, from tensors of the whole row."""
+        if not self.is_long:
+            return self._flash(scoring).forward(*map(self._own, (query, key, value)))
+        output, logsumexp = CudnnAttention(scoring.scale).forward(*map(self._with_padding, (query, key, value)))
+        return output[: self.tokens], logsumexp[:, : self.tokens]
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Their gradients."""
+        own, sums = self._own(gradient), logsumexp[:, self.start : self.start + self.tokens]
+        if not self.is_long:
+            q, k, v, out = map(self._own, (query, key, value, output))
+            return self._flash(scoring).backward(own, q, k, v, out, sums.contiguous())
+        # Tokens of the padding have no gradient. With this log-sum-exp their weights are 0 and do not overflow.
+        own = F.pad(own, (0, 0, 0, 0, 0, self.padded - self.tokens))
+        sums = F.pad(sums, (0, self.padded - self.tokens), value=HUGE)
+        q, k, v, out = map(self._with_padding, (query, key, value, output))
+        dq, dk, dv = CudnnAttention(scoring.scale).backward(own, q, k, v, out, sums)
+        return dq[: self.tokens], dk[: self.tokens], dv[: self.tokens]
+
+    def _flash(self, scoring: Scoring) -> FlashAttention:
+        ends, longest = self.sequences.ends, self.sequences.longest
+        return FlashAttention((ends, ends), (longest, longest), scoring.scale, -1)
+
+    def _own(self, row: Tensor) -> Tensor:
+        return row[self.start : self.start + self.tokens]
+
+    def _with_padding(self, row: Tensor) -> Tensor:
+        """Causal attention does not see what follows, so the padding is the next tokens of the row."""
+        part = row[self.start : self.start + self.padded]
+        return F.pad(part, (0, 0, 0, 0, 0, self.padded - len(part))) if len(part) < self.padded else part
 
 
 def _long_spans_apart(spans: Sequence[TokenSpan]) -> list[list[TokenSpan]]:
     runs: list[list[TokenSpan]] = []
     for span in spans:
-        if not runs or max(span.seen, runs[-1][-1].seen) >= LONG:
+        if not runs or max(span.length, runs[-1][-1].length) >= LONG:
             runs.append([])
         runs[-1].append(span)
     return runs
 
 
 def can_flash(query: Tensor, scoring: Scoring) -> bool:
-    """Whether flash attention supports these queries (tokens, heads, head size)."""
-    size = query.shape[2]
-    return (
-        scoring.softcap is None and size <= _MAX_FLASH_HEAD and size % 8 == 0 and _has_flash(query.device, query.dtype)
-    )
+    """Whether flash attention supports these queries (..., head size)."""
+    return scoring.softcap is None and _fits_flash(query.shape[-1]) and _has_flash(query.device, query.dtype)
 
 
 def can_use_cudnn(query: Tensor, scoring: Scoring) -> bool:
     """Whether PyTorch uses cuDNN's attention for these queries. Its backward pass is not deterministic."""
     return (
         scoring.window is None
-        and query.shape[2] <= _MAX_CUDNN_HEAD
+        and query.shape[-1] <= _MAX_CUDNN_HEAD
         and torch.cuda.get_device_capability(query.device) >= (9, 0)
         and not torch.are_deterministic_algorithms_enabled()
+        and has_cudnn_attention()
     )
 
 
 def takes_uneven_lengths(policy: Policy) -> bool:
     """Whether attention runs without padding for this model."""
-    settings = policy.causal_lm.config.get_text_config().to_dict()
-    uses_ours = not policy.attention_fallback_reason and not settings.get("attn_logit_softcapping")
-    return uses_ours and _has_flash(policy.device, policy.dtype)
+    uses_ours = not policy.attention_fallback_reason and policy.attention_cap is None
+    return uses_ours and _fits_flash(policy.head_size) and _has_flash(policy.device, policy.dtype)
+
+
+def _fits_flash(size: int) -> bool:
+    return size <= _MAX_FLASH_HEAD and size % 8 == 0
 
 
 @functools.cache
@@ -252,9 +303,17 @@ class _PrefixIndex:
         on_device = [torch.as_tensor(part).to(device) for part in parts]
         return cls(on_device[0], on_device[1], on_device[2], on_device[3], int(parts[3].max()) + 1)
 
+    def summed(self, gathered: Tensor) -> Tensor:
+        """For each token of the row, the sum of its own gathered value and those of its copies, in float32."""
+        own = gathered.index_select(0, self.own)
+        copies = gathered.index_select(0, self.copies).float().flatten(1)
+        sums = sum_by_row(copies, self.copied, self.until).view(-1, *own.shape[1:])
+        own[: self.until] = sums.add_(own[: self.until]).to(own.dtype)
+        return own
+
 
 class GatherPrefix(torch.autograd.Function):
-    """Gathers keys or values of a row for every span that sees them; gradients are summed in float32."""
+    """Gathers keys or values of a row for every span that sees them."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, prefix_index: _PrefixIndex) -> Tensor:
@@ -265,9 +324,4 @@ class GatherPrefix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """A token's own gradient plus those of its copies."""
-        prefix_index: _PrefixIndex = ctx.prefix_index
-        own = gradient.index_select(0, prefix_index.own)
-        copies = gradient.index_select(0, prefix_index.copies).float().flatten(1)
-        sums = sum_by_row(copies, prefix_index.copied, prefix_index.until).view(-1, *own.shape[1:])
-        own[: prefix_index.until] = sums.add_(own[: prefix_index.until]).to(own.dtype)
-        return own, None
+        return ctx.prefix_index.summed(gradient), None

@@ -10,17 +10,20 @@ from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from retrain.errors import BackendError
 
 TESTED = "2.13.0"
 RECOMPILE_LIMIT = 64
+CUDNN_9 = 90_000
 
 
 def _check() -> None:
     """Raise an error that says so where this version lacks an operator. Here once, since calls may be compiled."""
     for namespace, name in (
         (torch.ops.aten, "_flash_attention_forward"),
+        (torch.ops.aten, "_flash_attention_backward"),
         (torch.ops.aten, "embedding_dense_backward"),
         (torch, "_scaled_mm"),
         (torch, "_foreach_copy_"),
@@ -47,19 +50,76 @@ def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_add_(tuple(targets), tuple(sources))
 
 
-def flash_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float,
-    window: int,
-) -> Tensor:  # fmt: skip
-    """Causal flash attention over sequences of unequal lengths; queries are aligned with the end of their keys.
+class FlashAttention:
+    """Causal flash attention over (tokens, heads, size) sequences of unequal lengths.
 
-    `ends` and `longest` are those of queries and keys; `window` is -1 for full attention.
+    Queries are aligned with the end of their keys. `ends` and `longest` are those of queries and keys; `window` is -1
+    for full attention.
     """
-    output: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, ends[0], ends[1], longest[0], longest[1], 0.0, True, False,
-        scale=scale, window_size_left=window, window_size_right=0,
-    )[0]  # fmt: skip
-    return output
+
+    def __init__(self, ends: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float, window: int) -> None:
+        self.sequences = (*ends, *longest)
+        self.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the log-sum-exp of the scores: (heads, tokens)."""
+        found = torch.ops.aten._flash_attention_forward(
+            query, key, value, *self.sequences, 0.0, True, False, **self.options
+        )
+        return found[0], found[1]
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            gradient, query, key, value, output, logsumexp, *self.sequences, 0.0, True, no_dropout, no_dropout,
+            **self.options,
+        )  # fmt: skip
+        return gradients
+
+
+def has_cudnn_attention() -> bool:
+    """Whether cuDNN's attention is available; flash attention is the fallback."""
+    try:
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: B018  (absent in some builds)
+    except AttributeError:
+        return False
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version is not None and version >= CUDNN_9
+
+
+class CudnnAttention:
+    """Causal attention over one (tokens, heads, size) sequence by cuDNN.
+
+    Its kernels for sequences of unequal lengths are not used: PyTorch plans them anew in every call, which takes longer
+    than the attention, and with torch 2.11 their gradients were wrong.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the log-sum-exp of the scores: (heads, tokens)."""
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(part.transpose(0, 1)[None] for part in (query, key, value)), None, True, 0.0, True, False,
+            scale=self.scale,
+        )  # fmt: skip
+        return found[0][0].transpose(0, 1), found[1][0, :, :, 0]
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
+        no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(part.transpose(0, 1)[None] for part in (gradient, query, key, value, output)),
+            logsumexp[None, :, :, None], no_dropout, no_dropout, None, None, None, len(query), len(key), 0.0, True,
+            scale=self.scale,
+        )  # fmt: skip
+        dq, dk, dv = (part[0].transpose(0, 1) for part in found)
+        return dq, dk, dv
 
 
 def embedding_backward(values: Tensor, index: Tensor, rows: int) -> Tensor:
@@ -126,6 +186,25 @@ def compiled_with(module: nn.Module, backend: str) -> Iterator[None]:
     """Compile a module with another backend for a while; what was compiled before is kept."""
     kept = module._compiled_call_impl
     module.compile(backend=backend)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = kept
+
+
+@contextmanager
+def varying(module: nn.Module, dimension: int) -> Iterator[None]:
+    """Calls of a compiled module tell the compiler that this dimension of every tensor argument varies."""
+    kept = module._compiled_call_impl
+    assert kept is not None
+
+    def call(*arguments: object, **more: object) -> object:
+        for tensor in tree_leaves((arguments, more)):
+            if isinstance(tensor, Tensor) and tensor.dim() > dimension:
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        return kept(*arguments, **more)
+
+    module._compiled_call_impl = call
     try:
         yield
     finally:

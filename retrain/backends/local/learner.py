@@ -24,7 +24,14 @@ from retrain.config import TrainConfig
 from retrain.errors import BackendError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
-from retrain.modeling.compiling import WARM_UP_LENGTH, WARM_UP_TOKENS, compile_layers, datums_for_warm_up, traced_only
+from retrain.modeling.compiling import (
+    WARM_UP_LENGTH,
+    WARM_UP_TOKENS,
+    compile_layers,
+    datums_for_warm_up,
+    traced_only,
+    varying_tokens,
+)
 from retrain.modeling.determinism import Determinism, sum_by_row
 from retrain.modeling.packing import (
     BatchLoad,
@@ -305,9 +312,12 @@ class Learner:
         first, second = (self.pack(datums_for_warm_up(self.policy, tokens)) for tokens in WARM_UP_TOKENS)
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.determinism.kernels([WARM_UP_LENGTH] * second.rows):
-            with traced_only(self.policy.causal_lm):
-                self.logprobs(first)
-            logprobs = self.logprobs(second)
+            if not self.packs_tightly:
+                # Attention interrupts the layers.
+                with traced_only(self.policy.causal_lm):
+                    self.logprobs(first)
+            with varying_tokens(self.policy.causal_lm):
+                logprobs = self.logprobs(second)
             if logprobs.requires_grad:
                 (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clear()

@@ -33,7 +33,7 @@ from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, p
 from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.inference_engine.pytorch.weights import SamplingModel
-from retrain.modeling.compiling import traced_only
+from retrain.modeling.compiling import varying_tokens
 from retrain.modeling.distribution import shape_logits
 from retrain.types import Sampling
 
@@ -41,8 +41,8 @@ from retrain.types import Sampling
 POLL_EVERY = 16
 # How often a batch begins again in less memory before an out-of-memory error ends the run.
 RESTARTS = 4
-# Rows and prompt tokens vary. The compiler sees two sizes, and generates kernels for the second.
-WARM_UP_ROWS = (12, 24)
+# Large enough for kernels that suit real batches.
+WARM_UP_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,10 @@ class GraphDecoder:
     def warm_up(self) -> None:
         """Compile with fixed batches, so that kernels do not depend on which batch comes first."""
         sampling = Sampling(max_tokens=2)
-        first, second = ([Row(np.array([row]), 0, row, sampling.max_tokens) for row in range(n)] for n in WARM_UP_ROWS)
-        with traced_only(self.model.causal_lm):
-            self.draw(first, sampling, _ignore)
-        self.release()
-        self.draw(second, sampling, _ignore)
+        with varying_tokens(self.model.causal_lm):
+            self.draw(
+                [Row(np.array([row]), 0, row, sampling.max_tokens) for row in range(WARM_UP_ROWS)], sampling, _ignore
+            )
         self.release()
         self.room = 0
 

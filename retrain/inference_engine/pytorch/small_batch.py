@@ -6,11 +6,6 @@ the same order. On an H200 the products of a Qwen3-4B layer take 6 µs less for 
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterable
-from contextlib import suppress
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -122,32 +117,10 @@ _arrived: dict[torch.device, Tensor] = {}
 """Counters that every launch leaves at zero; launches follow one another."""
 
 
-def start_compiling(weights: Iterable[Tensor]) -> None:
-    """Compile the kernels for these matrices in the background, while the layers are compiled."""
-    # Matrices that are divided alike have one kernel.
-    different = {plan(*weight.shape): weight for weight in weights}
-
-    def compile_kernels() -> None:
-        # What fails here fails again, and is reported, where it is needed.
-        with suppress(Exception):
-            for rows, weight in itertools.product((MAX_ROWS, MIN_ROWS), different.values()):
-                with torch.cuda.device(weight.device):
-                    multiply(weight.new_zeros(rows, weight.shape[1]), weight, None, _arrived[weight.device])
-
-    _compiling.append(threading.Thread(target=compile_kernels, name="retrain-kernels", daemon=True))
-    _compiling[-1].start()
-
-
-_compiling: list[threading.Thread] = []
-"""Waited for by the first product: no kernel can be loaded while a graph is captured."""
-
-
 # A custom operator: compiled code then does not depend on the number of rows.
 @torch.library.custom_op("retrain::linear", mutates_args=())
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """inputs · weightᵀ + bias: a few rows by the kernel, many by cuBLAS. `takes` has accepted the matrix."""
-    while _compiling:
-        _compiling.pop().join()
     flat = inputs.reshape(-1, inputs.shape[-1])
     is_small = len(flat) <= MAX_ROWS
     # Flat: a product of three dimensions may run as many small ones.

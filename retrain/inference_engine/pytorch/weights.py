@@ -14,7 +14,7 @@ and they are restored, bit for bit, from a copy in host memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -51,10 +51,6 @@ class SmallBatch(Protocol):
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product, for any number of rows."""
-        ...
-
-    def start_compiling(self, weights: Iterable[Tensor]) -> None:
-        """Compile for these matrices in the background."""
         ...
 
 
@@ -215,7 +211,7 @@ class SamplingModel:
 
     def _multiply_small_batches(self, small_batch: SmallBatch) -> None:
         """Use these products for all plain matrices but the head, which is the policy's."""
-        head, taken = self.causal_lm.get_output_embeddings(), list[Tensor]()
+        head = self.causal_lm.get_output_embeddings()
         for name, module in list(self.causal_lm.named_modules()):
             product = module.product if isinstance(module, Part) else None
             if type(module) is nn.Linear and module is not head:
@@ -224,8 +220,6 @@ class SamplingModel:
                 self.causal_lm.set_submodule(name, Part(product, 0))
             if type(product) is Product and small_batch.takes(product.weight):
                 product.linear = small_batch.linear
-                taken.append(product.weight)
-        small_batch.start_compiling(taken)
 
     def _join(self, siblings: dict[str, nn.Linear], kind: type[Product]) -> Product:
         """One product for siblings; its biases follow those of the policy, which full fine-tuning changes."""

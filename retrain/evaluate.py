@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -29,6 +30,7 @@ class Evaluation:
     sampling_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Additional metrics of the scorer."""
     sampling: Sampling | None = None
+    seconds: float = 0.0
 
     @property
     def pass_at_1(self) -> float:
@@ -98,6 +100,7 @@ class Evaluator:
 
     def run(self, engine: InferenceEngine) -> Evaluation:
         """Sample and score the held-out examples, with the same seed every time."""
+        started = time.perf_counter()
         rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
         groups = rollouts.groups
         return Evaluation(
@@ -107,6 +110,7 @@ class Evaluator:
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
             sampling_metrics=rollouts.metrics,
             sampling=self.sampling,
+            seconds=time.perf_counter() - started,
         )
 
 

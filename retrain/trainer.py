@@ -276,7 +276,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **rollouts.metrics,
         **batch.credit.metrics(),
-        **(batch.evaluation.metrics() if batch.evaluation else {}),
+        **(batch.evaluation.metrics() | {"eval_time_s": batch.evaluation.seconds} if batch.evaluation else {}),
     }
     return reported | loop_metrics
 

@@ -73,7 +73,7 @@ DOCUMENTED_KEYS = [
     "kl_sample_train",
     "grad_norm",
 ]
-EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
+EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high", "eval_time_s")
 
 Rows = list[dict[str, Any]]
 

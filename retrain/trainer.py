@@ -247,7 +247,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
     """The step's metrics: the loop's own, and everything that the backend reported."""
     rollouts, scores = batch.rollouts, batch.rollouts.scores
     completions = [completion for group in rollouts.groups for completion in group.completions_G]
-    lengths = [len(completion.token_ids_T) for completion in completions] or [0]
+    lengths = [completion.num_sampled for completion in completions] or [0]
     reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
     reported.pop("skipped", None)
     loop_metrics: StepMetrics = {

@@ -23,6 +23,7 @@ SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
+    "turns",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
 TOPICS = {
@@ -201,7 +202,8 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
 
 
 def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
-    rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or p95 at 90% of max_tokens"
+    limit = "with one turn, p95 at 90% of max_tokens"
+    rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or, {limit}"
     means = _means(metrics, lambda row: row.get("completion_tokens_mean"))
     if not means:
         return Check("length", "unknown", "not logged", rule)
@@ -209,7 +211,9 @@ def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
     value = f"{last:.0f} tokens" if len(means) < SHORTEST else f"{start:.0f} → {last:.0f} tokens"
     is_far = len(means) >= SHORTEST and start > 0 and not start / 3 <= last <= 3 * start
     tails = _means(metrics, lambda row: row.get("completion_tokens_p95"))
-    is_full = max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
+    # The lengths are of whole conversations, and max_tokens limits a turn.
+    is_one_turn = all((_number(row.get("turns")) or 1.0) <= 1.0 for row in metrics)
+    is_full = is_one_turn and max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
     value += f", p95 {tails[-1][1]:.0f} of {max_tokens}" if is_full else ""
     far = [step for step, mean in means[WINDOW:] if not start / 3 <= mean <= 3 * start] if is_far else []
     far += [step for step, mean in tails if mean >= 0.9 * (max_tokens or 0)] if is_full else []

@@ -94,6 +94,7 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
         "done": max(progress.step, columns.steps[-1] + 1) if len(columns) else 0,
         "max_steps": progress.max_steps,
         "max_tokens": run.config.training.max_tokens,
+        "is_multi_turn": bool(run.config.environment.provider),
         "updated": log.updated(),
         "loading": round(log.loading, 3),
         "epoch": log.epoch,
@@ -259,6 +260,7 @@ def add_tokens(group: Data, recorded: Sequence[Sequence[Data]]) -> Data:
     """A group with token data where its completions were recorded."""
     numbers = recorded[group["at"]] if group["at"] < len(recorded) else []
     for member, tokens in zip(group["members"], numbers, strict=False):
-        if len(tokens["text"]) == member.get("num_tokens"):
+        # Older logs count the tokens of the environment, too.
+        if member.get("num_tokens") in (sum(tokens.get("sampled") or [1] * len(tokens["text"])), len(tokens["text"])):
             member["tokens"] = tokens
     return group

@@ -36,7 +36,7 @@ def _group_row(group: Group) -> JsonObject:
         "prompt_tokens": len(group.prompt_ids),
         "rewards": [score.value if score.counts else None for score in group.scores_G],
         "advantages": advantages,
-        "lengths": [len(completion.token_ids_T) for completion in group.completions_G],
+        "lengths": [completion.num_sampled for completion in group.completions_G],
         "finish_reasons": [completion.finish_reason for completion in group.completions_G],
         "dropped": dropped,
     }

@@ -127,7 +127,8 @@ def generation_rows(step: int, group: Group, extract: Callable[[str], str] | Non
             "prompt": prompt_text(group.example),
             "completion": completion.text,
             "reward": score.value if score.counts else None,
-            "num_tokens": len(completion.token_ids_T),
+            "num_tokens": completion.num_sampled,
+            "finish_reason": completion.finish_reason,
             "outcome": score.outcome,
         }
         if isinstance(score, WeightedScore) and score.counts:

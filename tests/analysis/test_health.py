@@ -85,6 +85,12 @@ def test_a_check_knows_its_level_and_the_first_step(
     assert bad is not None and name in summary(checks) and found.value in summary(checks)
 
 
+def test_lengths_of_several_turns_are_not_compared_with_the_limit_of_one() -> None:
+    full = check_health(steps(turns=1.0, completion_tokens_p95=120.0), max_tokens=128)
+    assert (find("length", full).level, find("length", full).value) == ("warning", "40 → 40 tokens, p95 120 of 128")
+    assert find("length", check_health(steps(turns=2.5, completion_tokens_p95=300.0), max_tokens=128)).level == "ok"
+
+
 def test_what_was_not_logged_or_is_too_early_is_unknown() -> None:
     assert {check.level for check in check_health([])} == {"unknown"}
     assert {check.level for check in check_health([{"step": 0}])} == {"unknown"}

@@ -267,6 +267,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "completion_tokens_p95": float(np.percentile(lengths, 95)),
         "completion_tokens_max": max(lengths),
         "tokens_per_s": sum(lengths) / max(rollouts.sample_time_s, 1e-9),
+        "groups_sampled": len(rollouts.groups),
         "batch_size": state.batch_size,
         "group_size": parts.config.training.group_size,
         "num_datums": len(batch.datums),

@@ -53,6 +53,7 @@ DOCUMENTED_KEYS = [
     "tokens_per_s",
     "batch_size",
     "group_size",
+    "groups_sampled",
     "groups_all_right",
     "groups_all_wrong",
     "reward_errors",
@@ -390,7 +391,7 @@ def test_dead_groups_are_replaced_by_fresh_prompts(model: Path, tmp_path: Path, 
     assert row["num_datums"] == 8, "two live groups of four, whatever it took to find them"
     assert play.calls > 1
     asked = ["".join(map(chr, prompt)) for prompts in play.prompts for prompt in prompts]
-    assert len(asked) == 2 + row["groups_all_wrong"]
+    assert len(asked) == row["groups_sampled"] == 2 + row["groups_all_wrong"]
 
 
 def test_fresh_prompts_are_not_drawn_for_ever(model: Path, tmp_path: Path, play: type[Play]) -> None:

@@ -23,7 +23,7 @@ SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
-    "turns",
+    "turns", "groups_sampled",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
 TOPICS = {
@@ -102,17 +102,22 @@ def hit_rate(row: Row) -> float | None:
     return row.get("max_token_hit_rate")
 
 
+def groups_sampled(row: Row) -> float:
+    """Groups of a step with those that were sampled in place of dead ones; older logs have only its batch size."""
+    return float(row.get("groups_sampled") or row.get("batch_size") or 0)
+
+
 def dead_share(row: Row) -> float | None:
     """The share of groups whose rewards were all equal."""
-    groups = row.get("batch_size")
+    groups = groups_sampled(row)
     if not groups or row.get("groups_all_right") is None:
         return None
-    return (float(row["groups_all_right"]) + float(row.get("groups_all_wrong") or 0)) / float(groups)
+    return (float(row["groups_all_right"]) + float(row.get("groups_all_wrong") or 0)) / groups
 
 
 def error_share(row: Row) -> float | None:
     """The share of completions whose scoring failed."""
-    count = float(row.get("batch_size") or 0) * float(row.get("group_size") or 0)
+    count = groups_sampled(row) * float(row.get("group_size") or 0)
     return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
 
 

@@ -106,7 +106,8 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
         "flips": find_flips(run),
         "health": log.health(),
         "totals": {
-            "groups": round(columns.total("batch_size")),
+            # Older logs have only the batch size.
+            "groups": round(columns.total("groups_sampled") or columns.total("batch_size")),
             "all_right": round(columns.total("groups_all_right")),
             "all_wrong": round(columns.total("groups_all_wrong")),
             "errors": round(columns.total("reward_errors")),

@@ -91,6 +91,16 @@ def test_lengths_of_several_turns_are_not_compared_with_the_limit_of_one() -> No
     assert find("length", check_health(steps(turns=2.5, completion_tokens_p95=300.0), max_tokens=128)).level == "ok"
 
 
+def test_shares_are_of_the_groups_sampled() -> None:
+    # Two rounds more: of 24 groups of 4, 16 were dead and 12 of 96 completions were not scored.
+    resampled = {"groups_sampled": 24, "groups_all_right": 0, "groups_all_wrong": 16, "reward_errors": 12}
+    checks = check_health(steps(late=0, **resampled))
+    assert find("dead groups", checks).value == "66.7% of groups gave no signal"
+    assert find("reward errors", checks).value == "12.5% of completions not scored"
+    older = check_health(steps(late=0, groups_all_right=0, groups_all_wrong=4))
+    assert find("dead groups", older).value == "50% of groups gave no signal"
+
+
 def test_what_was_not_logged_or_is_too_early_is_unknown() -> None:
     assert {check.level for check in check_health([])} == {"unknown"}
     assert {check.level for check in check_health([{"step": 0}])} == {"unknown"}

@@ -7,11 +7,12 @@ threshold was crossed. The report, `retrain status`, `retrain top` and the end o
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from retrain.analysis.change import Row, comparable, paired_change
+from retrain.analysis.change import Row, comparable, noise_between, paired_change
 
 Level = Literal["ok", "warning", "problem", "unknown"]
 
@@ -166,18 +167,15 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
         if level == "warning" and int(last["step"]) - int(first["step"]) < SHORTEST:
             level = "unknown"
         return Check("learning", level, value, rule, None, "wrong")
-    means = _means(metrics, lambda row: row.get("mean_reward"))
-    if len(metrics) < SHORTEST or not means:
-        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
     rewards = [reward for row in metrics if (reward := _number(row.get("mean_reward"))) is not None]
-    before, after = means[min(WINDOW, len(means)) - 1][1], means[-1][1]
-    spread = _deviation(rewards[:WINDOW]) / math.sqrt(WINDOW)
+    if len(rewards) < SHORTEST:
+        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
+    start, end = rewards[:WINDOW], rewards[-WINDOW:]
+    before, after = statistics.fmean(start), statistics.fmean(end)
     value = f"reward {before:.3g} → {after:.3g}"
-    if after < before - 2 * spread:
-        return Check("learning", "problem", value, rule, None, "wrong")
-    if after > before + 2 * spread:
-        return Check("learning", "ok", value, rule, None, "wrong")
-    return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
+    if abs(after - before) <= noise_between(start, end):
+        return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
+    return Check("learning", "ok" if after > before else "problem", value, rule, None, "wrong")
 
 
 def _direction(first: Row, last: Row) -> int:
@@ -272,11 +270,6 @@ def _means(rows: Sequence[Row], read: Callable[[Row], float | None]) -> list[tup
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _percent(share: float) -> str:

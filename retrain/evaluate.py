@@ -108,7 +108,7 @@ class Evaluator:
             counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
             k=self.k,
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
-            sampling_metrics=rollouts.metrics,
+            sampling_metrics={**self.scorer.reward_metrics(), **rollouts.metrics},
             sampling=self.sampling,
             seconds=time.perf_counter() - started,
         )

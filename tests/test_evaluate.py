@@ -114,6 +114,9 @@ class CannedScorer:
             groups.append(Group(example, np.arange(3), completions, scores))
         return Rollouts(groups, 0.0, 0.0)
 
+    def reward_metrics(self) -> dict[str, int]:
+        return {"judge_requests": 6}
+
 
 def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> None:
     scorer = CannedScorer([["right", "wrong", "error"], ["wrong", "timeout", "wrong"]])
@@ -131,6 +134,7 @@ def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> N
         "correct": [1, 0],
         "counted": [2, 2],
     }
+    assert evaluation.metrics()["eval_judge_requests"] == 6
     evaluator.run(None)  # type: ignore[arg-type]
     assert scorer.asked[0] == scorer.asked[1], "the same draw each time but for the policy"
     assert all(math.isfinite(float(value)) for value in evaluation.metrics().values())  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from retrain.storage.recording import read_recordings
 from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray, StepMetrics
+from tests.rewards.judge_server import JudgeServer, completion
 
 LOGGING_PAGE = re.findall(
     r"`([\w/]+)`", (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
@@ -378,6 +379,22 @@ def test_completions_cut_at_the_limit_are_counted(model: Path, tmp_path: Path, p
     play.script = by_index("right", "wrong but much too long")
     train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__max_tokens=10))
     assert rows(tmp_path / "logs")[0]["max_token_hit_rate"] == 0.5
+
+
+def test_every_request_to_a_judge_is_counted_where_it_was_caused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    held_out = {"eval__every": 3, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
+    with JudgeServer(lambda body: completion("no")) as server:
+        judge = {"reward__type": "judge", "reward__judge_base_url": server.url, "reward__judge_cache": ""}
+        train_quietly(fake_config(model, tmp_path, reward__custom_module="", **judge, **held_out))
+    steps, evaluations = rows(tmp_path / "logs"), rows(tmp_path / "logs", "eval.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 3, 4]
+    assert all(row["eval_judge_requests"] + row["eval_judge_cached"] for row in evaluations)
+    counted = sum(row["judge_requests"] for row in steps) + sum(row["eval_judge_requests"] for row in evaluations)
+    assert counted == len(server.bodies)
+    assert steps[3]["eval_judge_requests"] == evaluations[1]["eval_judge_requests"]
 
 
 def test_dead_groups_are_replaced_by_fresh_prompts(model: Path, tmp_path: Path, play: type[Play]) -> None:

@@ -70,7 +70,7 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
         "model": runs[0].config.model.model if runs else "",
         "is_adapter": bool(runs and runs[0].config.model.lora_rank),
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "verdict": describe_verdict(runs, logs, folders),
+        "verdict": describe_verdict(runs, logs),
         "squeeze": find_squeeze(folders),
         "configs": differences,
         "config_columns": columns,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from retrain.checks.unsupported import check_supported
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
-from retrain.data import Endless, ExampleOrder, build_source, load_examples
+from retrain.data import Endless, ExampleOrder, build_source, count_steps, load_examples
 from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -145,7 +144,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     console.print(f"Vocabulary table: {len(texts)} entries")
     examples, held_out = tasks.load(tokenizer)
     _check_batch(config, examples, console.print)
-    config = _count_steps(config, examples)
+    steps = count_steps(config.training, examples)
+    config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
     _check_sepa(config, credit, console.print)
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -207,21 +207,6 @@ def _check_sepa(config: TrainConfig, credit: CreditAssigner, log: Callable[[str]
     reason = why_off(config.sepa, config.training.max_steps)
     if credit.uses_sepa and reason:
         log(f"Note: {reason}")
-
-
-def _count_steps(config: TrainConfig, examples: Sequence[Example]) -> TrainConfig:
-    """Convert `epochs` to steps, now that the number of examples is known."""
-    training = config.training
-    if not training.epochs:
-        return config
-    if isinstance(examples, Endless) and not training.max_examples:
-        raise ConfigError(
-            f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
-            "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
-        )
-    count = min(len(examples), training.max_examples or len(examples))
-    steps = max(1, math.ceil(training.epochs * count / training.batch_size))
-    return config.model_copy(update={"training": training.model_copy(update={"max_steps": steps})})
 
 
 def _build_collector(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from retrain.analysis.change import Z95, t_quantile
 from retrain.data.order import digest_of
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import RolloutScorer
 from retrain.types import Example, JsonObject, Metric, Sampling, StepMetrics
 
-Z95 = 1.959963984540054
 ROUNDING = 1e-12
 
 
@@ -29,6 +30,7 @@ class Evaluation:
     sampling_metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Additional metrics of the scorer."""
     sampling: Sampling | None = None
+    seconds: float = 0.0
 
     @property
     def pass_at_1(self) -> float:
@@ -44,7 +46,7 @@ class Evaluation:
     def interval(self) -> tuple[float, float]:
         """95% confidence interval of pass@1."""
         scored = list(self._scored())
-        return wilson_interval([c / n for c, n in scored], sum(n for _, n in scored))
+        return rate_interval([c / n for c, n in scored], sum(n for _, n in scored))
 
     def _scored(self) -> list[tuple[int, int]]:
         return [(c, n) for c, n in zip(self.correct, self.counted, strict=True) if n]
@@ -98,6 +100,7 @@ class Evaluator:
 
     def run(self, engine: InferenceEngine) -> Evaluation:
         """Sample and score the held-out examples, with the same seed every time."""
+        started = time.perf_counter()
         rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
         groups = rollouts.groups
         return Evaluation(
@@ -105,8 +108,9 @@ class Evaluator:
             counted=tuple(sum(score.counts for score in group.scores_G) for group in groups),
             k=self.k,
             answers=tuple((group.example, group.completions_G[0].text) for group in groups),
-            sampling_metrics=rollouts.metrics,
+            sampling_metrics={**self.scorer.reward_metrics(), **rollouts.metrics},
             sampling=self.sampling,
+            seconds=time.perf_counter() - started,
         )
 
 
@@ -115,23 +119,31 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def wilson_interval(rates: Sequence[float], completions: int = 0) -> tuple[float, float]:
-    """Wilson's interval for a mean of per-example rates, of this many completions in all.
+def rate_interval(rates: Sequence[float], completions: int) -> tuple[float, float]:
+    """95% interval for the mean of per-example rates, of this many completions in all.
 
-    Completions of one example are correlated, so the effective sample size is the one whose binomial variance equals
-    the variance between examples; with one completion per example it is the number of examples. Few examples may vary
-    less than independent completions would, by chance: the size is at most that of such completions.
+    Completions of one example are correlated, so it is Wilson's interval for the sample size whose binomial variance
+    equals the variance between examples, with the t quantile, since that variance is estimated. It is not wider than
+    for one completion per example, which has the largest variance that is possible, and not narrower than for
+    independent completions: few examples may be alike by chance.
     """
     count = len(rates)
     if count == 0:
         return 0.0, 1.0
     mean = _mean(rates)
-    spread = sum((rate - mean) ** 2 for rate in rates) / count
+    widest, narrowest = wilson_interval(mean, count), wilson_interval(mean, completions)
+    spread = sum((rate - mean) ** 2 for rate in rates) / (count - 1) if count > 1 else 0.0
     # Equal rates may differ by rounding.
-    size = count * (mean * (1 - mean) / spread) if spread > ROUNDING else float(count)
-    size = min(size, float(completions or size))
-    centre = (mean + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
-    half = Z95 / (1 + Z95**2 / size) * math.sqrt(mean * (1 - mean) / size + Z95**2 / (4 * size**2))
+    if completions == count or spread <= ROUNDING:
+        return widest
+    low, high = wilson_interval(mean, count * mean * (1 - mean) / spread, t_quantile(count - 1))
+    return min(max(low, widest[0]), narrowest[0]), max(min(high, widest[1]), narrowest[1])
+
+
+def wilson_interval(mean: float, size: float, z: float = Z95) -> tuple[float, float]:
+    """Wilson's interval for a rate of `size` independent samples."""
+    centre = (mean + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z / (1 + z**2 / size) * math.sqrt(mean * (1 - mean) / size + z**2 / (4 * size**2))
     # Rounding must not put the mean itself outside when it is 0 or 1.
     return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))
 

@@ -83,6 +83,10 @@ class RolloutScorer(Protocol):
         """Additional metrics of a step's groups."""
         ...
 
+    def reward_metrics(self) -> Mapping[str, Metric]:
+        """Metrics of scoring since the last call, such as the requests to a judge."""
+        ...
+
 
 class GroupCollector:
     """Samples a step's groups, and resamples groups without a signal."""
@@ -118,7 +122,8 @@ class GroupCollector:
                 break
         # Groups without a signal are kept for metrics and logs.
         groups = kept + dead
-        return Rollouts(groups, sample_time, score_time, self.scorer.group_metrics(groups))
+        metrics = {**self.scorer.reward_metrics(), **self.scorer.group_metrics(groups)}
+        return Rollouts(groups, sample_time, score_time, metrics)
 
 
 class Scorer:
@@ -171,7 +176,11 @@ class Scorer:
         return [replace(group, scores_G=tuple(islice(scores, len(group.completions_G)))) for group in groups]
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """Metrics of the reward since the last step, evaluations included."""
+        """None beyond those of every step."""
+        return {}
+
+    def reward_metrics(self) -> Mapping[str, Metric]:
+        """Metrics of the reward."""
         return self.reward.metrics()
 
 
@@ -205,6 +214,10 @@ class ChunkedScorer:
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Metrics of the wrapped scorer."""
         return self.scorer.group_metrics(groups)
+
+    def reward_metrics(self) -> Mapping[str, Metric]:
+        """Metrics of its scoring."""
+        return self.scorer.reward_metrics()
 
 
 class EarlyScores:

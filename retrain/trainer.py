@@ -247,7 +247,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
     """The step's metrics: the loop's own, and everything that the backend reported."""
     rollouts, scores = batch.rollouts, batch.rollouts.scores
     completions = [completion for group in rollouts.groups for completion in group.completions_G]
-    lengths = [len(completion.token_ids_T) for completion in completions] or [0]
+    lengths = [completion.num_sampled for completion in completions] or [0]
     reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
     reported.pop("skipped", None)
     loop_metrics: StepMetrics = {
@@ -267,6 +267,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "completion_tokens_p95": float(np.percentile(lengths, 95)),
         "completion_tokens_max": max(lengths),
         "tokens_per_s": sum(lengths) / max(rollouts.sample_time_s, 1e-9),
+        "groups_sampled": len(rollouts.groups),
         "batch_size": state.batch_size,
         "group_size": parts.config.training.group_size,
         "num_datums": len(batch.datums),
@@ -276,7 +277,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "uncertainty_kind": parts.config.algorithm.uncertainty_kind,
         **rollouts.metrics,
         **batch.credit.metrics(),
-        **(batch.evaluation.metrics() if batch.evaluation else {}),
+        **(batch.evaluation.metrics() | {"eval_time_s": batch.evaluation.seconds} if batch.evaluation else {}),
     }
     return reported | loop_metrics
 

@@ -83,6 +83,7 @@ class Completion:
     logprobs_T: FloatArray
     text: str
     finish_reason: Literal["stop", "length"]
+    """`length` if a token limit cut it off; in a conversation, any of its turns."""
     entropies_T: FloatArray | None = None
     """Entropy of that distribution at each token, if the engine provides it."""
     sampled_T: BoolArray | None = None
@@ -92,6 +93,11 @@ class Completion:
     rewrites earlier turns has one per turn. Together they cover all tokens, in order."""
     transcript: tuple[Mapping[str, object], ...] = ()
     """The messages of a conversation; empty for a single turn."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return len(self.token_ids_T) if self.sampled_T is None else int(self.sampled_T.sum())
 
 
 @dataclass(frozen=True)

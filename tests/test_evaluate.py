@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.data.order import digest_of
-from retrain.evaluate import Evaluation, Evaluator, pass_at_k, wilson_interval
+from retrain.evaluate import Evaluation, Evaluator, pass_at_k, rate_interval, wilson_interval
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import Rollouts
 from retrain.types import Completion, Example, Group, Sampling, Score
@@ -39,13 +39,13 @@ def test_problems_whose_scoring_failed_do_not_count() -> None:
 
 def test_wilsons_interval_is_the_textbook_one_for_one_answer_per_problem() -> None:
     # 8 of 10: the published interval is 0.490 to 0.943.
-    low, high = wilson_interval([1.0] * 8 + [0.0] * 2)
+    low, high = rate_interval([1.0] * 8 + [0.0] * 2, 10)
     assert (round(low, 3), round(high, 3)) == (0.490, 0.943)
 
 
 def test_the_interval_never_leaves_zero_to_one_and_holds_the_mean() -> None:
     for right in range(13):
-        low, high = wilson_interval([1.0] * right + [0.0] * (12 - right))
+        low, high = rate_interval([1.0] * right + [0.0] * (12 - right), 12)
         assert 0.0 <= low <= right / 12 <= high <= 1.0
         assert high > low
 
@@ -57,9 +57,30 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         # 60 problems of unequal difficulty, four answers each.
         chances = rng.beta(2, 3, size=60)
         rates = rng.binomial(4, chances) / 4
-        low, high = wilson_interval(rates.tolist())
+        low, high = rate_interval(rates.tolist(), 240)
         covered.append(low <= 0.4 <= high)
     assert 0.93 < np.mean(covered) < 0.97
+
+
+@pytest.mark.parametrize("problems", [4, 8, 16, 32])
+def test_few_problems_with_many_samples_are_covered_as_often(problems: int) -> None:
+    rng = np.random.default_rng(problems)
+    for a, b in ((0.5, 0.5), (2, 2), (1, 4)):
+        rates_RP = rng.binomial(16, rng.beta(a, b, (2000, problems))) / 16
+        found = [rate_interval(rates, 16 * problems) for rates in rates_RP.tolist()]
+        covered = np.mean([low <= a / (a + b) <= high for low, high in found])
+        assert 0.93 < covered < 0.98, (a, b)
+
+
+def test_the_interval_is_between_those_of_single_and_of_independent_samples() -> None:
+    # Rates of 0 or 1 only: 16 samples each say no more than one.
+    assert rate_interval([1.0, 0.0, 1.0, 0.0], 64) == rate_interval([1.0, 0.0, 1.0, 0.0], 4)
+    rng = np.random.default_rng(0)
+    for rates in (rng.binomial(4, rng.beta(1, 1, (200, 6))) / 4).tolist():
+        low, high = rate_interval(rates, 24)
+        mean = sum(rates) / 6
+        single, independent = wilson_interval(mean, 6), wilson_interval(mean, 24)
+        assert 0.0 <= single[0] <= low <= independent[0] <= mean <= independent[1] <= high <= single[1] <= 1.0
 
 
 def test_the_interval_is_never_narrower_than_that_of_independent_completions() -> None:
@@ -70,9 +91,9 @@ def test_the_interval_is_never_narrower_than_that_of_independent_completions() -
 
 def test_equal_rates_have_the_interval_of_as_many_single_samples() -> None:
     # The mean of ten thirds is not exactly a third.
-    low, high = wilson_interval([1 / 3] * 10)
+    low, high = rate_interval([1 / 3] * 10, 30)
     assert low < 0.15 and high > 0.6
-    assert wilson_interval([0.25] * 10) == pytest.approx((0.0809, 0.5578), abs=1e-4)
+    assert rate_interval([0.25] * 10, 40) == pytest.approx((0.0809, 0.5578), abs=1e-4)
 
 
 class CannedScorer:
@@ -93,6 +114,9 @@ class CannedScorer:
             groups.append(Group(example, np.arange(3), completions, scores))
         return Rollouts(groups, 0.0, 0.0)
 
+    def reward_metrics(self) -> dict[str, int]:
+        return {"judge_requests": 6}
+
 
 def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> None:
     scorer = CannedScorer([["right", "wrong", "error"], ["wrong", "timeout", "wrong"]])
@@ -110,6 +134,7 @@ def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> N
         "correct": [1, 0],
         "counted": [2, 2],
     }
+    assert evaluation.metrics()["eval_judge_requests"] == 6
     evaluator.run(None)  # type: ignore[arg-type]
     assert scorer.asked[0] == scorer.asked[1], "the same draw each time but for the policy"
     assert all(math.isfinite(float(value)) for value in evaluation.metrics().values())  # type: ignore[arg-type]

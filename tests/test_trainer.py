@@ -30,6 +30,7 @@ from retrain.storage.recording import read_recordings
 from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray, StepMetrics
+from tests.rewards.judge_server import JudgeServer, completion
 
 LOGGING_PAGE = re.findall(
     r"`([\w/]+)`", (Path(__file__).parents[1] / "docs" / "logging.md").read_text(encoding="utf-8")
@@ -53,6 +54,7 @@ DOCUMENTED_KEYS = [
     "tokens_per_s",
     "batch_size",
     "group_size",
+    "groups_sampled",
     "groups_all_right",
     "groups_all_wrong",
     "reward_errors",
@@ -73,7 +75,7 @@ DOCUMENTED_KEYS = [
     "kl_sample_train",
     "grad_norm",
 ]
-EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
+EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high", "eval_time_s")
 
 Rows = list[dict[str, Any]]
 
@@ -379,6 +381,22 @@ def test_completions_cut_at_the_limit_are_counted(model: Path, tmp_path: Path, p
     assert rows(tmp_path / "logs")[0]["max_token_hit_rate"] == 0.5
 
 
+def test_every_request_to_a_judge_is_counted_where_it_was_caused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    held_out = {"eval__every": 3, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
+    with JudgeServer(lambda body: completion("no")) as server:
+        judge = {"reward__type": "judge", "reward__judge_base_url": server.url, "reward__judge_cache": ""}
+        train_quietly(fake_config(model, tmp_path, reward__custom_module="", **judge, **held_out))
+    steps, evaluations = rows(tmp_path / "logs"), rows(tmp_path / "logs", "eval.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 3, 4]
+    assert all(row["eval_judge_requests"] + row["eval_judge_cached"] for row in evaluations)
+    counted = sum(row["judge_requests"] for row in steps) + sum(row["eval_judge_requests"] for row in evaluations)
+    assert counted == len(server.bodies)
+    assert steps[3]["eval_judge_requests"] == evaluations[1]["eval_judge_requests"]
+
+
 def test_dead_groups_are_replaced_by_fresh_prompts(model: Path, tmp_path: Path, play: type[Play]) -> None:
     def only_odd(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
         number = int("".join(map(chr, prompt)).split()[2].rstrip("?="))
@@ -390,7 +408,7 @@ def test_dead_groups_are_replaced_by_fresh_prompts(model: Path, tmp_path: Path, 
     assert row["num_datums"] == 8, "two live groups of four, whatever it took to find them"
     assert play.calls > 1
     asked = ["".join(map(chr, prompt)) for prompts in play.prompts for prompt in prompts]
-    assert len(asked) == 2 + row["groups_all_wrong"]
+    assert len(asked) == row["groups_sampled"] == 2 + row["groups_all_wrong"]
 
 
 def test_fresh_prompts_are_not_drawn_for_ever(model: Path, tmp_path: Path, play: type[Play]) -> None:

@@ -62,15 +62,25 @@ def paired_change(first: Row, last: Row) -> Change | None:
     spread = sum((other - one - mean) ** 2 for one, other in pairs)
     # As if one completion more had changed: a few problems that all change alike do not make a result certain.
     unit = 1 / max(*first["counted"], *last["counted"])
-    half = _t_quantile(count - 1) * math.sqrt((spread + unit**2) / (count - 1) / count)
+    half = t_quantile(count - 1) * math.sqrt((spread + unit**2) / (count - 1) / count)
     return Change(before, after, max(-1.0, mean - half), min(1.0, mean + half), count)
+
+
+def noise_between(one: Sequence[float], other: Sequence[float]) -> float:
+    """Half of the 95% interval of the difference of two means, each with its own spread (Welch 1947)."""
+    errors = [statistics.variance(values) / len(values) for values in (one, other)]
+    if not any(errors):
+        return 0.0
+    pairs = zip(errors, (one, other), strict=True)
+    degrees = sum(errors) ** 2 / sum(error**2 / (len(values) - 1) for error, values in pairs)
+    return t_quantile(int(degrees)) * math.sqrt(sum(errors))
 
 
 def _rates(row: Row) -> list[float | None]:
     return [c / n if n else None for c, n in zip(row.get("correct") or (), row.get("counted") or (), strict=False)]
 
 
-def _t_quantile(degrees: int) -> float:
+def t_quantile(degrees: int) -> float:
     """The 97.5% quantile of Student's t by its expansion in 1/degrees; scipy would take a second to load."""
     if degrees <= len(T95):
         return T95[degrees - 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,14 +19,19 @@ from retrain.analysis.runs import (
     read_manifest,
 )
 from retrain.analysis.stats import (
+    FIRST_LOOK,
     Comparison,
     Interval,
+    Looks,
     NoiseFloor,
     ProblemComparison,
     compare,
     compare_problems,
     noise_floor,
 )
+from retrain.errors import ConfigError
+from retrain.runtime.text import plural
+from retrain.types import JsonObject
 
 # Metrics where lower is better.
 LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
@@ -44,6 +50,8 @@ class ComparisonReport:
     step: int
     higher_is_better: bool
     alpha: float
+    level: float
+    """Of one test and of the intervals: alpha, or lower if the campaign could stop early."""
     notes: list[str]
     noise_floor: NoiseFloor | None
     values: Mapping[str, Mapping[int, float]]
@@ -73,7 +81,9 @@ def compare_runs(
     """Compare every condition with the baseline (by default the first), paired by seed."""
     measured = measure(runs, metric or default_metric(runs), last)
     less = lower_is_better or measured.metric.endswith("_time_s") or measured.metric in LESS_IS_BETTER
-    comparisons = compare(measured.values, baseline, alpha, higher_is_better=not less)
+    campaigns = find_early_stopping(runs)
+    looks = _find_looks(campaigns, measured, baseline, alpha)
+    comparisons = compare(measured.values, baseline, alpha, not less, looks)
     floor = noise_floor(measured.values)
     if measured.metric in RATES:
         comparisons = [_limit_to_rates(c) for c in comparisons]
@@ -84,7 +94,8 @@ def compare_runs(
         step=measured.step,
         higher_is_better=not less,
         alpha=alpha,
-        notes=[*measured.notes, *_unpaired(measured, comparisons)],
+        level=looks.level(alpha) if looks else alpha,
+        notes=[*measured.notes, *_unpaired(measured, comparisons), *_describe_looks(campaigns, looks, alpha)],
         noise_floor=floor,
         values=measured.values,
         comparisons=comparisons,
@@ -102,17 +113,53 @@ def _clip(interval: Interval | None) -> Interval | None:
     return (max(-1.0, interval[0]), min(1.0, interval[1])) if interval else None
 
 
-def early_stops(folders: Sequence[str]) -> list[str]:
-    """Notes on campaigns that were allowed to stop early."""
-    notes = []
-    for folder in map(Path, folders):
-        campaign = read_manifest(folder).get("config", {}).get("campaign", {}) if (folder / MANIFEST).is_file() else {}
-        if campaign.get("stop_when"):
-            notes.append(
-                f"{folder} could stop early after a sequential test. That test keeps its error rate, but the "
-                "differences shown here, from the seeds that finished, are biased upwards."
-            )
-    return notes
+def find_early_stopping(runs: Sequence[RunRecord]) -> dict[Path, JsonObject]:
+    """The manifests of the campaigns that the runs belong to, if they could stop early."""
+    found = {}
+    for folder in dict.fromkeys(run.path.resolve().parent.parent for run in runs):
+        try:
+            table = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+        except ConfigError:
+            continue  # something else that has the same name
+        if table.get("config", {}).get("campaign", {}).get("stop_when") or table.get("stop_when"):
+            found[folder] = table
+    return found
+
+
+def _find_looks(
+    campaigns: Mapping[Path, JsonObject], measured: Measured, baseline: str | None, alpha: float
+) -> Looks | None:
+    """The sequential test of the campaigns. Its level is valid for any metric, its decisions only for their own."""
+    if not campaigns:
+        return None
+    first, decided = baseline or next(iter(measured.values)), set()
+    seeds, conditions = max(FIRST_LOOK, *map(len, measured.values.values())), len(measured.values)
+    for table in campaigns.values():
+        made, planned = table.get("stop_when") or {}, table["runs"]
+        if (planned[0]["condition"], made.get("metric")) == (first, measured.metric) and made["alpha"] <= alpha:
+            decided |= set(made["decisions"])
+        seeds = max(seeds, len({entry["seed"] for entry in planned}))
+        conditions = max(conditions, len({entry["condition"] for entry in planned}))
+    return Looks(seeds, conditions - 1, frozenset(decided))
+
+
+def _describe_looks(campaigns: Mapping[Path, JsonObject], looks: Looks | None, alpha: float) -> list[str]:
+    """Notes on campaigns that could stop early."""
+    if looks is None:
+        return []
+    level = looks.level(alpha)
+    names = ", ".join(min(str(folder), os.path.relpath(folder), key=len) for folder in campaigns)
+    return [
+        f"{names} could stop early after a sequential test of up to {looks.max_seeds} seeds. Each test and interval "
+        f"has the level {level:.4g}, so that the tests of all seeds and conditions together have an error rate of "
+        f"{alpha:g}. Differences of conditions that stopped early are biased upwards.",
+        *(
+            f"{name}: decided after {made['seeds']} seeds (p = {made['p_value']:.2g})."
+            for table in campaigns.values()
+            for name, made in (table.get("stop_when") or {}).get("decisions", {}).items()
+            if name in looks.decided
+        ),
+    ]
 
 
 def _unpaired(measured: Measured, comparisons: Sequence[Comparison]) -> list[str]:
@@ -144,17 +191,32 @@ def _by_problem(
 
 def header(report: ComparisonReport) -> tuple[str, ...]:
     """The titles of the columns, with the level of the interval."""
-    return tuple(f"{100 * (1 - report.alpha):g}% {name}" if name == "interval" else name for name in COLUMNS)
+    titles = {"interval": f"{100 * (1 - report.level):.4g}% interval"}
+    if report.level < report.alpha:
+        titles["p (Holm)"] = "p (adj.)"
+    return tuple(titles.get(name, name) for name in COLUMNS)
+
+
+def baseline_seeds(report: ComparisonReport) -> tuple[int, ...]:
+    """The seeds of the baseline that any condition is compared with."""
+    return tuple(sorted({seed for c in report.comparisons for seed in c.seeds}))
+
+
+def baseline_mean(report: ComparisonReport) -> float:
+    """The mean of the baseline over these seeds."""
+    seeds, values = baseline_seeds(report), report.values[report.comparisons[0].baseline]
+    return sum(values[seed] for seed in seeds) / len(seeds)
+
+
+def mark_of(report: ComparisonReport, c: Comparison) -> str:
+    """An asterisk if the difference is to another mean of the baseline than that of its row."""
+    return "" if c.seeds == baseline_seeds(report) else "*"
 
 
 def table_rows(report: ComparisonReport) -> list[tuple[str, ...]]:
     """The baseline and each comparison as cells."""
-    first = report.comparisons[0].baseline
-    paired = {seed for c in report.comparisons for seed in c.seeds}
-    values = [value for seed, value in report.values[first].items() if seed in paired]
-    rows: list[tuple[str, ...]] = [
-        (first, str(len(values)), f"{sum(values) / len(values):.4f}", "", "", "", "", "", "baseline")
-    ]
+    first, count = report.comparisons[0].baseline, str(len(baseline_seeds(report)))
+    rows: list[tuple[str, ...]] = [(first, count, f"{baseline_mean(report):.4f}", "", "", "", "", "", "baseline")]
     for c in report.comparisons:
         test = c.test
         rows.append(
@@ -162,7 +224,7 @@ def table_rows(report: ComparisonReport) -> list[tuple[str, ...]]:
                 c.condition,
                 str(len(c.seeds)),
                 f"{c.mean:.4f}",
-                f"{test.difference:+.4f}",
+                f"{test.difference:+.4f}{mark_of(report, c)}",
                 f"{test.interval[0]:+.4f} to {test.interval[1]:+.4f}" if test.interval else "none",
                 _p(test.p_value),
                 _p(c.p_adjusted),
@@ -193,6 +255,8 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
     for c in report.comparisons:
         lines.append(c.sentence)
         test, seeds, problems = c.test, len(c.seeds), report.by_problem.get(c.condition)
+        if mark_of(report, c):
+            lines.append(f"  * {c.baseline} has a mean of {c.baseline_mean:.4f} with these {plural(seeds, 'seed')}.")
         is_rate = report.metric in RATES
         if is_rate and test.interval and max(map(abs, test.interval)) == 1.0:
             lines.append(f"  The interval is cut at ±1, the largest possible difference: {seeds} seeds are too few.")

@@ -7,11 +7,12 @@ threshold was crossed. The report, `retrain status`, `retrain top` and the end o
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from retrain.analysis.change import Row, comparable, paired_change
+from retrain.analysis.change import Row, comparable, noise_between, paired_change
 
 Level = Literal["ok", "warning", "problem", "unknown"]
 
@@ -23,6 +24,7 @@ SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
+    "turns", "groups_sampled",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
 TOPICS = {
@@ -101,17 +103,22 @@ def hit_rate(row: Row) -> float | None:
     return row.get("max_token_hit_rate")
 
 
+def groups_sampled(row: Row) -> float:
+    """Groups of a step with those that were sampled in place of dead ones; older logs have only its batch size."""
+    return float(row.get("groups_sampled") or row.get("batch_size") or 0)
+
+
 def dead_share(row: Row) -> float | None:
     """The share of groups whose rewards were all equal."""
-    groups = row.get("batch_size")
+    groups = groups_sampled(row)
     if not groups or row.get("groups_all_right") is None:
         return None
-    return (float(row["groups_all_right"]) + float(row.get("groups_all_wrong") or 0)) / float(groups)
+    return (float(row["groups_all_right"]) + float(row.get("groups_all_wrong") or 0)) / groups
 
 
 def error_share(row: Row) -> float | None:
     """The share of completions whose scoring failed."""
-    count = float(row.get("batch_size") or 0) * float(row.get("group_size") or 0)
+    count = groups_sampled(row) * float(row.get("group_size") or 0)
     return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
 
 
@@ -160,18 +167,15 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
         if level == "warning" and int(last["step"]) - int(first["step"]) < SHORTEST:
             level = "unknown"
         return Check("learning", level, value, rule, None, "wrong")
-    means = _means(metrics, lambda row: row.get("mean_reward"))
-    if len(metrics) < SHORTEST or not means:
-        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
     rewards = [reward for row in metrics if (reward := _number(row.get("mean_reward"))) is not None]
-    before, after = means[min(WINDOW, len(means)) - 1][1], means[-1][1]
-    spread = _deviation(rewards[:WINDOW]) / math.sqrt(WINDOW)
+    if len(rewards) < SHORTEST:
+        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
+    start, end = rewards[:WINDOW], rewards[-WINDOW:]
+    before, after = statistics.fmean(start), statistics.fmean(end)
     value = f"reward {before:.3g} → {after:.3g}"
-    if after < before - 2 * spread:
-        return Check("learning", "problem", value, rule, None, "wrong")
-    if after > before + 2 * spread:
-        return Check("learning", "ok", value, rule, None, "wrong")
-    return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
+    if abs(after - before) <= noise_between(start, end):
+        return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
+    return Check("learning", "ok" if after > before else "problem", value, rule, None, "wrong")
 
 
 def _direction(first: Row, last: Row) -> int:
@@ -201,7 +205,8 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
 
 
 def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
-    rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or p95 at 90% of max_tokens"
+    limit = "with one turn, p95 at 90% of max_tokens"
+    rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or, {limit}"
     means = _means(metrics, lambda row: row.get("completion_tokens_mean"))
     if not means:
         return Check("length", "unknown", "not logged", rule)
@@ -209,7 +214,9 @@ def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
     value = f"{last:.0f} tokens" if len(means) < SHORTEST else f"{start:.0f} → {last:.0f} tokens"
     is_far = len(means) >= SHORTEST and start > 0 and not start / 3 <= last <= 3 * start
     tails = _means(metrics, lambda row: row.get("completion_tokens_p95"))
-    is_full = max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
+    # The lengths are of whole conversations, and max_tokens limits a turn.
+    is_one_turn = all((_number(row.get("turns")) or 1.0) <= 1.0 for row in metrics)
+    is_full = is_one_turn and max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
     value += f", p95 {tails[-1][1]:.0f} of {max_tokens}" if is_full else ""
     far = [step for step, mean in means[WINDOW:] if not start / 3 <= mean <= 3 * start] if is_far else []
     far += [step for step, mean in tails if mean >= 0.9 * (max_tokens or 0)] if is_full else []
@@ -263,11 +270,6 @@ def _means(rows: Sequence[Row], read: Callable[[Row], float | None]) -> list[tup
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _percent(share: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +10,15 @@ import numpy as np
 
 from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController
+from retrain.analysis.change import Row
+from retrain.analysis.runs import read_rows
 from retrain.assemble import build_planning
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
 from retrain.planning.masks import PlanningMasks
 from retrain.rollout import Rollouts
+from retrain.storage.logs import METRICS
 from retrain.storage.recording import find_recordings, read_recordings
 from retrain.types import BoolArray, FloatArray, Group
 
@@ -40,17 +43,37 @@ class Difference:
 class Method:
     """The credit assignment of one configuration, with the state of its SEPA schedule."""
 
-    def __init__(self, config: TrainConfig, texts: Sequence[str]) -> None:
+    def __init__(self, config: TrainConfig, texts: Sequence[str], log: Mapping[int, Row]) -> None:
         self.credit = CreditAssigner(config)
         self.masks: PlanningMasks = build_planning(config, texts)
         self.sepa = SEPAController(config.sepa)
+        self.unseen = dict(log)
+        """Logged steps that the schedule has not observed yet."""
 
-    def advantages(self, step: int, groups: Sequence[Group], masks: list[list[BoolArray]]) -> FloatArray:
-        """Token advantages of a step, concatenated."""
+    def advantages(
+        self, step: int, groups: Sequence[Group], masks: list[list[BoolArray]], sepa_lambda: float | None = None
+    ) -> FloatArray:
+        """Token advantages of a step, concatenated; `sepa_lambda` replaces that of the schedule."""
+        self._catch_up(step)
         self.sepa.observe_correct_rate(Rollouts(list(groups), 0.0, 0.0).correct_rate)
-        credit = self.credit.assign(groups, masks, self.sepa.resolve_lambda(step))
+        scheduled = self.sepa.resolve_lambda(step)
+        credit = self.credit.assign(groups, masks, scheduled if sepa_lambda is None else sepa_lambda)
         self.sepa.update(credit.exec_entropy_var)
         return np.concatenate([tokens for group in credit.token_advantages_PG for tokens in group])
+
+    def _catch_up(self, step: int) -> None:
+        """Observe the steps before this one that were not recorded, from their metrics."""
+        earlier = [before for before in self.unseen if before < step]
+        for row in (self.unseen.pop(before) for before in earlier):
+            self.sepa.observe_correct_rate(float(row.get("correct_rate") or 0.0))
+            self.sepa.update(row.get("exec_entropy_var"))
+        self.unseen.pop(step, None)
+
+
+def read_lambda(log: Mapping[int, Row], step: int) -> float | None:
+    """The SEPA lambda that the run used in a step; None if it was not logged."""
+    value = log.get(step, {}).get("sepa_lambda")
+    return float(value) if isinstance(value, int | float) else None
 
 
 def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterator[Difference]:
@@ -58,11 +81,12 @@ def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterato
     if not find_recordings(log_dir):
         raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
     texts = vocabulary_texts(load_tokenizer(recorded.model.model))
-    before, after = Method(recorded, texts), Method(wanted, texts)
+    log, _ = read_rows(log_dir / METRICS)
+    before, after = Method(recorded, texts, log), Method(wanted, texts, log)
     for step, groups in read_recordings(log_dir):
         masks = after.masks.of(groups)
         planning = np.concatenate([mask for group in masks for mask in group])
-        old = before.advantages(step, groups, before.masks.of(groups))
+        old = before.advantages(step, groups, before.masks.of(groups), read_lambda(log, step))
         new = after.advantages(step, groups, masks)
         yield Difference(
             step=step,

@@ -65,7 +65,7 @@ class Comparison:
     baseline_mean: float
     test: PairedTest
     p_adjusted: float | None
-    """Holm-adjusted over all conditions."""
+    """Over all conditions, by Holm; of a sequential test over all its looks as well."""
     more_seeds: int | None
     """Additional seeds for 80% power at the observed difference; None when unknown."""
     detectable: float | None
@@ -88,7 +88,7 @@ class Comparison:
             where = f"in every one of {count} seeds"
             if self.test.interval:
                 low, high = self.test.interval
-                interval = f"{100 * self.confidence:g}% interval of the difference {low:+.4g} to {high:+.4g}"
+                interval = f"{100 * self.confidence:.4g}% interval of the difference {low:+.4g} to {high:+.4g}"
                 where = f"({interval}, {count} seeds)"
             return f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} {where}."
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
@@ -137,37 +137,77 @@ class SequentialDecision:
     """Significance level of each look, such that all looks together have a false positive rate of alpha."""
 
 
+@dataclass(frozen=True)
+class Looks:
+    """The design of a sequential test: a look after each seed from the fifth on, all at the same level."""
+
+    max_seeds: int
+    comparisons: int
+    """Conditions that are tested against the baseline."""
+    decided: frozenset[str] = frozenset()
+    """Conditions that an earlier look decided, which is final."""
+
+    def level(self, alpha: float) -> float:
+        """The level of one look of one condition, such that all together have a false positive rate of alpha."""
+        return sequential_level(self.max_seeds, alpha / self.comparisons)
+
+    def adjust(self, p_value: float) -> float:
+        """The probability that any look at any condition gives a smaller p-value without an effect."""
+        return min(1.0, self.comparisons * float(np.mean(_smallest_p_values(self.max_seeds) <= p_value)))
+
+
 def compare(
-    conditions: Conditions, baseline: str | None = None, alpha: float = 0.05, higher_is_better: bool = True
+    conditions: Conditions,
+    baseline: str | None = None,
+    alpha: float = 0.05,
+    higher_is_better: bool = True,
+    looks: Looks | None = None,
 ) -> list[Comparison]:
-    """Compare every condition with the baseline (by default the first), paired by the seeds that both have."""
+    """Compare every condition with the baseline (by default the first), paired by the seeds that both have.
+
+    With `looks`, the number of seeds depended on the results, so tests and intervals use the level of the looks.
+    """
     if len(conditions) < 2:
         raise ConfigError("there is only one condition; a comparison needs two.")
     first = baseline if baseline is not None else next(iter(conditions))
     if first not in conditions:
         raise ConfigError(f"there is no condition {first!r}.  Try: one of {', '.join(conditions)}")
-    others = [name for name in conditions if name != first]
-    pairs = {name: _shared_seeds(conditions, first, name) for name in others}
+    pairs = {name: _shared_seeds(conditions, first, name) for name in conditions if name != first}
+    level = looks.level(alpha) if looks else alpha
     tests = {
-        name: paired_test([conditions[name][s] - conditions[first][s] for s in seeds], alpha)
+        name: paired_test([conditions[name][s] - conditions[first][s] for s in seeds], level)
         for name, seeds in pairs.items()
     }
-    tested = [name for name in others if tests[name].p_value is not None]
-    holm = dict(zip(tested, adjust_holm([tests[name].p_value or 0.0 for name in tested]), strict=True))
-    level = alpha / max(1, len(tested))
+    p_values = {name: test.p_value for name, test in tests.items() if test.p_value is not None}
+    adjusted = {name: looks.adjust(p) for name, p in p_values.items()} if looks else _holm(p_values)
+    if looks:
+        found = {name for name, p in p_values.items() if p <= level and len(pairs[name]) >= FIRST_LOOK} | looks.decided
+    else:
+        found = {name for name, p in adjusted.items() if p < alpha}
+    power_level = level if looks else alpha / max(1, len(p_values))
     return [
-        _decide(conditions, (name, first), tests[name], _Criterion(alpha, level, holm.get(name), higher_is_better))
-        for name in others
+        _decide(
+            conditions,
+            (name, first),
+            test,
+            _Criterion(name in found, adjusted.get(name), power_level, 1 - level, higher_is_better),
+        )
+        for name, test in tests.items()
     ]
+
+
+def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    return dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
 
 
 @dataclass(frozen=True)
 class _Criterion:
-    """When a difference counts as significant."""
+    """Whether a difference counts as significant, and the levels that this was judged with."""
 
-    alpha: float
-    level: float
+    is_significant: bool
     p_adjusted: float | None
+    power_level: float
+    confidence: float
     higher_is_better: bool
 
 
@@ -175,10 +215,10 @@ def _decide(conditions: Conditions, pair: tuple[str, str], test: PairedTest, cri
     name, first = pair
     seeds = _shared_seeds(conditions, first, name)
     verdict: Verdict = "insufficient_evidence"
-    if criterion.p_adjusted is not None and criterion.p_adjusted < criterion.alpha:
+    if criterion.is_significant:
         better = (test.difference > 0) == criterion.higher_is_better
         verdict = "statistically_significant_improvement" if better else "significant_degradation"
-    wanted = seeds_for_power(test.cohens_d, POWER, criterion.level) if test.cohens_d else None
+    wanted = seeds_for_power(test.cohens_d, POWER, criterion.power_level) if test.cohens_d else None
     return Comparison(
         condition=name,
         baseline=first,
@@ -188,9 +228,9 @@ def _decide(conditions: Conditions, pair: tuple[str, str], test: PairedTest, cri
         test=test,
         p_adjusted=criterion.p_adjusted,
         more_seeds=max(1, wanted - len(seeds)) if wanted and verdict == "insufficient_evidence" else None,
-        detectable=_detectable(test, len(seeds), criterion.level),
+        detectable=_detectable(test, len(seeds), criterion.power_level),
         verdict=verdict,
-        confidence=1 - criterion.alpha,
+        confidence=criterion.confidence,
     )
 
 
@@ -382,16 +422,20 @@ def sequential_test(
 
 @lru_cache
 def sequential_level(max_seeds: int, alpha: float) -> float:
-    """The level of each look: the alpha-quantile of the smallest p-value of a sequence of t-tests under no effect.
+    """The level of each look: the alpha-quantile of the smallest p-value of a sequence of t-tests under no effect."""
+    return float(np.quantile(_smallest_p_values(max_seeds), alpha)) if max_seeds >= FIRST_LOOK else 0.0
+
+
+@lru_cache
+def _smallest_p_values(max_seeds: int) -> Floats:
+    """The smallest p-value of all looks under no effect, simulated.
 
     Its distribution does not depend on the spread of the differences, so one simulation serves all data.
     """
-    if max_seeds < FIRST_LOOK:
-        return 0.0
     draws = np.random.default_rng(0).standard_normal((100_000, max_seeds))
     counts = np.arange(1, max_seeds + 1)
     sums, squares = draws.cumsum(axis=1), (draws**2).cumsum(axis=1)
     variances = (squares - sums**2 / counts)[:, FIRST_LOOK - 1 :] / (counts[FIRST_LOOK - 1 :] - 1)
     scores = np.abs(sums[:, FIRST_LOOK - 1 :]) / np.sqrt(variances * counts[FIRST_LOOK - 1 :])
-    smallest = (2 * stats.t.sf(scores, counts[FIRST_LOOK - 1 :] - 1)).min(axis=1)
-    return float(np.quantile(smallest, alpha))
+    result: Floats = (2 * stats.t.sf(scores, counts[FIRST_LOOK - 1 :] - 1)).min(axis=1)
+    return result

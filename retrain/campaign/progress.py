@@ -42,11 +42,11 @@ class RunProgress:
     held_out: float | None = None
     step_seconds: float | None = None
     quiet_seconds: float | None = None
-    """Time since the last logged step."""
+    """Time since the last logged step, or since the run was resumed after it."""
     turns: int = 1
     """Number of running runs that share one model, including this one."""
-    elapsed_seconds: float = 0.0
-    """Run time over all attempts, as recorded by the campaign; 0 for a run that belongs to none."""
+    elapsed_seconds: float | None = None
+    """Run time over all attempts, as recorded by the campaign; None for a run that belongs to none."""
     attempts: int = 1
     health: tuple[Check, ...] = ()
     """Checks of the beginning and the end of its logs."""
@@ -72,7 +72,9 @@ class RunProgress:
         """Seconds until the end at the pace of the last steps; None when not running."""
         if self.state not in ("running", "loading") or self.step_seconds is None or self.max_steps is None:
             return None
-        return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - (self.quiet_seconds or 0.0))
+        # A run that loads is not in a step yet.
+        in_step = 0.0 if self.state == "loading" else self.quiet_seconds or 0.0
+        return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - in_step)
 
 
 def read_progress(folder: Path) -> RunProgress:
@@ -113,10 +115,17 @@ def _read_run(folder: Path) -> RunProgress:
         mean_reward=last.get("mean_reward"),
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
-        quiet_seconds=_age(folder / METRICS),
+        quiet_seconds=_quiet_seconds(folder),
         health=tuple(check_health(steps, evaluations, max_tokens)) if steps else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
     )
+
+
+def _quiet_seconds(folder: Path) -> float | None:
+    """Time since the last logged step; of a resumed run, since it took its folder and then was loaded."""
+    names = (METRICS, LOCK_FILE, CONFIG_FILE) if is_locked(folder) else (METRICS,)
+    ages = [_age(folder / name) for name in names]
+    return min(age for age in ages if age is not None) if ages[0] is not None else None
 
 
 def read_trl_progress(folder: Path) -> RunProgress | None:
@@ -147,20 +156,30 @@ def _read_trl_state(state: Table, path: Path) -> RunProgress:
 def taking_turns(runs: Mapping[str, RunProgress]) -> dict[str, RunProgress]:
     """The same runs when they share a model: only one steps at a time, and waiting is not counted as overhead."""
     running = sum(run.status == "running" for run in runs.values())
-    return {name: replace(run, turns=max(1, running), elapsed_seconds=0.0) for name, run in runs.items()}
+    return {name: replace(run, turns=max(1, running), elapsed_seconds=None) for name, run in runs.items()}
 
 
 def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
     """Time for the remaining steps and starts of all open runs at the observed pace, `at_once` runs in parallel."""
     paces = [run.step_seconds for run in runs if run.step_seconds is not None]
     overheads = [run.overhead_seconds for run in runs if run.overhead_seconds is not None]
-    open_runs = [run for run in runs if run.status in ("running", "pending")]
+    # An interrupted run of a live campaign waits for its turn to resume.
+    open_runs = [run for run in runs if run.status in ("running", "pending", "interrupted")]
     if not paces:
         return None
     steps = sum((run.max_steps or 0) - run.step for run in open_runs)
     start = sum(overheads) / len(overheads) if overheads else 0.0
-    starts = sum(max(0.0, start - run.elapsed_seconds) for run in open_runs if run.step == 0)
+    starts = sum(_start_left(run, start) for run in open_runs)
     return (steps * sum(paces) / len(paces) + starts) / max(1, min(at_once, len(open_runs)))
+
+
+def _start_left(run: RunProgress, start: float) -> float:
+    """What is left of a start that takes this many seconds."""
+    if run.status != "running":
+        return start
+    if run.step == 0:
+        return max(0.0, start - (run.elapsed_seconds or 0.0))
+    return max(0.0, start - (run.quiet_seconds or 0.0)) if run.state == "loading" else 0.0
 
 
 def is_finished(folder: Path, max_steps: int) -> bool:

@@ -209,11 +209,16 @@ class Campaign:
         """The progress of each run, with the status of the manifest."""
         shown = {}
         for name, run in self.runs.items():
-            status = self.manifest[name]["status"]
-            progress = read_progress(run.folder) if status != "pending" else RunProgress("pending")
+            progress = read_progress(run.folder)
+            quiet, started = progress.quiet_seconds, self.running.get(name)
+            if quiet is not None and started is not None:
+                # The last step may be one of an earlier session.
+                quiet = min(quiet, time.monotonic() - started)
             shown[name] = replace(
                 progress,
-                status=status,
+                # The status of an earlier session, if it has to be resumed.
+                status="pending" if run in self.pending else self.manifest[name]["status"],
+                quiet_seconds=quiet,
                 max_steps=run.max_steps,
                 elapsed_seconds=self._elapsed(name),
                 attempts=self.manifest[name]["attempts"],

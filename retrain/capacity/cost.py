@@ -62,10 +62,13 @@ def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens |
     return Tokens(work.prompts * work.prompt_tokens, sampled, trained_rows * (work.prompt_tokens + completion))
 
 
+def count_evaluations(config: TrainConfig, steps: int) -> int:
+    """Evaluations of a run: before the first step, every `eval.every` steps, and after the last."""
+    return math.ceil(steps / config.eval.every) + 1 if config.eval.every else 0
+
+
 def evaluation_tokens(config: TrainConfig, work: Workload, step: Tokens, steps: int) -> Tokens:
-    """All evaluations of a run: before the first step, every `eval.every` steps, and after the last."""
-    if not config.eval.every:
-        return Tokens(0, 0, 0)
-    count = math.ceil(steps / config.eval.every) + 1
+    """All evaluations of a run."""
     problems, completion = config.eval.max_examples, step.sample / work.completions
-    return Tokens(problems * work.prompt_tokens, problems * config.eval.samples * completion, 0).times(count)
+    once = Tokens(problems * work.prompt_tokens, problems * config.eval.samples * completion, 0)
+    return once.times(count_evaluations(config, steps))

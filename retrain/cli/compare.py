@@ -58,6 +58,8 @@ def command(
       step              the step at which it is compared
       higher_is_better  whether higher values are improvements
       alpha             significance level
+      level             of each test and interval: lower than alpha if the
+                        campaign could stop early
       notes             what limits the comparison
       noise_floor       how much runs that differ only in the seed differ
       values            by condition and seed
@@ -67,14 +69,13 @@ def command(
     """
     if as_json and markdown:
         raise ConfigError("--json and --markdown are mutually exclusive.")
-    from retrain.analysis.comparison import compare_runs, early_stops, markdown_lines  # noqa: PLC0415  (loads scipy)
+    from retrain.analysis.comparison import compare_runs, markdown_lines  # noqa: PLC0415  (loads scipy)
     from retrain.analysis.runs import find_runs, require_same_model  # noqa: PLC0415
 
     runs = find_runs(folders)
     if not allow_different_models:
         require_same_model(runs)
     data = compare_runs(runs, metric, last, lower_is_better, baseline, alpha)
-    data.notes.extend(early_stops(folders))
     if as_json:
         print_json(data.as_json())
     elif markdown:

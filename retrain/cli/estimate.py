@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from retrain.campaign.plan import Run, plan_runs
+from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import Workload
 from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path, paths_where, values_of
-from retrain.errors import ConfigError
+from retrain.data import count_steps, load_examples
+from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
+from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.text import plural
 
 MEMORY_LABELS = {
@@ -24,9 +29,10 @@ MEMORY_LABELS = {
     "activations": "activations per micro-batch",
     "logits": "logits per slice",
 }
+UNKNOWN_STEPS = "unknown: epochs count passes over examples, and how many there are is not known before the run"
 _MEASURED_STEPS = 20
 
-LoggedStep = Mapping[str, object]
+LoggedStep = Mapping[str, Any]
 
 
 def list_runs(config: TrainConfig, file: str) -> list[Run]:
@@ -41,9 +47,20 @@ def runs_at_once(config: TrainConfig, runs: int) -> int:
     return min(config.campaign.max_workers or runs, runs)
 
 
-def steps_per_run(config: TrainConfig) -> int:
-    """Steps of one run."""
-    return config.campaign.max_steps if config.campaign else config.training.max_steps
+def steps_per_run(config: TrainConfig) -> int | None:
+    """Steps of one run; None if only loading its data or environment would show how many its epochs have."""
+    if config.campaign is not None:
+        return config.campaign.max_steps
+    if not config.training.epochs:
+        return config.training.max_steps
+    source = config.data.source
+    # Nothing is downloaded for an estimate, and no plugin runs.
+    if config.environment.provider or is_plugin("data", source) or REGISTRIES["data"].facts(source).from_hub:
+        return None
+    try:
+        return count_steps(config.training, load_examples(config.data))
+    except RetrainError:
+        return None  # training explains it
 
 
 def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) -> MemoryPlan | None:
@@ -53,19 +70,40 @@ def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) ->
     return plan_memory(facts.shape, work, memory, facts.parameters)
 
 
-def measured_step_time(config: TrainConfig) -> tuple[float | None, str]:
-    """Median seconds of logged steps of the same kind and size, and how that is known."""
-    steps, where = logged_steps(config)
+@dataclass(frozen=True)
+class MeasuredTime:
+    """Median seconds of logged steps and of their evaluations, and how that is known; None if there are none."""
+
+    step: float | None
+    evaluation: float | None
+    source: str
+
+    def of_run(self, config: TrainConfig, steps: int | None) -> float | None:
+        """Seconds of a run, with its evaluations if they were measured; None if unknown."""
+        if self.step is None or steps is None:
+            return None
+        return self.step * steps + (self.evaluation or 0.0) * count_evaluations(config, steps)
+
+
+def measure_time(config: TrainConfig) -> MeasuredTime:
+    """Median seconds of logged steps of the same kind and size, and of evaluations of the same size."""
+    logs, where = _read_logs(config)
+    steps = [row["step_time_s"] for log in logs for row in log[-_MEASURED_STEPS:]]
     if not steps:
-        return None, "no step of this size has been measured yet"
-    seconds = [step["step_time_s"] for step in steps]
-    return statistics.median(s for s in seconds if isinstance(s, float)), (
-        f"the median of {plural(len(steps), 'step')} in {where}"
-    )
+        return MeasuredTime(None, None, "no step of this size has been measured yet")
+    evaluations = [row["eval_time_s"] for log in logs for row in log if "eval_time_s" in row]
+    evaluation = statistics.median(evaluations) if evaluations else None
+    return MeasuredTime(statistics.median(steps), evaluation, f"the median of {plural(len(steps), 'step')} in {where}")
 
 
 def logged_steps(config: TrainConfig) -> tuple[list[LoggedStep], str]:
-    """Logged steps of the same kind and size, the newest last, and where they are."""
+    """The last logged steps of the same kind and size, and where they are."""
+    logs, where = _read_logs(config)
+    return [step for log in logs for step in log[-_MEASURED_STEPS:]], where
+
+
+def _read_logs(config: TrainConfig) -> tuple[list[list[LoggedStep]], str]:
+    """The logs of runs with the same model, engine, device and step size, and where they are."""
     log_dir = Path(config.logging.log_dir).expanduser()
     if config.campaign is None:
         folders, where = [log_dir], str(log_dir / "metrics.jsonl")
@@ -73,34 +111,40 @@ def logged_steps(config: TrainConfig) -> tuple[list[LoggedStep], str]:
         folders, where = sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
     else:
         folders, where = sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
-    size = (config.training.batch_size, config.training.group_size)
-    comparable = [folder for folder in folders if _costs_the_same(folder, config)]
-    return [step for folder in comparable for step in list(_read_steps(folder, size))[-_MEASURED_STEPS:]], where
+    differing = {folder: _find_differing(folder, config) for folder in folders}
+    return [
+        list(_read_steps(folder, config, evaluates_alike=not other & paths_where("held_out")))
+        for folder, other in differing.items()
+        if not other & paths_where("step_time")
+    ], where
 
 
-def _costs_the_same(folder: Path, config: TrainConfig) -> bool:
-    """Whether the run in a folder has the same model, engine, device and step size."""
-    if not (folder / "config.toml").is_file():
-        return False
+def _find_differing(folder: Path, config: TrainConfig) -> set[str]:
+    """The options in which the run in a folder differs; all of them if it has no configuration."""
     from retrain.storage.folder import with_absolute_paths  # noqa: PLC0415  (loads numpy)
 
+    wanted = values_of(with_absolute_paths(config))
     try:
         stored = values_of(with_absolute_paths(load_config(folder / "config.toml")))
     except ConfigError:
-        return False
-    wanted = values_of(with_absolute_paths(config))
-    return all(stored.get(path) == wanted[path] for path in wanted if path in paths_where("step_time"))
+        return set(wanted)
+    return {path for path in wanted if stored.get(path) != wanted[path]}
 
 
-def _read_steps(folder: Path, size: tuple[int, int]) -> Iterator[LoggedStep]:
+def _read_steps(folder: Path, config: TrainConfig, evaluates_alike: bool) -> Iterator[LoggedStep]:
+    """Steps of the same size: `step_time_s` without the evaluation, whose `eval_time_s` is kept if it is comparable."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return
+    size = (config.training.batch_size, config.training.group_size)
     for line in lines:
         try:
             step = json.loads(line)
-            if (step["batch_size"], step["group_size"]) == size:
-                yield step | {"step_time_s": float(step["step_time_s"])}
+            if (step["batch_size"], step["group_size"]) != size:
+                continue
+            evaluation = float(step.pop("eval_time_s", 0.0))
+            step["step_time_s"] = float(step["step_time_s"]) - evaluation
         except (ValueError, KeyError, TypeError):
             continue  # a torn last line, or a log of something else
+        yield step | ({"eval_time_s": evaluation} if evaluation and evaluates_alike else {})

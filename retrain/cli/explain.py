@@ -12,6 +12,7 @@ from typing import TypedDict
 import click
 
 from retrain.campaign.plan import Run
+from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import find_obstacles
@@ -19,8 +20,9 @@ from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
+    UNKNOWN_STEPS,
     list_runs,
-    measured_step_time,
+    measure_time,
     memory_plan,
     runs_at_once,
     steps_per_run,
@@ -96,7 +98,17 @@ class Step(TypedDict):
     max_tokens: int
 
 
-Time = TypedDict("Time", {"step_seconds": float | None, "run_seconds": float | None, "from": str})
+Time = TypedDict(
+    "Time",
+    {
+        "steps": int | None,
+        "evaluations": int | None,
+        "step_seconds": float | None,
+        "evaluation_seconds": float | None,
+        "run_seconds": float | None,
+        "from": str,
+    },
+)
 
 
 class RunEntry(TypedDict):
@@ -155,7 +167,9 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
                     kv_cache_bytes, activations_bytes, logits_bytes, total_bytes,
                     micro_batch_tokens, recomputed_layers, prompt_tokens
-      time          step_seconds, run_seconds, from
+      time          steps, evaluations, step_seconds, evaluation_seconds,
+                    run_seconds (with evaluations, where their time is known),
+                    from
       files         what the run writes
     """
     path, loaded = read_config(config, parameters, as_json, strict)
@@ -289,12 +303,17 @@ def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | N
 
 
 def estimate_time(config: TrainConfig) -> Time:
-    """Seconds per step and per run, from earlier steps of the same size."""
-    seconds, source = measured_step_time(config)
-    if seconds is None:
-        return {"step_seconds": None, "run_seconds": None, "from": source}
-    run_seconds = round(seconds * steps_per_run(config), 1)
-    return {"step_seconds": round(seconds, 3), "run_seconds": run_seconds, "from": source}
+    """Seconds per step, evaluation and run, from earlier steps of the same size."""
+    measured, steps = measure_time(config), steps_per_run(config)
+    seconds = measured.of_run(config, steps)
+    return {
+        "steps": steps,
+        "evaluations": count_evaluations(config, steps) if steps is not None else None,
+        "step_seconds": round(measured.step, 3) if measured.step is not None else None,
+        "evaluation_seconds": round(measured.evaluation, 3) if measured.evaluation is not None else None,
+        "run_seconds": round(seconds, 1) if seconds is not None else None,
+        "from": measured.source,
+    }
 
 
 def list_files(config: TrainConfig) -> list[str]:
@@ -381,10 +400,6 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
     assert model is not None and engine is not None and step is not None and memory is not None and time is not None
     parameters = f"{model['parameters']:,} (from {model['parameters_from']})" if model["parameters"] else "unknown"
     trainable = f"{model['trainable']:,}" if model["trainable"] is not None else "unknown"
-    duration = time["from"]
-    if time["step_seconds"] is not None and time["run_seconds"] is not None:
-        per_run = format_duration(time["run_seconds"])
-        duration = f"{time['step_seconds']} s per step, {per_run} per run, from {time['from']}"
     return [
         ("condition", data["condition"] or plural(len({run["condition"] for run in data["runs"]}), "condition")),
         ("model", f"{model['name']} ({_FOUND[model['found']]})"),
@@ -395,9 +410,20 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
         ("backend", f"{engine['backend']} on {_DEVICES.get(engine['devices'], engine['devices'])}"),
         ("completions", f"{step['completions']:,} per step ({plural(step['prompts'], 'prompt')})"),
         ("tokens", f"at most {step['max_tokens']:,} sampled per step"),
-        ("time", duration),
+        ("steps", f"{time['steps']:,} per run" if time["steps"] is not None else UNKNOWN_STEPS),
+        ("time", _describe_time(time)),
         *_memory_rows(memory),
     ]
+
+
+def _describe_time(time: Time) -> str:
+    if time["step_seconds"] is None:
+        return time["from"]
+    per_run = ""
+    if time["run_seconds"] is not None:
+        left_out = time["evaluations"] and time["evaluation_seconds"] is None
+        per_run = f", {format_duration(time['run_seconds'])} per run{' without evaluations' if left_out else ''}"
+    return f"{time['step_seconds']} s per step{per_run}, from {time['from']}"
 
 
 def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:

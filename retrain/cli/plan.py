@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TypedDict
+from dataclasses import asdict, dataclass, replace
 
 import click
 
-from retrain.capacity.cost import Prices, evaluation_tokens, logged_tokens, max_tokens_per_step
+from retrain.capacity.cost import Prices, count_evaluations, evaluation_tokens, logged_tokens, max_tokens_per_step
 from retrain.capacity.memory import PROMPT_TOKENS, Shape, Workload, workload_of
 from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch
 from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, cards_with_memory, detect_card, find_card, step_time
-from retrain.cli.console import print_heading, print_json, print_table
+from retrain.cli.console import print_json
 from retrain.cli.estimate import (
-    MEMORY_LABELS,
+    MeasuredTime,
     list_runs,
     logged_steps,
-    measured_step_time,
+    measure_time,
     memory_plan,
     runs_at_once,
     steps_per_run,
 )
+from retrain.cli.plan_text import Campaign, Cost, Plan, Run, Step, print_plan
 from retrain.cli.train import read_config
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options
 from retrain.errors import ConfigError
 from retrain.modeling.files import find_model, read_facts
 from retrain.runtime.devices import is_on_cpu
-from retrain.runtime.text import format_bytes, format_duration, plural
+from retrain.runtime.text import plural
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _PRICE = click.FloatRange(min=0)
@@ -43,75 +43,6 @@ class Given:
     bandwidth: float | None
     prompt_tokens: int
     prices: Prices | None = None
-
-
-class Model(TypedDict):
-    """The model and its size; None where unknown."""
-
-    name: str
-    parameters: int | None
-    parameters_from: str
-
-
-class Step(TypedDict):
-    """One step: its size, and its time as measured or by roofline."""
-
-    completions: int
-    tokens: int
-    seconds: float | None
-    seconds_from: str | None
-    roofline_sample_seconds: float | None
-    roofline_train_seconds: float | None
-    seconds_by_card: dict[str, float]
-    """If only the GPU's memory is known: by roofline, on GPUs with as much."""
-
-
-class Run(TypedDict):
-    """One run."""
-
-    steps: int
-    seconds: float | None
-
-
-class Campaign(TypedDict):
-    """All runs of a campaign."""
-
-    conditions: int
-    seeds: int
-    runs: int
-    workers: int
-    total_steps: int
-    seconds: float | None
-
-
-class Cost(TypedDict):
-    """Tokens per step as a service bills them, and prices where given."""
-
-    prefill_tokens: int
-    sample_tokens: int
-    train_tokens: int
-    tokens_from: str
-    price: float | None
-    run_price: float | None
-    campaign_price: float | None
-
-
-class Plan(TypedDict):
-    """What `retrain plan --json` prints; None where a part is unknown or does not apply."""
-
-    file: str
-    backend: str
-    devices: str
-    model: Model
-    card: dict[str, str | float] | None
-    memory: dict[str, int | bool | None] | None
-    sampling: dict[str, str | int | bool | None] | None
-    training: dict[str, int] | None
-    largest_batch_size: int | None
-    step: Step
-    run: Run
-    campaign: Campaign | None
-    cost: Cost | None
 
 
 @click.command("plan", short_help="Show what a run needs.", context_settings={"max_content_width": 110})
@@ -164,7 +95,8 @@ def command(
       step                completions, tokens, seconds, seconds_from,
                           roofline_sample_seconds, roofline_train_seconds,
                           seconds_by_card (if only --memory is given)
-      run                 steps, seconds
+      run                 steps, evaluations, evaluation_seconds (of one), seconds
+                          (with evaluations, where their time is known)
       campaign            conditions, seeds, runs, workers, total_steps, seconds
       cost                of a service that bills by token: prefill_tokens,
                           sample_tokens, train_tokens and price per step,
@@ -176,7 +108,7 @@ def command(
     if as_json:
         print_json(data)
     else:
-        _print(data)
+        print_plan(data)
 
 
 command.params.extend(click_options(listed=()))
@@ -195,8 +127,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     memory = memory_plan(facts, work, available) if is_local else None
     # Times measured here do not hold for another GPU.
     is_named = any((given.card, given.tflops, given.bandwidth))
-    step = _step((None, "") if is_named else measured_step_time(config), facts.shape, work, card, memory)
-    steps = steps_per_run(config)
+    measured = MeasuredTime(None, None, "") if is_named else measure_time(config)
+    step = _step(measured, facts.shape, work, card, memory)
+    run = _run(config, replace(measured, step=step["seconds"]))
     return {
         "file": file,
         "backend": config.backend.backend,
@@ -214,9 +147,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         if facts.shape is not None and is_local and available
         else None,
         "step": step,
-        "run": {"steps": steps, "seconds": _times(step["seconds"], steps)},
-        "campaign": _campaign(config, file, step["seconds"]),
-        "cost": _cost(config, file, work, given.prices),
+        "run": run,
+        "campaign": _campaign(config, file, run["seconds"]),
+        "cost": _cost(config, run, len(list_runs(config, file)), work, given.prices),
     }
 
 
@@ -230,16 +163,16 @@ def _read_prices(prefill: float | None, sample: float | None, train: float | Non
     return None
 
 
-def _cost(config: TrainConfig, file: str, work: Workload, prices: Prices | None) -> Cost | None:
+def _cost(config: TrainConfig, run: Run, runs: int, work: Workload, prices: Prices | None) -> Cost | None:
     """Tokens as a service bills them, and their price where prices were given; None for a local run without prices."""
     if config.backend.backend == "local" and prices is None:
         return None
     logged, where = logged_steps(config)
     measured = logged_tokens(logged, work)
-    step = measured or max_tokens_per_step(work)
-    steps = steps_per_run(config)
-    run = step.times(steps) + evaluation_tokens(config, work, step, steps)
-    runs = len(list_runs(config, file)) if config.campaign is not None else 1
+    step, steps = measured or max_tokens_per_step(work), run["steps"]
+    price = None
+    if prices is not None and steps is not None:
+        price = (step.times(steps) + evaluation_tokens(config, work, step, steps)).cost(prices)
     source = f"the mean of {plural(len(logged), 'step')} in {where}" if measured else "every completion at max_tokens"
     return {
         "prefill_tokens": round(step.prefill),
@@ -247,8 +180,8 @@ def _cost(config: TrainConfig, file: str, work: Workload, prices: Prices | None)
         "train_tokens": round(step.train),
         "tokens_from": source,
         "price": step.cost(prices) if prices is not None else None,
-        "run_price": run.cost(prices) if prices is not None else None,
-        "campaign_price": run.cost(prices) * runs if prices is not None and config.campaign is not None else None,
+        "run_price": price,
+        "campaign_price": price * runs if price is not None and config.campaign is not None else None,
     }
 
 
@@ -302,18 +235,18 @@ def _training(plan: MemoryPlan | None, work: Workload) -> dict[str, int] | None:
 
 
 def _step(
-    measured: tuple[float | None, str],
+    measured: MeasuredTime,
     shape: Shape | None,
     work: Workload,
     card: Card | None,
     memory: MemoryPlan | None,
 ) -> Step:
-    seconds, source = measured
+    seconds = measured.step
     step: Step = {
         "completions": work.completions,
         "tokens": work.completions * work.max_tokens,
         "seconds": seconds,
-        "seconds_from": source if seconds is not None else None,
+        "seconds_from": measured.source if seconds is not None else None,
         "roofline_sample_seconds": None,
         "roofline_train_seconds": None,
         "seconds_by_card": {},
@@ -333,118 +266,26 @@ def _step(
     return step
 
 
-def _campaign(config: TrainConfig, file: str, step_seconds: float | None) -> Campaign | None:
+def _run(config: TrainConfig, time: MeasuredTime) -> Run:
+    steps = steps_per_run(config)
+    return {
+        "steps": steps,
+        "evaluations": count_evaluations(config, steps) if steps is not None else None,
+        "evaluation_seconds": time.evaluation,
+        "seconds": time.of_run(config, steps),
+    }
+
+
+def _campaign(config: TrainConfig, file: str, run_seconds: float | None) -> Campaign | None:
     if config.campaign is None:
         return None
     runs = len(list_runs(config, file))
-    total, workers = runs * config.campaign.max_steps, runs_at_once(config, runs)
+    workers = runs_at_once(config, runs)
     return {
         "conditions": len(config.campaign.conditions),
         "seeds": len(config.campaign.seeds),
         "runs": runs,
         "workers": workers,
-        "total_steps": total,
-        "seconds": _times(step_seconds, total / workers),
+        "total_steps": runs * config.campaign.max_steps,
+        "seconds": None if run_seconds is None else run_seconds * runs / workers,
     }
-
-
-def _times(seconds: float | None, count: float) -> float | None:
-    return None if seconds is None else seconds * count
-
-
-def why_unknown(model: Model) -> str:
-    """Why there is no memory plan for a model, and what would help."""
-    if model["parameters_from"] == "its files":
-        return "only dense decoders are planned, not mixtures of experts"
-    if find_model(model["name"]).found == "missing":
-        return f"there is no folder {model['name']}"
-    return f"the model's config.json is not on this machine.  Try: hf download {model['name']} config.json"
-
-
-def _print(data: Plan) -> None:
-    card, backend, memory, training = data["card"], data["backend"], data["memory"], data["training"]
-    device = "the CPU" if is_on_cpu(data["devices"]) else "an unknown GPU (try --card H100)"
-    if card and card["memory"]:
-        device = f"{card['name']}, {card['memory']:.0f} GB"
-    click.echo(f"{data['file']}: {data['model']['name']} on {device if backend == 'local' else backend}")
-    print_heading("Peak memory")
-    if backend != "local":
-        click.echo(f"  managed by {backend}")
-    elif memory is None or training is None:
-        click.echo(f"  unknown: {why_unknown(data['model'])}")
-    else:
-        fits = "" if memory["fits"] is None else "  fits" if memory["fits"] else "  DOES NOT FIT"
-        rows = [(label, format_bytes(memory[part])) for part, label in MEMORY_LABELS.items()]
-        rows += [(f"peak while {phase}", format_bytes(memory[f"{phase}_peak"])) for phase in ("sampling", "training")]
-        print_table(("part", "memory"), [*rows, ("total", format_bytes(memory["total"]) + fits)])
-        for line in _memory_lines(data):
-            click.echo(line)
-        layers = training["recomputed_layers"] or "none"
-        click.echo(f"micro-batches of {training['micro_batch_tokens']:,} tokens; layers recomputed: {layers}")
-        click.echo(f"prompts are assumed to have {training['prompt_tokens']:,} tokens (--prompt-tokens)")
-    if data["largest_batch_size"] is not None:
-        click.echo(f"largest batch_size that is sampled at once: {data['largest_batch_size']:,}")
-    print_heading("Time")
-    print_table(("what", "value"), _time_rows(data))
-    if data["cost"] is not None:
-        print_heading("Cost")
-        print_table(("what", "value"), _cost_rows(data["cost"]))
-
-
-_MERGING = {
-    "copies": "merged into copies of the adapted matrices",
-    "in-place": "merged in place; the matrices are restored from host memory",
-    "never": "not merged",
-}
-
-
-def _memory_lines(data: Plan) -> list[str]:
-    """How sampling will use memory, as far as it is not the plain case."""
-    sampling, completions = data["sampling"], data["step"]["completions"]
-    if sampling is None:
-        return []
-    lines = [f"adapter: {_MERGING[str(sampling['merging'])]}"] if sampling["merging"] else []
-    at_once = sampling["completions_at_once"]
-    if at_once != completions:
-        lines.append(f"sampled at once, at full length: {at_once} of {completions} completions; the others take turns")
-    if sampling["frees_cache"]:
-        lines.append("the KV cache is freed before training")
-    return lines
-
-
-def _time_rows(data: Plan) -> list[tuple[str, str]]:
-    step, run, campaign = data["step"], data["run"], data["campaign"]
-    size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled"
-    rows = [("per step", size)]
-    if step["seconds"] is None or run["seconds"] is None:
-        reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
-        if is_on_cpu(data["devices"]):
-            reason = "CPUs differ too much to estimate one.  Try: a run of 5 steps"
-        if data["backend"] != "local":
-            reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
-        unknown = f"unknown: no step has been measured, and {reason}"
-        by_card = ", ".join(f"{seconds:.0f} on {name}" for name, seconds in step["seconds_by_card"].items())
-        rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
-    else:
-        rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
-        rows.append(("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])} after start-up"))
-    if campaign is not None:
-        wall = f", {format_duration(campaign['seconds'])} without start-up" if campaign["seconds"] is not None else ""
-        matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))
-        product = " × ".join((*matrix, plural(run["steps"], "step")))
-        total = f"{product} = {plural(campaign['total_steps'], 'step')}, {plural(campaign['workers'], 'run')} at a time"
-        rows.append(("per campaign", f"{total}{wall}"))
-    return rows
-
-
-def _cost_rows(cost: Cost) -> list[tuple[str, str]]:
-    tokens = f"{cost['prefill_tokens']:,} prompt, {cost['sample_tokens']:,} sampled, {cost['train_tokens']:,} trained"
-    rows = [("tokens per step", f"{tokens}; {cost['tokens_from']}")]
-    if cost["price"] is None or cost["run_price"] is None:
-        rows.append(("price", "unknown: --prefill-price, --sample-price and --train-price were not given"))
-    else:
-        rows.append(("per step", f"{cost['price']:.4f}"))
-        rows.append(("per run", f"{cost['run_price']:.2f}, evaluations included"))
-    if cost["campaign_price"] is not None:
-        rows.append(("per campaign", f"{cost['campaign_price']:.2f}"))
-    return rows

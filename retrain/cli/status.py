@@ -70,7 +70,8 @@ def command(logs: str, as_json: bool) -> int:
       problem      why it cannot be read, or empty
       runs         by name: status, step, max_steps, condition, seed,
                    correct_rate, mean_reward, held_out, step_seconds,
-                   quiet_seconds, turns, activity, eta_seconds, health
+                   quiet_seconds, turns, activity, eta_seconds, health,
+                   and of a campaign's: attempts, elapsed_seconds (else null)
     health is a list of checks: name, level, value, rule, first step.
     """
     entries = find_entries(Path(logs).expanduser())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from retrain.data.order import Endless, ExampleOrder, Lazy
+from retrain.data.order import Endless, ExampleOrder, Lazy, count_steps
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import REGISTRIES
 from retrain.types import Example
@@ -18,7 +18,7 @@ from retrain.types import Example
 if TYPE_CHECKING:
     from retrain.config import schema
 
-__all__ = ["DataSource", "Endless", "ExampleOrder", "Lazy", "build_source", "load_examples"]
+__all__ = ["DataSource", "Endless", "ExampleOrder", "Lazy", "build_source", "count_steps", "load_examples"]
 
 
 @runtime_checkable

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
-from retrain.errors import CheckpointError, PluginError, RetrainError
+from retrain.errors import CheckpointError, ConfigError, PluginError, RetrainError
 from retrain.types import Example
+
+if TYPE_CHECKING:
+    from retrain.config import schema
 
 LARGEST_SHUFFLED = 1_000_000
 """A bounded endless source with more examples than this is not shuffled: it has no order to begin with."""
@@ -139,6 +143,19 @@ class ExampleOrder:
                 "Try: the same [data] table and [training] max_examples as before."
             )
         self.position = state["position"]
+
+
+def count_steps(training: schema.Training, examples: Sequence[Example]) -> int:
+    """Steps of a run: `max_steps`, or those of its epochs over these examples."""
+    if not training.epochs:
+        return training.max_steps
+    if isinstance(examples, Endless) and not training.max_examples:
+        raise ConfigError(
+            f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
+            "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
+        )
+    count = min(len(examples), training.max_examples or len(examples))
+    return max(1, math.ceil(training.epochs * count / training.batch_size))
 
 
 def digest_of(examples: Iterable[Example]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -67,7 +68,8 @@ class PolicyChat:
         self.transcript: list[Message] = []
         self.turns = 0
         self.truncated = False
-        self.finish_reason = "stop"
+        """Whether max_turns or the context ended it, or a token limit cut off one of its turns."""
+        self.finish_reason: Literal["stop", "length"] = "stop"
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages and return the model's reply."""
@@ -107,7 +109,7 @@ class PolicyChat:
             token_ids_T=np.concatenate([part.token_ids_T for part in parts]),
             logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
             text="\n\n".join(m["content"] for m in self.transcript if m["role"] == "assistant"),
-            finish_reason="length" if self.finish_reason == "length" else "stop",
+            finish_reason=self.finish_reason,
             entropies_T=np.concatenate(entropies) if len(entropies) == len(parts) else None,
             sampled_T=None if all(mask.all() for mask in sampled) else np.concatenate(sampled),
             segments=self._segments(),
@@ -149,8 +151,10 @@ class PolicyChat:
         branch.history = [*messages, message]
         branch.shown = [*branch.shown, {"role": "assistant", "content": branch.written.content}]
         self.turns += 1
-        self.finish_reason = completion.finish_reason
-        return Reply(completion.text, calls, completion.finish_reason == "length")
+        is_cut = completion.finish_reason == "length"
+        if is_cut:
+            self.truncated, self.finish_reason = True, "length"
+        return Reply(completion.text, calls, is_cut)
 
     def _record(self, messages: list[Message], reply: Message) -> None:
         """Add new messages and the reply to the transcript."""

@@ -101,6 +101,10 @@ class EnvironmentRunner:
             "rollout_errors": sum(not score.counts for score in scores),
         }
 
+    def reward_metrics(self) -> StepMetrics:
+        """None: the environment scores, and reports with each rollout."""
+        return {}
+
     def close(self) -> None:
         """Close the environment and stop the event loop."""
         if self.loop is None:

@@ -93,14 +93,15 @@ def _summarize(data: JsonObject) -> list[str]:
 def _comparison(verdict: JsonObject) -> list[str]:
     if verdict["kind"] != "comparison":
         return []
-    head = ("condition", "seeds", "mean", f"difference from {verdict['baseline']}", "95% interval", "p (Holm)")
+    titles = (f"difference from {verdict['baseline']}", verdict["interval_title"], verdict["p_title"])
+    head = ("condition", "seeds", "mean", *titles)
     rows = []
     for row in verdict["rows"]:
         low, high = row["interval"] or (None, None)
         reach = f"{low:+.4f} to {high:+.4f}" if low is not None else "–"
         p = "–" if row["p_adjusted"] is None else f"{row['p_adjusted']:.4f}"
         counts = (row["condition"], str(len(row["pairs"])))
-        rows.append((*counts, f"{row['mean']:.4f}", f"{row['difference']:+.4f}", reach, p))
+        rows.append((*counts, f"{row['mean']:.4f}", f"{row['difference']:+.4f}{row['mark']}", reach, p))
     notes = [f"- {note}" for note in verdict["notes"]]
     title = f"## Comparison: {verdict['name']} at step {verdict['step']}"
     return ["", title, "", *_table(head, rows), *(["", *notes] if notes else [])]

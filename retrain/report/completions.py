@@ -20,7 +20,7 @@ from retrain.types import JsonObject
 _START = re.compile(rb'\{"step": (\d{1,15}), "prompt": ')
 _PROMPT_END = b', "completion": '
 _CHECK_EVERY = 256
-_SHOWN = ("reward", "outcome", "num_tokens", "reference", "answer", "transcript", "detail")
+_SHOWN = ("reward", "outcome", "num_tokens", "finish_reason", "reference", "answer", "transcript", "detail")
 
 
 class CompletionIndex:
@@ -141,11 +141,20 @@ class CompletionIndex:
         self.prompts.append(zlib.crc32(prompt))
 
 
+def is_truncated(member: Mapping[str, object], max_tokens: int) -> bool:
+    """Whether a completion was cut off at a token limit."""
+    if "finish_reason" in member:
+        return member["finish_reason"] == "length"
+    # Older logs: a lone turn of that length may still have ended by itself, and several turns cannot be told apart.
+    length = member.get("num_tokens")
+    return isinstance(length, int) and length >= max_tokens and "transcript" not in member
+
+
 def shows(member: Mapping[str, object], kind: str, max_tokens: int) -> bool:
     """Whether a completion belongs to a kind: right, wrong, truncated, errors; empty is all."""
-    outcome, length = member.get("outcome"), member.get("num_tokens")
+    outcome = member.get("outcome")
     if kind == "truncated":
-        return isinstance(length, int) and length >= max_tokens
+        return is_truncated(member, max_tokens)
     if kind == "errors":
         return outcome not in ("right", "wrong")
     return not kind or outcome == kind

@@ -70,7 +70,7 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
         "model": runs[0].config.model.model if runs else "",
         "is_adapter": bool(runs and runs[0].config.model.lora_rank),
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "verdict": describe_verdict(runs, logs, folders),
+        "verdict": describe_verdict(runs, logs),
         "squeeze": find_squeeze(folders),
         "configs": differences,
         "config_columns": columns,
@@ -94,6 +94,7 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
         "done": max(progress.step, columns.steps[-1] + 1) if len(columns) else 0,
         "max_steps": progress.max_steps,
         "max_tokens": run.config.training.max_tokens,
+        "is_multi_turn": bool(run.config.environment.provider),
         "updated": log.updated(),
         "loading": round(log.loading, 3),
         "epoch": log.epoch,
@@ -105,7 +106,8 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
         "flips": find_flips(run),
         "health": log.health(),
         "totals": {
-            "groups": round(columns.total("batch_size")),
+            # Older logs have only the batch size.
+            "groups": round(columns.total("groups_sampled") or columns.total("batch_size")),
             "all_right": round(columns.total("groups_all_right")),
             "all_wrong": round(columns.total("groups_all_wrong")),
             "errors": round(columns.total("reward_errors")),
@@ -259,6 +261,7 @@ def add_tokens(group: Data, recorded: Sequence[Sequence[Data]]) -> Data:
     """A group with token data where its completions were recorded."""
     numbers = recorded[group["at"]] if group["at"] < len(recorded) else []
     for member, tokens in zip(group["members"], numbers, strict=False):
-        if len(tokens["text"]) == member.get("num_tokens"):
+        # Older logs count the tokens of the environment, too.
+        if member.get("num_tokens") in (sum(tokens.get("sampled") or [1] * len(tokens["text"])), len(tokens["text"])):
             member["tokens"] = tokens
     return group

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.analysis.replay import Method
+from retrain.analysis.replay import Method, read_lambda
+from retrain.analysis.runs import read_rows
 from retrain.config import TrainConfig
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
+from retrain.storage.logs import METRICS
 from retrain.storage.recording import read_recordings
 from retrain.types import BoolArray, Completion, FloatArray, JsonObject
 
@@ -22,15 +24,16 @@ def token_data(
 ) -> Iterator[tuple[int, list[list[TokenData]]]]:
     """For each given step, the token data of every completion of every group.
 
-    Steps in between are processed as well, because the SEPA schedule depends on them.
+    Steps in between are processed as well, because the SEPA schedule depends on them where lambda was not logged.
     """
     tokenizer = load_tokenizer(config.model.model)
-    method = Method(config, vocabulary_texts(tokenizer))
+    log, _ = read_rows(log_dir / METRICS)
+    method = Method(config, vocabulary_texts(tokenizer), log)
     for step, groups in read_recordings(log_dir):
         if step > max(steps):
             return
         masks_PG = method.masks.of(groups)
-        advantages = method.advantages(step, groups, masks_PG)
+        advantages = method.advantages(step, groups, masks_PG, read_lambda(log, step))
         if step not in steps:
             continue
         rows_PG: list[list[TokenData]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -21,27 +20,34 @@ WINDOW = 10
 _NAMES = {"eval_pass_at_1": "held-out pass@1", "correct_rate": "the correct rate in training"}
 
 
-def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders: Sequence[Path]) -> JsonObject:
+def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
     """The comparison of conditions if there is one, else every run before and after."""
     note = ""
     if len({run.condition for run in runs}) > 1:
         try:
             if not all(run.evaluations for run in runs):
                 runs = [replace(run, metrics=log.rates()) for run, log in zip(runs, logs, strict=True)]
-            return compare_conditions(runs, folders)
+            return compare_conditions(runs)
         except ConfigError as error:
             note = f"The conditions are not compared: {error}"
     return before_and_after(runs, logs) | {"notes": [note] if note else []}
 
 
-def compare_conditions(runs: Sequence[RunRecord], folders: Sequence[Path]) -> JsonObject:
+def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
     """The verdict of `retrain compare`, with the difference of every pair of seeds."""
     # scipy takes a second and 60 MB, which a single run does not need.
-    from retrain.analysis.comparison import compare_runs, early_stops, explanation_lines  # noqa: PLC0415
+    from retrain.analysis.comparison import (  # noqa: PLC0415
+        COLUMNS,
+        baseline_mean,
+        compare_runs,
+        explanation_lines,
+        header,
+        mark_of,
+    )
 
     require_same_model(runs)
     report = compare_runs(runs)
-    report.notes.extend(early_stops([str(folder) for folder in folders]))
+    titles = dict(zip(COLUMNS, header(report), strict=True))
     rows = []
     for c in report.comparisons:
         mine, other = report.values[c.condition], report.values[c.baseline]
@@ -49,10 +55,11 @@ def compare_conditions(runs: Sequence[RunRecord], folders: Sequence[Path]) -> Js
             {
                 "condition": c.condition,
                 "mean": c.mean,
-                "baseline_mean": c.baseline_mean,
                 "p_adjusted": c.p_adjusted,
+                "mark": mark_of(report, c),
                 "verdict": c.verdict,
                 "sentence": c.sentence,
+                "confidence": c.confidence,
                 "pairs": [{"seed": seed, "difference": mine[seed] - other[seed]} for seed in c.seeds],
                 **asdict(c.test),
             }
@@ -66,6 +73,9 @@ def compare_conditions(runs: Sequence[RunRecord], folders: Sequence[Path]) -> Js
         "name": _NAMES.get(report.metric, report.metric),
         "step": report.step,
         "baseline": baseline,
+        "baseline_mean": baseline_mean(report),
+        "interval_title": titles["interval"],
+        "p_title": titles["p (Holm)"],
         "higher_is_better": report.higher_is_better,
         "noise": floor.single_runs if floor else None,
         "rows": rows,
@@ -96,7 +106,8 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
     low, high = row["interval"]
     return (
         f"{row['condition']} is {word} than {baseline}: {100 * row['difference']:+.1f} points of {metric} "
-        f"(95% interval {100 * low:+.1f} to {100 * high:+.1f}, {plural(len(row['pairs']), 'seed')})."
+        f"({100 * row['confidence']:.4g}% interval {100 * low:+.1f} to {100 * high:+.1f}, "
+        f"{plural(len(row['pairs']), 'seed')})."
     )
 
 

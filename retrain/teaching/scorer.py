@@ -83,8 +83,12 @@ class TeachingScorer:
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled, student_metrics(groups))
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """Metrics of the student and of scoring."""
-        return {**self.reward.metrics(), **student_metrics(groups)}
+        """Metrics of the student."""
+        return student_metrics(groups)
+
+    def reward_metrics(self) -> Mapping[str, Metric]:
+        """Metrics of scoring."""
+        return self.reward.metrics()
 
     def close(self) -> None:
         """Shut the student's engine down."""

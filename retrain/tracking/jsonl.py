@@ -35,12 +35,14 @@ class JsonlTracker:
         self.has_problems = False
         self.seed = 0
         self.share = 1.0
+        self.all_groups = False
         self.extract: Callable[[str], str] | None = None
 
     def start(self, config: TrainConfig) -> None:
         """Open the files for appending."""
         self.seed, self.share = config.training.seed, config.logging.save_completions_probability
         self.extract = answer_extraction(config)
+        self.all_groups = config.kl.beta > 0
         for name in FILES if config.logging.debug else FILES[:-1]:
             path = self.log_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ class JsonlTracker:
             rows = [row for group in groups for row in generation_rows(step, group, self.extract)]
             self.write(GENERATIONS, [redact_all(row) for row in rows])
         if DEBUG in self.files:
-            self.write(DEBUG, [redact_all(debug_row(step, metrics, groups))])
+            self.write(DEBUG, [redact_all(debug_row(step, metrics, groups, self.all_groups))])
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write the counts of an evaluation, and once the problems that they belong to, in the same order."""
@@ -127,7 +129,8 @@ def generation_rows(step: int, group: Group, extract: Callable[[str], str] | Non
             "prompt": prompt_text(group.example),
             "completion": completion.text,
             "reward": score.value if score.counts else None,
-            "num_tokens": len(completion.token_ids_T),
+            "num_tokens": completion.num_sampled,
+            "finish_reason": completion.finish_reason,
             "outcome": score.outcome,
         }
         if isinstance(score, WeightedScore) and score.counts:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from retrain.analysis.change import comparable, paired_change
+from retrain.analysis.change import comparable, noise_between, paired_change
 
 
 def evaluation(correct: list[int], counted: list[int]) -> dict[str, object]:
@@ -64,6 +66,12 @@ def test_rates_are_those_of_the_problems_in_common() -> None:
 )
 def test_evaluations_without_problems_in_common_cannot_be_paired(first: dict[str, object]) -> None:
     assert paired_change(first, evaluation([2, 3, 4], [4, 4, 4])) is None
+
+
+def test_noise_between_two_means_is_welchs_interval() -> None:
+    # Variances 1 and 4, so an error of sqrt(5 / 3) with 25 / (1 + 16) * 2 = 2.9 degrees of freedom, rounded down.
+    assert noise_between([0.0, 1.0, 2.0], [0.0, 2.0, 4.0]) == pytest.approx(4.3027 * math.sqrt(5 / 3))
+    assert noise_between([1.0, 1.0], [2.0, 2.0]) == 0.0
 
 
 def test_only_evaluations_of_the_same_problems_and_sampling_are_comparable() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from retrain.analysis.health import METRIC_KEYS, Check, check_health, help_line, overall, summary, worst
@@ -83,6 +84,44 @@ def test_a_check_knows_its_level_and_the_first_step(
     assert (found.level, found.step) == (level, step)
     bad = worst(checks)
     assert bad is not None and name in summary(checks) and found.value in summary(checks)
+
+
+def test_lengths_of_several_turns_are_not_compared_with_the_limit_of_one() -> None:
+    full = check_health(steps(turns=1.0, completion_tokens_p95=120.0), max_tokens=128)
+    assert (find("length", full).level, find("length", full).value) == ("warning", "40 → 40 tokens, p95 120 of 128")
+    assert find("length", check_health(steps(turns=2.5, completion_tokens_p95=300.0), max_tokens=128)).level == "ok"
+
+
+def test_shares_are_of_the_groups_sampled() -> None:
+    # Two rounds more: of 24 groups of 4, 16 were dead and 12 of 96 completions were not scored.
+    resampled = {"groups_sampled": 24, "groups_all_right": 0, "groups_all_wrong": 16, "reward_errors": 12}
+    checks = check_health(steps(late=0, **resampled))
+    assert find("dead groups", checks).value == "66.7% of groups gave no signal"
+    assert find("reward errors", checks).value == "12.5% of completions not scored"
+    older = check_health(steps(late=0, groups_all_right=0, groups_all_wrong=4))
+    assert find("dead groups", older).value == "50% of groups gave no signal"
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_a_reward_that_only_fluctuates_is_neither_learning_nor_a_problem(count: int) -> None:
+    rng = np.random.default_rng(count)
+    rewards = rng.binomial(128, 0.4, (2000, count)) / 128
+    levels = [
+        find("learning", check_health([{"step": step, "mean_reward": r} for step, r in enumerate(run)])).level
+        for run in rewards.tolist()
+    ]
+    assert levels.count("ok") + levels.count("problem") <= 0.06 * len(levels)
+    # Half as many right again.
+    risen = [[*run[: count // 2], *(rng.binomial(128, 0.6, count // 2) / 128)] for run in rewards.tolist()]
+    found = [check_health([{"step": step, "mean_reward": r} for step, r in enumerate(run)]) for run in risen]
+    assert sum(find("learning", checks).level == "ok" for checks in found) >= 0.99 * len(found)
+
+
+def test_a_constant_reward_has_no_noise() -> None:
+    flat = [{"step": step, "mean_reward": 0.5} for step in range(20)]
+    assert find("learning", check_health(flat)).level == "warning"
+    risen = [row | {"mean_reward": 0.6} if row["step"] >= 10 else row for row in flat]
+    assert find("learning", check_health(risen)).level == "ok"
 
 
 def test_what_was_not_logged_or_is_too_early_is_unknown() -> None:

@@ -14,6 +14,7 @@ from scipy import stats
 
 from retrain.analysis.stats import (
     Floats,
+    Looks,
     adjust_holm,
     bootstrap_intervals,
     compare,
@@ -95,6 +96,42 @@ def test_looking_after_every_seed_keeps_the_error_rate() -> None:
         level = sequential_level(8, ALPHA)
         alarms = np.any([t_p_value(paths[:, :n]) <= level for n in range(5, 9)], axis=0)
         assert alarms.mean() <= ALPHA + 0.01
+
+
+# Paired t-tests of the first 5 to 8 have p-values above the level of the looks, 0.0225, and the last one has 0.033.
+UNDECIDED = (0.06, -0.02, 0.05, 0.01, 0.07, 0.02, 0.05, 0.0)
+
+
+def test_a_campaign_that_could_stop_early_is_judged_at_the_level_of_its_looks() -> None:
+    seeds = range(1, 9)
+    values = {"a": dict.fromkeys(seeds, 0.5), "b": {seed: 0.5 + UNDECIDED[seed - 1] for seed in seeds}}
+    ps = [float(t_p_value(np.array(UNDECIDED[:n]))) for n in range(5, 9)]
+    level = sequential_level(8, ALPHA)
+    assert level < min(ps) and ps[-1] < ALPHA
+    (plain,) = compare(values)
+    assert plain.verdict == "statistically_significant_improvement"
+    (open_,) = compare(values, looks=Looks(8, 1))
+    assert open_.verdict == "insufficient_evidence"
+    assert open_.confidence == pytest.approx(1 - level)
+    assert open_.test.interval is not None and open_.test.interval[0] < 0
+    assert open_.p_adjusted is not None and open_.p_adjusted > ALPHA
+    (decided,) = compare(values, looks=Looks(8, 1, frozenset({"b"})))
+    assert decided.verdict == "statistically_significant_improvement", "an earlier look is final"
+    clear = {"a": values["a"], "b": {seed: 0.8 + UNDECIDED[seed - 1] for seed in seeds}}
+    assert compare(clear, looks=Looks(8, 1))[0].verdict == "statistically_significant_improvement"
+    early = {name: {seed: rates[seed] for seed in (1, 2, 3, 4)} for name, rates in clear.items()}
+    assert compare(early, looks=Looks(8, 1))[0].verdict == "insufficient_evidence", "before the first look"
+
+
+@pytest.mark.parametrize(("max_seeds", "comparisons"), [(8, 1), (12, 1), (20, 1), (8, 3)])
+def test_looks_and_the_last_verdict_together_keep_the_error_rate(max_seeds: int, comparisons: int) -> None:
+    looks, rng = Looks(max_seeds, comparisons), np.random.default_rng(max_seeds)
+    shape = (20_000, comparisons, max_seeds)
+    draws = rng.normal(size=shape)
+    smallest = np.min([t_p_value(draws[..., :n]) for n in range(5, max_seeds + 1)], axis=0).min(axis=1)
+    assert np.mean(smallest <= looks.level(ALPHA)) <= ALPHA + 0.006
+    # The adjusted p-value is below alpha where the p-value is below the level.
+    assert looks.adjust(looks.level(ALPHA)) == pytest.approx(ALPHA, abs=0.001)
 
 
 def test_a_sequential_test_needs_five_seeds_and_decides_on_a_clear_difference() -> None:

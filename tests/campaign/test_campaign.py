@@ -279,6 +279,20 @@ def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, ca
     assert "no run was skipped" in capsys.readouterr().out
 
 
+def test_the_last_table_judges_at_the_level_of_the_sequential_test(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    # p = 0.033 with all 8 seeds, and never below the level of a look, 0.0225.
+    more = (0.06, -0.02, 0.05, 0.01, 0.07, 0.02, 0.05, 0.0)
+    executor = FakeExecutor(lambda run: 0.5 + (more[run.seed - 1] if run.condition == "maxrl+none" else 0.0))
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
+    run_with(executor, config, monkeypatch)
+    printed = capsys.readouterr().out
+    assert "Decided after" not in printed
+    assert "insufficient evidence" in printed and "significant improvement" not in printed
+    assert "has the level 0.02246" in printed
+
+
 def test_too_few_seeds_for_an_early_look_are_rejected_before_anything_is_written(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -102,6 +102,29 @@ def test_a_run_that_loads_its_model_says_so(tmp_path: Path, capsys: Captured) ->
         assert read_progress(folder).state == "loading"
 
 
+def test_the_time_before_a_resume_is_not_time_in_a_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "train", [0.1, 0.4], status="interrupted", training__max_steps=10)
+    for name in ("config.toml", "metrics.jsonl"):
+        os.utime(folder / name, (1000.0, 1000.0))
+    assert (read_progress(folder).quiet_seconds or 0.0) > 1e6, "since its last step"
+    with lock_folder(folder):
+        loading = read_progress(folder)
+        # Eight steps at a mean of one second.
+        assert (loading.state, loading.eta_seconds) == ("loading", 8.0)
+        assert loading.quiet_seconds == pytest.approx(0.0, abs=2.0)
+        (folder / "config.toml").touch()
+        running = read_progress(folder)
+        assert (running.state, running.eta_seconds) == ("running", pytest.approx(8.0, abs=2.0))
+
+
+def test_a_run_of_its_own_has_no_elapsed_time(tmp_path: Path, capsys: Captured) -> None:
+    write_run(tmp_path / "train", [0.1])
+    (entry,) = status_of(tmp_path, capsys)
+    assert entry["runs"]["train"]["elapsed_seconds"] is None
+    assert run(["status", "--help"]) == 0
+    assert "elapsed_seconds (else null)" in capsys.readouterr().out
+
+
 def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with lock_folder(tmp_path / "train"):
@@ -253,6 +276,21 @@ def test_a_live_campaign_has_an_eta_and_a_dead_one_none(
     assert entry["runs"]["grpo+none_s1"]["status"] == "dead"
 
 
+def test_what_a_resumed_campaign_has_to_resume_counts_as_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("retrain.campaign.screen.PLAIN_EVERY_S", 0.0)
+    config = campaign_config(tmp_path / "c")
+    names = [one.name for one in planned(config)]
+    assert run_with(FakeExecutor(codes=dict.fromkeys(names, 1)), config, monkeypatch) == 1
+    for one in planned(config):
+        os.utime(one.folder / "metrics.jsonl", (1000.0, 1000.0))
+    capsys.readouterr()
+    run_with(FakeExecutor(), config, monkeypatch)
+    # Two of four steps are left of each of the four runs, half a second each; no start took time.
+    assert "0 of 4 runs done, ETA 4 s" in capsys.readouterr().out
+
+
 def test_a_campaign_that_cannot_be_read_is_listed_with_the_reason(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "manifest.json").write_text('{"format": 7}')
@@ -311,3 +349,7 @@ def test_time_left_is_shared_by_those_that_run_at_once() -> None:
     twice = RunProgress("interrupted", 10, 20, step_seconds=1.0, elapsed_seconds=50.0, attempts=2)
     assert twice.overhead_seconds == 20.0
     assert seconds_left([RunProgress("finished", 10, 10, step_seconds=1.0)], 1) == 0.0
+    # Runs of an earlier session start once more: one has been loading for 5 s of 40, the other waits.
+    resumed = RunProgress("running", 5, 10, quiet_seconds=5.0, elapsed_seconds=60.0, activity="loading")
+    waiting = RunProgress("interrupted", 2, 10)
+    assert seconds_left([done, resumed, waiting], 1) == 5 + 35 + 8 + 40

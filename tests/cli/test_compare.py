@@ -223,10 +223,68 @@ def test_seeds_without_a_partner_are_left_out_and_named(campaign: Path, capsys: 
     assert any("do not share seed 3" in note for note in data["notes"])
 
 
-def test_a_campaign_that_stopped_early_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = {"grpo+none": {1: [0, 1]}, "maxrl+none": {1: [1, 1]}}
-    data = as_json(capsys, write_campaign(tmp_path / "c", scores, stop_when="decided"))
-    assert any("sequential test" in note for note in data["notes"])
+def test_a_campaign_that_could_stop_early_is_judged_by_its_sequential_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The paired t-test of all 8 seeds has p = 0.033; with a look after each from the fifth on, that is not enough.
+    more = (6, -2, 5, 1, 7, 2, 5, 0)
+    right = [[1] * (50 + extra) + [0] * (50 - extra) for extra in (0, *more)]
+    scores = {
+        "grpo+none": dict.fromkeys(range(1, 9), right[0]),
+        "maxrl+none": {seed: right[seed] for seed in range(1, 9)},
+    }
+    usual = as_json(capsys, write_campaign(tmp_path / "usual" / "c", scores))
+    assert usual["comparisons"][0]["verdict"] == "statistically_significant_improvement"
+    assert (usual["alpha"], usual["level"]) == (0.05, 0.05)
+    campaign = write_campaign(tmp_path / "sequential" / "c", scores, stop_when="decided")
+    # The campaign, the folder that contains it, and its runs.
+    for folders in ([campaign], [campaign.parent], sorted((campaign / "runs").iterdir())):
+        data = as_json(capsys, *folders)
+        assert data["comparisons"][0]["verdict"] == "insufficient_evidence"
+        assert data["level"] == pytest.approx(0.0225, abs=0.0005)
+        (note,) = [note for note in data["notes"] if "sequential test" in note]
+        assert "of up to 8 seeds" in note and f"the level {data['level']:.4g}," in note
+    assert run(["compare", str(campaign)]) == 0
+    text = capsys.readouterr().out
+    assert "97.75% interval" in text and "p (adj.)" in text and "95%" not in text
+
+
+def test_a_decision_of_the_sequential_test_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {
+        "grpo+none": {seed: [1] * 5 + [0] * 5 for seed in range(1, 7)},
+        "maxrl+none": {seed: [1] * (5 + seed % 3) + [0] * (5 - seed % 3) for seed in range(1, 7)},
+    }
+    campaign = write_campaign(tmp_path / "c", scores, stop_when="decided")
+    manifest = json.loads((campaign / "manifest.json").read_text())
+    decision = {"decided": True, "better": True, "seeds": 5, "p_value": 0.01, "level": 0.03}
+    made = {"alpha": 0.05, "metric": "eval_pass_at_1", "decisions": {"maxrl+none": decision}, "skipped": []}
+    (campaign / "manifest.json").write_text(json.dumps(manifest | {"stop_when": made}))
+    data = as_json(capsys, campaign)
+    assert data["comparisons"][0]["verdict"] == "statistically_significant_improvement"
+    assert "maxrl+none: decided after 5 seeds (p = 0.01)." in data["notes"]
+    # It was about another metric, or at a higher level than asked for.
+    for other in (("--metric", "loss"), ("--alpha", "0.01")):
+        assert as_json(capsys, campaign, *other)["comparisons"][0]["verdict"] == "insufficient_evidence"
+
+
+def test_a_difference_to_other_seeds_of_the_baseline_is_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def right(*counts: int, first: int = 1) -> dict[int, list[int]]:
+        return {seed: [1] * count + [0] * (10 - count) for seed, count in enumerate(counts, first)}
+
+    scores = {"grpo+none": right(2, 4, 6), "maxrl+none": right(2, 4), "maxrl+gtpo": right(4, 6, first=2)}
+    campaign = write_campaign(tmp_path / "c", scores)
+    assert run(["compare", str(campaign), "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "| grpo+none | 3 | 0.4000 |" in text
+    assert "| maxrl+none | 2 | 0.3000 | +0.0000* |" in text and "| maxrl+gtpo | 2 | 0.5000 | +0.0000* |" in text
+    assert "* grpo+none has a mean of 0.3000 with these 2 seeds." in text
+    assert "* grpo+none has a mean of 0.5000 with these 2 seeds." in text
+    both = [str(path) for path in (campaign / "runs").iterdir() if "gtpo" not in path.name]
+    assert run(["compare", *both, "--baseline", "grpo+none", "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "| grpo+none | 2 | 0.3000 |" in text and "+0.0000 |" in text and "*" not in text
 
 
 def test_what_cannot_be_compared_is_rejected(

@@ -200,6 +200,23 @@ def test_time_is_taken_from_measured_steps_of_the_same_size(capsys: pytest.Captu
     assert _explain(capsys)["time"]["run_seconds"] == 200.0
 
 
+def test_time_includes_measured_evaluations_and_needs_the_number_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    config = "[training]\nmax_steps = 10\nbatch_size = 2\ngroup_size = 4\n[eval]\nevery = 5\n"
+    _write(config)
+    Path("logs/train").mkdir(parents=True)
+    _write(config, "logs/train/config.toml")
+    step = {"step": 0, "batch_size": 2, "group_size": 4, "step_time_s": 9.0}
+    _write(json.dumps(step | {"eval_time_s": 7.0}) + "\n", "logs/train/metrics.jsonl")
+    time = _explain(capsys)["time"]
+    assert (time["step_seconds"], time["evaluation_seconds"], time["evaluations"]) == (2.0, 7.0, 3)
+    assert time["run_seconds"] == 10 * 2.0 + 3 * 7.0
+    assert run(["explain", "--eval-samples", "3"]) == 0
+    assert "20 s per run without evaluations" in " ".join(capsys.readouterr().out.split())
+    assert run(["explain", "--epochs", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "unknown: epochs count passes" in text and "2.0 s per step, from" in text
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -268,3 +268,85 @@ def test_a_folder_that_does_not_exist_is_not_to_be_downloaded(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "there is no folder ./models/nothere" in printed
     assert "hf download" not in printed
+
+
+EPOCHS = """
+[model]
+model = "./model"
+[training]
+epochs = 2.5
+batch_size = 3
+group_size = 4
+[data]
+source = "jsonl"
+path = "rows.jsonl"
+"""
+MEASURED = {"batch_size": 3, "group_size": 4, "step_time_s": 2.0}
+
+
+def write_measured(config: str) -> None:
+    write(config)
+    write(config, "logs/train/config.toml")
+    write(json.dumps(MEASURED) + "\n", "logs/train/metrics.jsonl")
+
+
+def test_steps_of_epochs_are_counted_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    write('{"question": "1+1", "answer": "2"}\n' * 7, "rows.jsonl")
+    write_measured(EPOCHS)
+    data = plan(capsys, "--prompt-tokens", "50", *PRICES)
+    # ceil(2.5 * 7 / 3)
+    assert (data["run"]["steps"], data["run"]["seconds"]) == (6, 12.0)
+    assert data["cost"]["run_price"] == pytest.approx(6 * data["cost"]["price"])
+    # ceil(1 * 4 / 3)
+    assert plan(capsys, "--epochs", "1", "--max-examples", "4")["run"]["steps"] == 2
+    # ceil(1 * 10 / 3)
+    assert plan(capsys, "--epochs", "1", "--max-examples", "10", "--data-source", "arithmetic")["run"]["steps"] == 4
+    assert run(["plan"]) == 0
+    assert "6 steps, 12 s without start-up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['source = "gsm8k"', 'source = "jsonl"\npath = "missing.jsonl"', 'source = "mine.Source"', 'source = "arithmetic"'],
+)
+def test_without_the_number_of_examples_there_is_no_total(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_measured(EPOCHS.partition("[data]")[0] + f"[data]\n{source}\n")
+    data = plan(capsys, *PRICES)
+    assert data["step"]["seconds"] == 2.0
+    assert data["run"] == {"steps": None, "evaluations": None, "evaluation_seconds": None, "seconds": None}
+    assert (data["cost"]["run_price"], data["cost"]["campaign_price"]) == (None, None)
+    assert run(["plan", *PRICES]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "unknown: epochs count passes" in text
+    assert "per run" not in text.replace("steps per run", "")
+
+
+EVALUATED = """
+[model]
+model = "./model"
+[training]
+max_steps = 10
+batch_size = 3
+group_size = 4
+[eval]
+every = 4
+samples = 4
+"""
+
+
+def test_measured_evaluations_are_part_of_a_runs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [MEASURED, MEASURED | {"step_time_s": 9.0, "eval_time_s": 7.0}]
+    write(EVALUATED)
+    write(EVALUATED, "logs/train/config.toml")
+    write("".join(json.dumps(step) + "\n" for step in steps), "logs/train/metrics.jsonl")
+    data = plan(capsys)
+    assert data["step"]["seconds"] == 2.0, "without the evaluation"
+    # Before steps 0, 4 and 8, and at the end.
+    assert data["run"] == {"steps": 10, "evaluations": 4, "evaluation_seconds": 7.0, "seconds": 10 * 2.0 + 4 * 7.0}
+    assert run(["plan"]) == 0
+    text = capsys.readouterr().out
+    assert "7 s, 4 per run" in text and "10 steps, 48 s without start-up" in text
+    # Evaluations of another size take another time.
+    assert run(["plan", "--eval-samples", "16"]) == 0
+    assert "10 steps, 20 s without start-up and evaluations" in capsys.readouterr().out
+    assert plan(capsys, "--eval-every", "0")["run"]["seconds"] == 20.0

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.config import TrainConfig
 from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
 from retrain.environments import Environment, Outcome, Reply, build_environment
 from retrain.environments.builtin.calculator import calculate
 from retrain.environments.builtin.guess_number import hint_metrics, read_guess
 from retrain.errors import ConfigError
+from retrain.storage.recording import read_recordings
 from retrain.testing import ScriptedChat
-from retrain.types import Example
-from tests.environments.table import play
+from retrain.trainer import train
+from retrain.types import Completion, Example
+from tests.environments.table import play, tiny_tokenizer
 
 
 def build(id: str, **args: Any) -> Environment:
@@ -72,6 +78,45 @@ def test_only_one_guess_in_an_answer_that_ends_counts() -> None:
     for text in (*several, r"\boxed{-6}", r"\boxed{}", "6", r"\boxed{1234567}"):
         assert read_guess(Reply(text)) is None, text
     assert read_guess(Reply(r"\boxed{6} and on", cut=True)) is None
+
+
+def turns_of(completion: Completion) -> list[list[int]]:
+    """The tokens of each turn that the model sampled."""
+    sampled = completion.sampled_T if completion.sampled_T is not None else np.ones(len(completion.token_ids_T), bool)
+    runs = groupby(zip(completion.token_ids_T.tolist(), sampled.tolist(), strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in run] for is_sampled, run in runs if is_sampled]
+
+
+def test_lengths_and_cuts_of_a_run_are_those_of_the_sampled_turns(tmp_path: Path) -> None:
+    limit = 12
+    config = TrainConfig.model_validate(
+        {
+            "model": {"model": "builtin:tiny", "lora_rank": 4},
+            "backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapter")},
+            "training": {"max_steps": 2, "batch_size": 3, "group_size": 4, "max_tokens": limit, "record": True},
+            "environment": {"provider": "builtin", "id": "guess-number"},
+            "logging": {"log_dir": str(tmp_path / "logs")},
+        }
+    )
+    train(config)
+    steps, rows = (
+        [json.loads(line) for line in (tmp_path / "logs" / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "emergence/generations.jsonl")
+    )
+    stop = tiny_tokenizer().eos_token_id
+    for row, (step, groups) in zip(steps, read_recordings(tmp_path / "logs"), strict=True):
+        played = [turns_of(completion) for group in groups for completion in group.completions_G]
+        lengths = [sum(map(len, turns)) for turns in played]
+        cut = [any(len(turn) == limit and turn[-1] != stop for turn in turns) for turns in played]
+        assert row["turns"] > 1 and any(cut)
+        assert row["completion_tokens_mean"] == pytest.approx(np.mean(lengths))
+        assert row["completion_tokens_max"] == max(lengths)
+        assert row["tokens_per_s"] * row["sample_time_s"] == pytest.approx(sum(lengths))
+        assert row["max_token_hit_rate"] == pytest.approx(np.mean(cut))
+        assert row["truncated"] == sum(cut)
+        own = [generation for generation in rows if generation["step"] == step]
+        assert [generation["num_tokens"] for generation in own] == lengths
+        assert [generation["finish_reason"] == "length" for generation in own] == cut
 
 
 def test_words_say_what_signs_say() -> None:

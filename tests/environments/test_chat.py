@@ -158,6 +158,17 @@ def test_the_transcript_has_each_message_once_even_when_it_repeats() -> None:
     ]
 
 
+@pytest.mark.parametrize(("answers", "is_cut"), [(["1+1=2. " * 8, "2"], True), (["2", "2"], False)])
+def test_one_turn_that_is_cut_off_truncates_the_rollout(answers: list[str], is_cut: bool) -> None:
+    chat, _ = chat_with(answers, max_tokens=12)
+    converse(chat, "a", "b")
+    assert chat.truncated is is_cut
+    completion = chat.completion()
+    assert completion.finish_reason == ("length" if is_cut else "stop")
+    assert completion.sampled_T is not None
+    assert completion.num_sampled == completion.sampled_T.sum() < len(completion.token_ids_T)
+
+
 def test_after_the_last_turn_the_chat_is_over() -> None:
     chat, _ = chat_with(["one", "two"], max_turns=2)
     with pytest.raises(ChatOver, match="max_turns = 2 is reached"):

@@ -18,7 +18,8 @@ from retrain.cli import run
 from retrain.cli.ui import Handler
 from retrain.errors import ConfigError
 from retrain.report import build_page, collect
-from retrain.report.contents import describe_origin
+from retrain.report.completions import shows
+from retrain.report.contents import add_tokens, describe_origin
 from retrain.report.live import LiveReport
 from tests.report.folders import write_run
 
@@ -293,3 +294,18 @@ def test_odd_values_in_the_logs_do_not_end_the_report(tmp_path: Path, name: str)
             build_page(collect([tmp_path]))
             read_run(tmp_path)
             assert read_progress(tmp_path).status != "", (key, odd)
+
+
+def test_a_completion_is_truncated_if_a_limit_cut_it_off() -> None:
+    assert shows({"num_tokens": 90, "finish_reason": "length", "transcript": ()}, "truncated", 40)
+    assert not shows({"num_tokens": 90, "finish_reason": "stop", "transcript": ()}, "truncated", 40)
+    # Rows of older versions.
+    assert shows({"num_tokens": 40}, "truncated", 40) and not shows({"num_tokens": 39}, "truncated", 40)
+    assert not shows({"num_tokens": 90, "transcript": ()}, "truncated", 40), "max_tokens limits a turn"
+
+
+@pytest.mark.parametrize(("num_tokens", "is_found"), [(2, True), (3, True), (1, False)])
+def test_recorded_tokens_belong_to_a_completion_with_as_many_sampled_ones(num_tokens: int, is_found: bool) -> None:
+    group = {"at": 0, "members": [{"num_tokens": num_tokens}]}
+    found = add_tokens(group, [[{"text": ["a", "b", "c"], "sampled": [1, 0, 1]}]])
+    assert ("tokens" in found["members"][0]) is is_found

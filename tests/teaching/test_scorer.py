@@ -300,7 +300,8 @@ def test_metrics_count_students_not_lessons(encoder: PromptEncoder) -> None:
         "teaching_length": 4.0,
     }
     assert rollouts.metrics == expected
-    assert room.group_metrics(rollouts.groups) == {"judge_requests": 8, **expected}
+    assert room.group_metrics(rollouts.groups) == expected
+    assert room.reward_metrics() == {"judge_requests": 8}
     assert rollouts.correct_rate == 0.5
     assert set(student_metrics([]).values()) == {0.0}
 

@@ -520,6 +520,15 @@ def test_debugging_writes_what_became_of_every_completion(tmp_path: Path) -> Non
     assert (tmp_path / DEBUG).read_text() == ""
 
 
+def test_with_a_penalty_a_group_of_equal_rewards_is_not_called_dropped(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.start(load_config(None, {"logging.debug": True, "kl.beta": 0.1}))
+    tracker.log(0, METRICS, [group("x", Score(0.0, "wrong")), group("y", Score(0.0, "timeout"))])
+    tracker.finish()
+    row = json.loads((tmp_path / DEBUG).read_text())
+    assert [found["dropped"] for found in row["groups"]] == [{}, {"0": "scoring: timeout"}]
+
+
 def test_without_debugging_there_is_no_such_file(tracker: JsonlTracker, tmp_path: Path) -> None:
     tracker.log(0, METRICS, [group()])
     assert not (tmp_path / DEBUG).exists()

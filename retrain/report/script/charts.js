@@ -58,7 +58,7 @@ function referencesOf(key) {
   return (lines) => {
     if (key in RATIOS) return [{ y: RATIOS[key], label: String(RATIOS[key]), keep: true }];
     if (!key.startsWith("completion_tokens")) return [];
-    const limits = [...new Set(data.runs.map((run) => run.max_tokens))];
+    const limits = [...new Set(data.runs.map((run) => !run.is_multi_turn && run.max_tokens))];
     const longest = Math.max(...lines.flatMap((line) => line.points.map((p) => p.high)));
     return limits.filter(Boolean).map((limit) => ({ y: limit, label: `max_tokens ${limit}`, keep: longest > limit / 2 }));
   };

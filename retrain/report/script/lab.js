@@ -7,8 +7,13 @@ const SORTS = { newest: "newest first", oldest: "oldest first", best: "highest r
 const KINDS = { "": "all", right: "correct", wrong: "incorrect", truncated: "truncated", errors: "not scored" };
 const keyOf = (group) => `${group.run}:${group.step}:${group.at}`;
 
+/** Older logs have no finish_reason; of several turns, they do not show which reached the limit. */
+function isTruncated(member, run) {
+  return member.finish_reason ? member.finish_reason === "length" : !member.transcript && member.num_tokens >= run.max_tokens;
+}
+
 function belongs(member, run) {
-  if (view.show === "truncated") return member.num_tokens >= run.max_tokens;
+  if (view.show === "truncated") return isTruncated(member, run);
   if (view.show === "errors") return member.outcome !== "right" && member.outcome !== "wrong";
   return !view.show || member.outcome === view.show;
 }
@@ -218,7 +223,7 @@ const OUTCOMES = { right: "✓ correct", wrong: "✕ incorrect", none: "no rewar
 function memberCard(member, run, scale) {
   const away = !belongs(member, run);
   const facts = [`reward ${show(member.reward)}`, `${show(member.num_tokens)} tokens`];
-  if (member.num_tokens >= run.max_tokens) facts.push("truncated");
+  if (isTruncated(member, run)) facts.push("truncated");
   let body;
   if (member.tokens && view.color !== "none") body = make("div", { class: "answer" }, ...microscope(member.tokens, scale));
   else if (member.transcript) body = make("div", { class: "bubbles" }, member.transcript.map(bubble));
@@ -241,7 +246,8 @@ async function addTokens(group) {
   const key = `${group.run}:${group.step}`;
   if (!lab.tokens.has(key)) lab.tokens.set(key, ask("tokens.json", { run: group.run, step: group.step }).then((found) => found.groups, () => []));
   const rows = (await lab.tokens.get(key))[group.at] || [];
-  group.members.forEach((member, index) => { if (rows[index]?.text.length === member.num_tokens) member.tokens = rows[index]; });
+  const isOf = (row, member) => [row.text.length, row.sampled?.reduce((sum, value) => sum + value, 0)].includes(member.num_tokens);
+  group.members.forEach((member, index) => { if (rows[index] && isOf(rows[index], member)) member.tokens = rows[index]; });
 }
 
 /** One color scale for a group, so that its completions can be compared. */

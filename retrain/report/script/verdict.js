@@ -60,7 +60,7 @@ function forestPlot(verdict) {
       nodes.push(...(row.pairs.length > 1 ? row.pairs : []).map((pair, index) => dot(x(pair.difference), y + 9 * (index % 2 ? 1 : -1), 3.2, color, `seed ${pair.seed}: ${text(pair.difference)}`, { opacity: 0.6 })));
       const at = x(row.difference);
       nodes.push(draw("polygon", { class: "diamond", points: `${at - 7},${y} ${at},${y - 7} ${at + 7},${y} ${at},${y + 7}`, fill: color }));
-      nodes.push(dot(at, y, 8, "transparent", `mean difference ${text(row.difference)}${row.interval ? `\n95% interval ${text(row.interval[0])} to ${text(row.interval[1])}` : ""}`));
+      nodes.push(dot(at, y, 8, "transparent", `mean difference ${text(row.difference)}${row.interval ? `\n${verdict.interval_title} ${text(row.interval[0])} to ${text(row.interval[1])}` : ""}`));
       return nodes;
     },
   }));
@@ -97,7 +97,7 @@ function renderVerdict() {
     const svg = forestPlot(verdict);
     nodes.push(make("div", { class: "forest" }, svg, saver(svg, "Verdict", "verdict")));
     const several = verdict.rows.some((row) => row.interval);
-    const key = [several ? "Each dot is one pair of runs with the same seed; the diamond is their mean with its 95% interval." : "Each diamond is one pair of runs with the same seed; one pair has no interval."];
+    const key = [several ? `Each dot is one pair of runs with the same seed; the diamond is their mean with its ${verdict.interval_title}.` : "Each diamond is one pair of runs with the same seed; one pair has no interval."];
     if (verdict.noise) key.push(`Shaded: the noise floor, ±${isShare(verdict.metric) ? `${(100 * verdict.noise).toFixed(1)} points` : show(verdict.noise)}, which two runs of one condition exceed 5% of the time.`);
     nodes.push(make("p", { class: "soft" }, key.join(" ")), statistics(verdict, opened));
   } else if (verdict.rows?.length) {
@@ -117,12 +117,12 @@ function statistics(verdict, opened) {
   const p = (value) => (value === null ? "–" : value < 0.0001 ? "<0.0001" : value.toFixed(4));
   const rows = verdict.rows.map((row) => {
     const [kind, word] = BETTER[row.verdict];
-    return [row.condition, String(row.pairs.length), row.mean.toFixed(4), row.difference.toFixed(4), interval(row.interval), p(row.p_value), p(row.p_adjusted), show(row.cohens_d, 2), make("span", { class: kind }, word)];
+    return [row.condition, String(row.pairs.length), row.mean.toFixed(4), row.difference.toFixed(4) + row.mark, interval(row.interval), p(row.p_value), p(row.p_adjusted), show(row.cohens_d, 2), make("span", { class: kind }, word)];
   });
-  const base = [verdict.baseline, "", verdict.rows[0].baseline_mean.toFixed(4), "", "", "", "", "", "baseline"];
+  const base = [verdict.baseline, "", verdict.baseline_mean.toFixed(4), "", "", "", "", "", "baseline"];
   return make("details", { open: Boolean(opened) }, make("summary", {}, "Statistics"),
     make("p", { class: "soft" }, `${capital(verdict.name)} at step ${verdict.step}, paired by seed.`),
-    table(["condition", "seeds", "mean", "difference", "95% interval", "p", "p (Holm)", "d", "verdict"], [base, ...rows], [1, 2, 3, 4, 5, 6, 7]),
+    table(["condition", "seeds", "mean", "difference", verdict.interval_title, "p", verdict.p_title, "d", "verdict"], [base, ...rows], [1, 2, 3, 4, 5, 6, 7]),
     make("ul", { class: "notes" }, [...(verdict.rows.length > 1 ? verdict.rows.map((row) => row.sentence) : []), ...verdict.notes].map((note) => make("li", {}, note))));
 }
 

@@ -1,0 +1,203 @@
+"""What `retrain plan` prints, as JSON and as text."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import click
+
+from retrain.capacity.roofline import ROOFLINE_SHARE
+from retrain.cli.console import print_heading, print_table
+from retrain.cli.estimate import MEMORY_LABELS, UNKNOWN_STEPS
+from retrain.modeling.files import find_model
+from retrain.runtime.devices import is_on_cpu
+from retrain.runtime.text import format_bytes, format_duration, plural
+
+
+class Model(TypedDict):
+    """The model and its size; None where unknown."""
+
+    name: str
+    parameters: int | None
+    parameters_from: str
+
+
+class Step(TypedDict):
+    """One step: its size, and its time as measured or by roofline."""
+
+    completions: int
+    tokens: int
+    seconds: float | None
+    seconds_from: str | None
+    roofline_sample_seconds: float | None
+    roofline_train_seconds: float | None
+    seconds_by_card: dict[str, float]
+    """If only the GPU's memory is known: by roofline, on GPUs with as much."""
+
+
+class Run(TypedDict):
+    """One run."""
+
+    steps: int | None
+    evaluations: int | None
+    evaluation_seconds: float | None
+    """Of one evaluation, measured."""
+    seconds: float | None
+    """Includes evaluations if their time was measured."""
+
+
+class Campaign(TypedDict):
+    """All runs of a campaign."""
+
+    conditions: int
+    seeds: int
+    runs: int
+    workers: int
+    total_steps: int
+    seconds: float | None
+
+
+class Cost(TypedDict):
+    """Tokens per step as a service bills them, and prices where given."""
+
+    prefill_tokens: int
+    sample_tokens: int
+    train_tokens: int
+    tokens_from: str
+    price: float | None
+    run_price: float | None
+    campaign_price: float | None
+
+
+class Plan(TypedDict):
+    """What `retrain plan --json` prints; None where a part is unknown or does not apply."""
+
+    file: str
+    backend: str
+    devices: str
+    model: Model
+    card: dict[str, str | float] | None
+    memory: dict[str, int | bool | None] | None
+    sampling: dict[str, str | int | bool | None] | None
+    training: dict[str, int] | None
+    largest_batch_size: int | None
+    step: Step
+    run: Run
+    campaign: Campaign | None
+    cost: Cost | None
+
+
+def why_unknown(model: Model) -> str:
+    """Why there is no memory plan for a model, and what would help."""
+    if model["parameters_from"] == "its files":
+        return "only dense decoders are planned, not mixtures of experts"
+    if find_model(model["name"]).found == "missing":
+        return f"there is no folder {model['name']}"
+    return f"the model's config.json is not on this machine.  Try: hf download {model['name']} config.json"
+
+
+def print_plan(data: Plan) -> None:
+    """Print the plan as text."""
+    card, backend, memory, training = data["card"], data["backend"], data["memory"], data["training"]
+    device = "the CPU" if is_on_cpu(data["devices"]) else "an unknown GPU (try --card H100)"
+    if card and card["memory"]:
+        device = f"{card['name']}, {card['memory']:.0f} GB"
+    click.echo(f"{data['file']}: {data['model']['name']} on {device if backend == 'local' else backend}")
+    print_heading("Peak memory")
+    if backend != "local":
+        click.echo(f"  managed by {backend}")
+    elif memory is None or training is None:
+        click.echo(f"  unknown: {why_unknown(data['model'])}")
+    else:
+        fits = "" if memory["fits"] is None else "  fits" if memory["fits"] else "  DOES NOT FIT"
+        rows = [(label, format_bytes(memory[part])) for part, label in MEMORY_LABELS.items()]
+        rows += [(f"peak while {phase}", format_bytes(memory[f"{phase}_peak"])) for phase in ("sampling", "training")]
+        print_table(("part", "memory"), [*rows, ("total", format_bytes(memory["total"]) + fits)])
+        for line in _memory_lines(data):
+            click.echo(line)
+        layers = training["recomputed_layers"] or "none"
+        click.echo(f"micro-batches of {training['micro_batch_tokens']:,} tokens; layers recomputed: {layers}")
+        click.echo(f"prompts are assumed to have {training['prompt_tokens']:,} tokens (--prompt-tokens)")
+    if data["largest_batch_size"] is not None:
+        click.echo(f"largest batch_size that is sampled at once: {data['largest_batch_size']:,}")
+    print_heading("Time")
+    print_table(("what", "value"), _time_rows(data))
+    if data["cost"] is not None:
+        print_heading("Cost")
+        print_table(("what", "value"), _cost_rows(data["cost"]))
+
+
+_MERGING = {
+    "copies": "merged into copies of the adapted matrices",
+    "in-place": "merged in place; the matrices are restored from host memory",
+    "never": "not merged",
+}
+
+
+def _memory_lines(data: Plan) -> list[str]:
+    """How sampling will use memory, as far as it is not the plain case."""
+    sampling, completions = data["sampling"], data["step"]["completions"]
+    if sampling is None:
+        return []
+    lines = [f"adapter: {_MERGING[str(sampling['merging'])]}"] if sampling["merging"] else []
+    at_once = sampling["completions_at_once"]
+    if at_once != completions:
+        lines.append(f"sampled at once, at full length: {at_once} of {completions} completions; the others take turns")
+    if sampling["frees_cache"]:
+        lines.append("the KV cache is freed before training")
+    return lines
+
+
+def _time_rows(data: Plan) -> list[tuple[str, str]]:
+    step, run, campaign = data["step"], data["run"], data["campaign"]
+    size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled"
+    rows = [("per step", size)]
+    if step["seconds"] is None:
+        reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
+        if is_on_cpu(data["devices"]):
+            reason = "CPUs differ too much to estimate one.  Try: a run of 5 steps"
+        if data["backend"] != "local":
+            reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
+        unknown = f"unknown: no step has been measured, and {reason}"
+        by_card = ", ".join(f"{seconds:.0f} on {name}" for name, seconds in step["seconds_by_card"].items())
+        rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
+    else:
+        rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
+    if run["evaluations"] and run["evaluation_seconds"] is not None:
+        rows.append(("per evaluation", f"{format_duration(run['evaluation_seconds'])}, {run['evaluations']} per run"))
+    rows += _run_rows(run)
+    if campaign is not None:
+        wall = f", {format_duration(campaign['seconds'])} {_left_out(run)}" if campaign["seconds"] is not None else ""
+        matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))
+        product = " × ".join((*matrix, plural(run["steps"] or 0, "step")))
+        total = f"{product} = {plural(campaign['total_steps'], 'step')}, {plural(campaign['workers'], 'run')} at a time"
+        rows.append(("per campaign", f"{total}{wall}"))
+    return rows
+
+
+def _run_rows(run: Run) -> list[tuple[str, str]]:
+    if run["steps"] is None:
+        return [("steps per run", UNKNOWN_STEPS)]
+    if run["seconds"] is None:
+        return []
+    return [("per run", f"{plural(run['steps'], 'step')}, {format_duration(run['seconds'])} {_left_out(run)}")]
+
+
+def _left_out(run: Run) -> str:
+    """What the time of a run does not include."""
+    has_more = run["evaluations"] and run["evaluation_seconds"] is None
+    return f"without start-up{' and evaluations' if has_more else ''}"
+
+
+def _cost_rows(cost: Cost) -> list[tuple[str, str]]:
+    tokens = f"{cost['prefill_tokens']:,} prompt, {cost['sample_tokens']:,} sampled, {cost['train_tokens']:,} trained"
+    rows = [("tokens per step", f"{tokens}; {cost['tokens_from']}")]
+    if cost["price"] is None:
+        rows.append(("price", "unknown: --prefill-price, --sample-price and --train-price were not given"))
+    else:
+        rows.append(("per step", f"{cost['price']:.4f}"))
+    if cost["run_price"] is not None:
+        rows.append(("per run", f"{cost['run_price']:.2f}, evaluations included"))
+    if cost["campaign_price"] is not None:
+        rows.append(("per campaign", f"{cost['campaign_price']:.2f}"))
+    return rows

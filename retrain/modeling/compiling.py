@@ -1,4 +1,4 @@
-"""Compiles decoder layers: fuses norms, rotary embeddings, activations and adapters; attention is excluded."""
+"""Compiles decoder layers: fuses norms, rotary embeddings, activations and adapters; attention is an operator."""
 
 from __future__ import annotations
 

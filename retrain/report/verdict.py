@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
-from retrain.analysis.change import Change, Row, comparable, paired_change
+from retrain.analysis.change import Change, Row, comparable, noise_between, paired_change
 from retrain.analysis.runs import RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
@@ -166,7 +167,8 @@ def _training(log: RunLog, metric: str) -> tuple[JsonObject, JsonObject] | None:
     count = min(WINDOW, max(1, len(values) // 2))
     ends = (slice(0, count), slice(len(values) - count, None))
     first, last = ({"step": int(steps[end][-1]), "y": float(values[end].mean()), "count": count} for end in ends)
-    return first, last
+    noise = noise_between(*(values[end].tolist() for end in ends)) if count > 1 else math.inf
+    return first, {**last, "may_be_noise": abs(last["y"] - first["y"]) <= noise}
 
 
 def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
@@ -177,7 +179,8 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
     show = _format_for(metric)
     if len(rows) == 1 and rows[0]["change"] is not None:
         return _paired_sentence(rows[0])
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    may_be_noise = len(rows) == 1 and rows[0]["after"].get("may_be_noise", False) and after != before
+    verb = "stayed" if after == before else "went" if may_be_noise else "rose" if after > before else "fell"
     change = f"{verb} at {show(after)}" if verb == "stayed" else f"{verb} from {show(before)} to {show(after)}"
     first, last, name = rows[0]["before"], rows[0]["after"], "Held-out pass@1"
     if kind == "evaluation":
@@ -195,6 +198,7 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
             if count > 1
             else " between the first and last step"
         )
+        where += ", which may be noise" if may_be_noise else ""
     if len(rows) > 1:
         ends = [row["after"]["y"] for row in rows]
         where = f" in the mean of {plural(len(rows), 'run')} (last {show(min(ends))} to {show(max(ends))})"

@@ -154,6 +154,20 @@ def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) ->
     )
 
 
+def test_a_training_rate_that_only_fluctuates_may_be_noise(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1, steps=12)
+    (tmp_path / "a" / "eval.jsonl").unlink()
+    path = tmp_path / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rates = [0.1, 0.1, 0.2, 0.1, 0.1, 0.2, 0.2, 0.3, 0.1, 0.0, 0.1, 0.2]
+    changed = [row | {"correct_rate": rate} for row, rate in zip(rows, rates, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    assert collect([tmp_path / "a"])["verdict"]["sentence"] == (
+        "The correct rate in training went from 13.3% to 15.0% between the first 6 and the last 6 steps, which may be "
+        "noise."
+    )
+
+
 def test_several_seeds_of_one_condition_are_each_shown_before_and_after(tmp_path: Path) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"s{seed}", seed)

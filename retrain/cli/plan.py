@@ -174,6 +174,7 @@ def _cost(config: TrainConfig, run: Run, runs: int, work: Workload, prices: Pric
     if prices is not None and steps is not None:
         price = (step.times(steps) + evaluation_tokens(config, work, step, steps)).cost(prices)
     source = f"the mean of {plural(len(logged), 'step')} in {where}" if measured else "every completion at max_tokens"
+    source += f"; prompts of {work.prompt_tokens} tokens are assumed"
     return {
         "prefill_tokens": round(step.prefill),
         "sample_tokens": round(step.sample),

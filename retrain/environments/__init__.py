@@ -180,8 +180,8 @@ def _is_nonempty(prompt: str | Sequence[Message]) -> bool:
 def evaluation_only(who: str, reason: str) -> ConfigError:
     """The error for an environment that cannot be trained on."""
     return ConfigError(
-        f"{who} has no rows to train on: {reason}. It is for evaluation only.  "
-        'Try: a trainable one, for example id = "primeintellect/gsm8k" or "primeintellect/wordle".'
+        f"{who} has no rows to train on: {reason}. If it is for evaluation only, choose another.  "
+        'Try: for example id = "primeintellect/gsm8k" or "primeintellect/wordle"'
     )
 
 

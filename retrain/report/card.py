@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) 
     verdict = data["verdict"]
     parts = [
         *(_metadata(data) if hub else ()),
-        f"# {str(data['title']).removeprefix('retrain: ')}",
+        f"# {escape(str(data['title']).removeprefix('retrain: '), quote=False)}",
         "",
         f"**{verdict['sentence']}**",
         "",
@@ -132,5 +133,8 @@ def _versions(data: JsonObject) -> list[str]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return ["None."]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, *rows)]
+    lines = [
+        "| " + " | ".join(escape(cell, quote=False).replace("|", "\\|") for cell in line) + " |"
+        for line in (head, *rows)
+    ]
     return [lines[0], "|" + "---|" * len(head), *lines[1:]]

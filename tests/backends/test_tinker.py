@@ -453,7 +453,7 @@ def test_with_async_steps_the_sampler_lags_and_the_loss_is_a_placeholder(server:
     datums = off_policy_datums(config)
     backend.sampler(0)
     first_client = backend.engine.client
-    assert backend.train_step(datums, 0) == {"loss": 0.0}
+    assert backend.train_step(datums, 0) == {"loss": 0.0, "staleness": 0}
     backend.sampler(1)
     assert backend.engine.client is first_client, "step 1 is sampled before step 0 is trained"
     reported = backend.train_step(datums, 1)
@@ -476,9 +476,24 @@ def test_with_async_steps_every_row_has_its_own_steps_numbers(server: TinkerServ
     ]
     assert [row["loss_is_placeholder"] for row in metrics] == [False] * len(metrics)
     assert all(row["grad_norm"] is not None for row in metrics)
+    # A step without data makes no update, so that the next one is sampled from the newest weights.
+    updates = [bool(row["num_datums"]) for row in metrics]
+    assert [row["staleness"] for row in metrics] == [0, *map(int, updates[:-1])]
+    assert all(row["lr"] > 0 for row in metrics)
     # What the screen shows a step late.
     assert losses[0] == 0.0
     assert losses[1:] == pytest.approx([row["loss"] for row in metrics[:-1]], abs=1e-4)
+
+
+def test_a_step_without_data_has_no_ratio_of_the_step_before(server: TinkerServer, tmp_path: Path) -> None:
+    config = config_for(server, tmp_path, training__async_steps=1)
+    backend = backend_for(config)
+    backend.sampler(0)
+    backend.train_step(off_policy_datums(config), 0)
+    backend.sampler(1)
+    assert backend.train_step([], 1)["ratio_max"] is not None, "that of the first step"
+    settled = backend.settle()
+    assert settled["ratio_max"] is None and settled["kl_sample_train"] is None and settled["loss"] == 0.0
 
 
 def test_a_step_that_failed_late_is_not_saved_as_done(server: TinkerServer, tmp_path: Path) -> None:

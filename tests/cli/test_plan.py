@@ -169,7 +169,7 @@ def test_a_step_on_a_service_costs_its_tokens_at_the_prices_that_are_given(capsy
     cost = plan(capsys, "--prompt-tokens", "50", *PRICES)["cost"]
     # 2 prompts of 50; 8 completions of 100; 8 rows of 150.
     assert [cost[f"{kind}_tokens"] for kind in ("prefill", "sample", "train")] == [100, 800, 1200]
-    assert cost["tokens_from"] == "every completion at max_tokens"
+    assert cost["tokens_from"] == "every completion at max_tokens; prompts of 50 tokens are assumed"
     assert cost["price"] == pytest.approx((100 * 1 + 800 * 10 + 1200 * 100) / 1e6)
     assert cost["run_price"] == pytest.approx(10 * cost["price"])
     assert cost["campaign_price"] is None

@@ -158,14 +158,17 @@ class TinkerBackend:
                 checked = [datum for datum in datums if datum.check_T is not None]
                 self.submitted = self._submit(usable, checked, step, staleness)
             else:
-                self.reported = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0}
+                self.reported = {
+                    "loss": 0.0,
+                    # Of no row; in place of those of the step before, which `train_step` may have returned.
+                    **dict.fromkeys(("ratio_mean", "ratio_max", "kl_sample_train")),
+                    **{"grad_norm": 0.0, "skipped": 0, "lr": learning_rate(self.config, step)},
+                }
                 # Without an update, the current sampler is also that of the next step.
                 self.sampled_after = step + 1
-            if self.lag:
-                return reported
-            if self.submitted is not None:
+            if self.submitted is not None and not self.lag:
                 self.reported = self._finish_step()
-            return self.reported
+            return (reported if self.lag else self.reported) | {"staleness": staleness}
 
     def settle(self) -> StepMetrics:
         """Wait for the submitted step and return its metrics."""
@@ -276,7 +279,8 @@ class TinkerBackend:
         )
         metrics = step_metrics(self._tinker_loss, datums, logprobs, reported, step.divisor)
         rows = report.metrics() if report is not None else {}
-        return _Applied({**metrics, **rows, "grad_norm": norm, "skipped": 0}, sampler)
+        own = {"grad_norm": norm, "skipped": 0, "lr": learning_rate(self.config, number)}
+        return _Applied({**metrics, **rows, **own}, sampler)
 
     def _compare(self, step: _Step, logprobs: Sequence[FloatArray] | None) -> AgreementReport | None:
         """Compare the log-probs of training and sampling; raises if too many rows disagree."""

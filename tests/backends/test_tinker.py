@@ -476,9 +476,8 @@ def test_with_async_steps_every_row_has_its_own_steps_numbers(server: TinkerServ
     ]
     assert [row["loss_is_placeholder"] for row in metrics] == [False] * len(metrics)
     assert all(row["grad_norm"] is not None for row in metrics)
-    # A step without data makes no update, so that the next one is sampled from the newest weights.
-    updates = [bool(row["num_datums"]) for row in metrics]
-    assert [row["staleness"] for row in metrics] == [0, *map(int, updates[:-1])]
+    # Where nothing is awaited, such as a last checkpoint, a step is sampled before the one before it is trained.
+    assert [row["staleness"] for row in metrics[:3]] == [0, 1, 1]
     assert all(row["lr"] > 0 for row in metrics)
     # What the screen shows a step late.
     assert losses[0] == 0.0

@@ -130,6 +130,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     measured = MeasuredTime(None, None, "") if is_named else measure_time(config)
     step = _step(measured, facts.shape, work, card, memory)
     run = _run(config, replace(measured, step=step["seconds"]))
+    campaign = _campaign(config, file, run["seconds"])
     return {
         "file": file,
         "backend": config.backend.backend,
@@ -148,8 +149,8 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         else None,
         "step": step,
         "run": run,
-        "campaign": _campaign(config, file, run["seconds"]),
-        "cost": _cost(config, run, len(list_runs(config, file)), work, given.prices),
+        "campaign": campaign,
+        "cost": _cost(config, run, campaign, work, given.prices),
     }
 
 
@@ -163,7 +164,9 @@ def _read_prices(prefill: float | None, sample: float | None, train: float | Non
     return None
 
 
-def _cost(config: TrainConfig, run: Run, runs: int, work: Workload, prices: Prices | None) -> Cost | None:
+def _cost(
+    config: TrainConfig, run: Run, campaign: Campaign | None, work: Workload, prices: Prices | None
+) -> Cost | None:
     """Tokens as a service bills them, and their price where prices were given; None for a local run without prices."""
     if config.backend.backend == "local" and prices is None:
         return None
@@ -182,7 +185,7 @@ def _cost(config: TrainConfig, run: Run, runs: int, work: Workload, prices: Pric
         "tokens_from": source,
         "price": step.cost(prices) if prices is not None else None,
         "run_price": price,
-        "campaign_price": price * runs if price is not None and config.campaign is not None else None,
+        "campaign_price": price * campaign["runs"] if price is not None and campaign is not None else None,
     }
 
 

@@ -309,15 +309,16 @@ class Learner:
         if not self.is_compiled or not self.determinism.is_on or ways <= self.warm:
             return
         self.warm |= ways
-        first, second = (self.pack(datums_for_warm_up(self.policy, tokens)) for tokens in WARM_UP_TOKENS)
+        traced, compiled = WARM_UP_TOKENS
+        packed = self.pack(datums_for_warm_up(self.policy, compiled))
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.determinism.kernels([WARM_UP_LENGTH] * second.rows):
+        with torch.random.fork_rng(devices), self.determinism.kernels([WARM_UP_LENGTH] * packed.rows):
             if not self.packs_tightly:
                 # Attention interrupts the layers.
                 with traced_only(self.policy.causal_lm):
-                    self.logprobs(first)
+                    self.logprobs(self.pack(datums_for_warm_up(self.policy, traced)))
             with varying_tokens(self.policy.causal_lm):
-                logprobs = self.logprobs(second)
+                logprobs = self.logprobs(packed)
             if logprobs.requires_grad:
                 (0.0 * logprobs.sum()).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clear()

@@ -212,12 +212,15 @@ def varying(module: nn.Module, dimension: int) -> Iterator[None]:
 
 
 def start_compile_workers() -> None:
-    """Start the processes that compile kernels; they otherwise start with the first kernel."""
+    """Start the processes that compile kernels, and Triton's driver; both otherwise start with the first kernel."""
     # Versions that lack it start them later; a broken compiler is reported where it is used.
-    with suppress(AttributeError, ImportError):
+    with suppress(Exception):
         from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415  (takes seconds)
+        from torch.utils._triton import triton_hash_with_backend  # noqa: PLC0415  (for a GPU only)
 
         AsyncCompile.warm_pool()
+        # Builds the driver and hashes Triton's sources, once per process.
+        triton_hash_with_backend()
 
 
 def early_launch() -> dict[str, bool]:

@@ -2,10 +2,11 @@
 
     python benchmarks/repeat.py [--runs 8] [--threads 2] [--kill 2] [--model random] [--ballast 20] [-- retrain flags]
 
-Every run is a process of its own with `--threads` threads, while `--load` others keep the cores busy. `--kill` runs are
-cut by SIGKILL after a random step and resumed, on a GPU with `--ballast` GiB less free memory. `--model random` is a
-random Qwen3 of 8 layers and width 1024, large enough for every kernel that a real model uses. A run differs when any
-metric of any step (times aside), any evaluation or any completion differs in any digit. Exits with 1 if one does.
+Every run is a process of its own with `--threads` threads, while `--load` others keep the cores busy; `--parallel` runs
+are active at once. `--kill` runs are cut by SIGKILL after a random step and resumed, on a GPU with `--ballast` GiB less
+free memory. `--model random` is a random Qwen3 of 8 layers and width 1024, large enough for every kernel that a real
+model uses. A run differs when any metric of any step (times aside), any evaluation or any completion differs in any
+digit. Exits with 1 if one does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import tempfile
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-TIMES = {"sample_time_s", "score_time_s", "train_time_s", "step_time_s", "tokens_per_s"}
+TIMES = ("_time_s", "_per_s")
 LOGS = ("metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl")
 BUSY = "while True: sum(i * i for i in range(10000))"
 BALLAST = "import sys, time, torch; held = torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device='cuda'); "
@@ -103,13 +105,21 @@ class Harness:
                 assert holder.stdout is not None and holder.stdout.readline()
             self.run(name, ["--resume", str(self.logs(name))])
 
+    def timed(self, name: str, is_cut: bool) -> tuple[dict[str, str], float]:
+        started = time.perf_counter()
+        if is_cut:
+            self.run_cut(name)
+        else:
+            self.run(name, self.arguments(name))
+        return digest(self.logs(name)), time.perf_counter() - started
+
 
 def digest(logs: Path) -> dict[str, str]:
     """A digest of each step's row, and of each other log."""
     digests = {}
     for name in LOGS:
         for number, line in enumerate((logs / name).read_text().splitlines() if (logs / name).exists() else []):
-            row = {key: value for key, value in json.loads(line).items() if key not in TIMES}
+            row = {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
             digests[f"{name}:{number}"] = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:12]
     return digests
 
@@ -120,6 +130,7 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=2, help="how many of the runs are killed and resumed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--load", type=int, default=2, help="busy processes beside the runs")
+    parser.add_argument("--parallel", type=int, default=1, help="runs that are active at once")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ballast", type=int, default=0, help="GiB of GPU memory taken away while a run is resumed")
     parser.add_argument("--model", default="builtin:tiny", help="a model, or random")
@@ -144,17 +155,16 @@ def main() -> None:
         harness = Harness(own, folder, [*flags, *(part for part in extra if part != "--")])
         for _ in range(own.load):
             stack.callback(subprocess.Popen([sys.executable, "-c", BUSY]).kill)
-        results = []
-        for number in range(own.runs):
-            name, started = f"run{number}", time.perf_counter()
-            if number >= own.runs - own.kill:
-                harness.run_cut(name)
-            else:
-                harness.run(name, harness.arguments(name))
-            results.append(digest(harness.logs(name)))
-            different = [key for key in results[0] | results[-1] if results[0].get(key) != results[-1].get(key)]
-            verdict = f"{len(different)} rows differ, first {different[0]}" if different else "equal"
-            print(f"{name}: {len(results[-1])} rows, {time.perf_counter() - started:.0f} s, {verdict}", flush=True)
+        results: list[dict[str, str]] = []
+        cut = range(own.runs - own.kill, own.runs)
+        with ThreadPoolExecutor(own.parallel) as pool:
+            for number, (result, seconds) in enumerate(
+                pool.map(lambda number: harness.timed(f"run{number}", number in cut), range(own.runs))
+            ):
+                results.append(result)
+                different = [key for key in results[0] | result if results[0].get(key) != result.get(key)]
+                verdict = f"{len(different)} rows differ, first {different[0]}" if different else "equal"
+                print(f"run{number}: {len(result)} rows, {seconds:.0f} s, {verdict}", flush=True)
         kinds = Counter(json.dumps(result) for result in results)
         print(f"{own.runs} runs, {own.kill} of them killed and resumed, {own.threads} threads: {len(kinds)} result(s)")
     sys.exit(len(kinds) > 1)

@@ -1,12 +1,13 @@
 """One RLVR step, ours against a peer's, on the same workload in one process tree.
 
-    python benchmarks/step.py --workload w1 [--peer trl|vllm] [--free GIB] [--quantization nf4] [--overlap] [--steps 3]
+    python benchmarks/step.py --workload w1 [--peer trl|trl-vllm|vllm] [--free GIB] [--quantization nf4] [--overlap]
 
 Weights are random and so are rewards: the time of a step does not depend on what it learns. Completions end at the cap,
 or, where a workload says so, at any of a set of stop tokens, which spreads their lengths. `long` trains on one sequence
 of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
 model, adapter, prompts and lengths, the peer with its usual settings. With `--peer trl`, `trl-retrain` is the same
-script with retrain's import; vLLM only samples, with the adapter. `--free` holds memory back, as on a smaller GPU.
+script with retrain's import; in `trl-vllm`, TRL samples with vLLM on the same GPU. The peer `vllm` only samples, with
+the adapter. `--free` holds memory back, as on a smaller GPU.
 With `--overlap`, complete groups are trained on while others are sampled, and `train` is what is left then.
 Numbers are of the last step of each; with several rounds the sides take turns and the median counts. A peer cut off by
 --peer-timeout shows what it had done. `CPU s` is what a step cost all threads of its process, which tells more than
@@ -139,7 +140,7 @@ def run_ours(workload: Workload, device: str, args: argparse.Namespace) -> None:
         report(numbers)
 
 
-def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, package: str) -> None:
+def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, package: str, has_vllm: bool) -> None:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer, TrainerCallback
@@ -151,6 +152,18 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, padding_side="left")
     model = random_model(workload.model, "sdpa", device)
     stops = stop_tokens(workload, model.config.vocab_size)
+    sampling: dict[str, Any] = {"generation_kwargs": {"eos_token_id": stops, "pad_token_id": 2}}
+    if has_vllm:
+        # vLLM loads the weights from a folder.
+        folder = tempfile.mkdtemp()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        model.name_or_path = folder
+        sampling = {
+            "generation_kwargs": {"ignore_eos": True, "stop_token_ids": stops}, "use_vllm": True,
+            "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4,
+            "vllm_max_model_length": 2 * PROMPT + workload.tokens,
+        }  # fmt: skip
     rng = random.Random(0)
     # The tokenizer is a small one: single digits make a prompt of about the wanted length.
     text = "".join(str(rng.randrange(10)) + "+" for _ in range(PROMPT // 2 - 2))
@@ -190,7 +203,7 @@ def run_trl(workload: Workload, steps: int, device: str, tokenizer_folder: str, 
             max_completion_length=workload.tokens, per_device_train_batch_size=micro,
             gradient_accumulation_steps=completions // micro, temperature=0.7, beta=0.0, bf16=device == "cuda",
             gradient_checkpointing=device == "cuda", learning_rate=4e-5, report_to=[], save_strategy="no",
-            use_cpu=device == "cpu", generation_kwargs={"eos_token_id": stops, "pad_token_id": 2}, logging_steps=1000,
+            use_cpu=device == "cpu", logging_steps=1000, **sampling,
         ),
     )  # fmt: skip
     generate = trainer._generate
@@ -300,7 +313,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="w1")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--peer", choices=["trl", "vllm"], default=None)
+    parser.add_argument("--peer", choices=["trl", "trl-vllm", "vllm"], default=None)
     parser.add_argument("--peer-steps", type=int, default=1)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has the peer installed")
     parser.add_argument(
@@ -317,7 +330,7 @@ def main() -> int:
     default = Path(__file__).parents[1] / "retrain" / "builtin" / "tiny"
     parser.add_argument("--tokenizer", default=str(default), help="any tokenizer folder with a chat template")
     parser.add_argument(
-        "--side", choices=["retrain", "trl", "trl-retrain", "vllm"], default=None, help="run one side only"
+        "--side", choices=["retrain", "trl", "trl-retrain", "trl-vllm", "vllm"], default=None, help="run one side only"
     )
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
@@ -339,7 +352,7 @@ def main() -> int:
         return 0
     if args.side:
         package = "retrain.grpo" if args.side == "trl-retrain" else "trl"
-        run_trl(workload, args.steps, device, args.tokenizer, package)
+        run_trl(workload, args.steps, device, args.tokenizer, package, args.side == "trl-vllm")
         return 0
     sides = {"retrain": (sys.executable, args.steps, 0.0)}
     if args.peer == "trl":

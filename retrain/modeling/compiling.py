@@ -21,6 +21,7 @@ from retrain.modeling.torch_internals import (
     varying,
 )
 from retrain.modeling.transformers_internals import compilable_layers
+from retrain.modeling.triton_internals import build_launchers_quickly
 from retrain.types import Datum
 
 # Two sizes, so that the number of tokens is dynamic; the second is large enough for kernels that suit real batches.
@@ -35,7 +36,12 @@ def start_compiler() -> None:
     _keep_cache()
     # The default, one per CPU, would leave none to this process while they start.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
-    threading.Thread(target=start_compile_workers, name="retrain-compiler", daemon=True).start()
+    threading.Thread(target=_prepare, name="retrain-compiler", daemon=True).start()
+
+
+def _prepare() -> None:
+    build_launchers_quickly()
+    start_compile_workers()
 
 
 def _keep_cache() -> None:

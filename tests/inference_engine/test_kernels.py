@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from retrain.modeling.triton_internals import build_launchers_quickly
 
 from .kernel_checks import (
     CACHES,
@@ -28,6 +33,34 @@ if torch.cuda.is_available():
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     return importlib.import_module("retrain.inference_engine.pytorch.kernels")
+
+
+MODULE = """
+#include <Python.h>
+static PyObject *two(PyObject *self, PyObject *none) { return PyLong_FromLong(2); }
+static PyMethodDef methods[] = {{"two", two, METH_NOARGS, ""}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "built", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_built(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["ours", "Triton's own"])
+def test_what_launches_a_kernel_is_built(works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = importlib.import_module("triton.runtime.build")
+    knobs = importlib.import_module("triton").knobs
+    plain, commands = subprocess.run, []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return plain(["false"] if "-O0" in command and not works else command, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.build, "impl", None)
+    monkeypatch.setattr("retrain.modeling.triton_internals.subprocess.run", run)
+    build_launchers_quickly()
+    assert build.compile_module_from_src(MODULE, "built").two() == 2
+    assert sum("-O0" in command for command in commands) == 1
+    assert (knobs.build.impl is not None) == works
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -55,9 +55,9 @@ class Determinism:
             use_deterministic_compilation()
 
     @contextmanager
-    def kernels(self, lengths: Sequence[int]) -> Iterator[None]:
-        """Use deterministic kernels for a micro-batch of these sequences, unless `auto` considers them too slow."""
-        if not self.is_on or not (self.is_required or self._are_cheap(lengths)):
+    def kernels(self, is_wanted: bool = True) -> Iterator[None]:
+        """Use deterministic kernels, if this run does."""
+        if not (self.is_on and is_wanted):
             yield
             return
         was_on, was_warning = torch.are_deterministic_algorithms_enabled(), _warns_only()
@@ -78,8 +78,9 @@ class Determinism:
         slower = flash_backward_slowdown(lengths, self.heads, self.processors) - 1
         return slower * 2.5 * attention / (products + 3.5 * attention)
 
-    def _are_cheap(self, lengths: Sequence[int]) -> bool:
-        if not self.processors or self.cost(lengths) <= MAX_COST:
+    def includes_attention(self, lengths: Sequence[int]) -> bool:
+        """Whether attention over these sequences is deterministic as well, or `auto` considers that too slow."""
+        if self.is_required or not self.processors or self.cost(lengths) <= MAX_COST:
             return True
         if not self.has_warned:
             self.has_warned = True

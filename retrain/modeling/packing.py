@@ -152,13 +152,20 @@ def length_of(datum: Datum) -> int:
     return len(datum.prompt_ids) + len(datum.completion_ids_T)
 
 
-def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, share: bool = True) -> MicroBatch:
+def pack(
+    datums: Sequence[Datum], device: torch.device, with_history: bool, share: bool = True, is_deterministic: bool = True
+) -> MicroBatch:
     """Pack datums into one row. The last token of a sequence predicts nothing and is not fed to the model.
 
-    Without `share` every sequence is complete, as models with their own attention require.
+    Without `share` every sequence is complete, as models with their own attention require. `is_deterministic` is that
+    of the attention.
     """
     layout = lay_out(datums, share)
-    lengths = [span.length for span in layout.spans]
+    attend: Attention
+    if share:
+        attend = SharedPrefixAttention(layout.spans, device, is_deterministic)
+    else:
+        attend = PackedAttention([span.length for span in layout.spans], device)
 
     def joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.concatenate(parts), dtype=dtype).to(device)
@@ -170,7 +177,7 @@ def pack(datums: Sequence[Datum], device: torch.device, with_history: bool, shar
     return MicroBatch(
         token_ids=joined(layout.token_ids, torch.long)[None],
         positions=joined(layout.positions, torch.long)[None],
-        attend=SharedPrefixAttention(layout.spans, device) if share else PackedAttention(lengths, device),
+        attend=attend,
         predicting=joined(layout.predicting, torch.long),
         targets=joined([d.completion_ids_T for d in datums], torch.long),
         sampled_logprobs=joined([d.logprobs_T for d in datums], torch.float32),

@@ -20,7 +20,7 @@ from torch import Tensor
 from retrain.modeling.attention import Scoring, attend_packed, causal_attention, handle_of
 from retrain.modeling.determinism import sum_by_row
 from retrain.modeling.policy import Policy
-from retrain.modeling.torch_internals import CudnnAttention, FlashAttention, has_cudnn_attention
+from retrain.modeling.torch_internals import CudnnAttention, FlashAttention, any_order, has_cudnn_attention
 
 # Largest head size of flash attention; sizes are multiples of 8.
 _MAX_FLASH_HEAD = 256
@@ -53,9 +53,11 @@ class SharedPrefixAttention:
     prefixes of equal length are padded on the right for this operation.
     """
 
-    def __init__(self, spans: Sequence[TokenSpan], device: torch.device) -> None:
+    def __init__(self, spans: Sequence[TokenSpan], device: torch.device, is_deterministic: bool = True) -> None:
         self.spans = spans
         self.device = device
+        self.is_deterministic = is_deterministic
+        """Whether PyTorch's setting applies; a backward pass is faster without."""
         self.prefix_index = _PrefixIndex.plan(spans, device) if any(span.prefix for span in spans) else None
         self.queries = _Sequences.of([span.length for span in spans], device)
         self.keys = _Sequences.of([span.seen for span in spans], device)
@@ -78,7 +80,7 @@ class SharedPrefixAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Attention output of one layer on a GPU, and the log-sum-exp of its scores."""
-        if self.runs and can_use_cudnn(query, scoring):
+        if self._uses_cudnn(query, scoring):
             outputs, sums = zip(*(run.forward(query, key, value, scoring) for run in self.runs), strict=True)
             return torch.cat(outputs), torch.cat(sums, 1)
         return self._flash(scoring).forward(query, *self._gathered(key, value))
@@ -88,7 +90,17 @@ class SharedPrefixAttention:
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Its gradients."""
-        if self.runs and can_use_cudnn(query, scoring):
+        if self.is_deterministic:
+            return self._backward(gradient, query, key, value, output, logsumexp, scoring)
+        # Only here: compiled layers depend on the setting, and would be compiled once more.
+        with any_order():
+            return self._backward(gradient, query, key, value, output, logsumexp, scoring)
+
+    def _backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        if self._uses_cudnn(query, scoring):
             parts = (run.backward(gradient, query, key, value, output, logsumexp, scoring) for run in self.runs)
             dq, dk, dv = map(torch.cat, zip(*parts, strict=True))
             return dq, dk, dv
@@ -97,6 +109,11 @@ class SharedPrefixAttention:
         if self.prefix_index is not None:
             dk, dv = self.prefix_index.summed(dk), self.prefix_index.summed(dv)
         return dq, dk, dv
+
+    def _uses_cudnn(self, query: Tensor, scoring: Scoring) -> bool:
+        """Whether long spans are computed by cuDNN, whose backward pass is not deterministic."""
+        is_bound = self.is_deterministic and torch.are_deterministic_algorithms_enabled()
+        return bool(self.runs) and not is_bound and can_use_cudnn(query, scoring)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.prefix_index is None:
@@ -199,12 +216,11 @@ def can_flash(query: Tensor, scoring: Scoring) -> bool:
 
 
 def can_use_cudnn(query: Tensor, scoring: Scoring) -> bool:
-    """Whether PyTorch uses cuDNN's attention for these queries. Its backward pass is not deterministic."""
+    """Whether PyTorch uses cuDNN's attention for these queries."""
     return (
         scoring.window is None
         and query.shape[-1] <= _MAX_CUDNN_HEAD
         and torch.cuda.get_device_capability(query.device) >= (9, 0)
-        and not torch.are_deterministic_algorithms_enabled()
         and has_cudnn_attention()
     )
 

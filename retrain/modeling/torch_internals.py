@@ -50,6 +50,18 @@ def foreach_add_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_add_(tuple(targets), tuple(sources))
 
 
+@contextmanager
+def any_order() -> Iterator[None]:
+    """Let kernels sum in any order, whatever the setting; `torch.use_deterministic_algorithms` takes longer."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(was_on, warn_only=was_warning)
+
+
 class FlashAttention:
     """Causal flash attention over (tokens, heads, size) sequences of unequal lengths.
 

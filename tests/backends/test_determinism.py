@@ -20,6 +20,7 @@ from retrain.errors import BackendError, ConfigError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
 from retrain.modeling.determinism import Determinism, flash_backward_slowdown, gather_rows, sum_by_row
+from retrain.modeling.torch_internals import any_order
 from retrain.types import Datum, Sampling
 
 pytestmark = pytest.mark.threads
@@ -107,8 +108,13 @@ def test_a_training_step_repeats_to_the_bit_with_four_threads(
 def test_deterministic_kernels_are_on_inside_and_as_before_outside(tiny: Path) -> None:
     determinism = Determinism("auto", policy_for(config_for(tiny)), print)
     assert not torch.are_deterministic_algorithms_enabled()
-    with determinism.kernels([100_000]):
+    with determinism.kernels():
         assert torch.are_deterministic_algorithms_enabled()
+        with any_order():
+            assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    with determinism.kernels(False):
+        assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -143,8 +149,7 @@ def test_a_few_long_sequences_on_a_gpu_are_left_to_faster_kernels_unless_configu
             (UNEVEN, False),
             ([9000], False),
         ):
-            with determinism.kernels(lengths):
-                assert torch.are_deterministic_algorithms_enabled() == (always or expected)
+            assert determinism.includes_attention(lengths) == (always or expected)
         assert len(logged) == (0 if expected else 1)
 
 

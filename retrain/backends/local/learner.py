@@ -25,7 +25,6 @@ from retrain.errors import BackendError
 from retrain.losses import build_loss
 from retrain.losses.batch import TokenBatch
 from retrain.modeling.compiling import (
-    WARM_UP_LENGTH,
     WARM_UP_TOKENS,
     compile_layers,
     datums_for_warm_up,
@@ -33,6 +32,7 @@ from retrain.modeling.compiling import (
     varying_tokens,
 )
 from retrain.modeling.determinism import Determinism, sum_by_row
+from retrain.modeling.lora import fuse_adapters
 from retrain.modeling.packing import (
     BatchLoad,
     MicroBatch,
@@ -106,6 +106,7 @@ class Learner:
         self.layers = decoder_layers(policy.adapted)
         self.is_compiled = policy.device.type == "cuda" and not policy.attention_fallback_reason
         if self.is_compiled:
+            fuse_adapters(policy.adapted)
             compile_layers(policy.causal_lm)
         self.warm: set[str] = set()
         """Modes whose compiled layers are warmed up."""
@@ -222,11 +223,16 @@ class Learner:
         """Compare the log-probs of rows that are not trained on."""
         if self.agreement is None or not datums:
             return None
-        self.warm_up({"looking"})
         own: dict[int, FloatArray] = {}
-        for batch in split_by_tokens(datums, MICRO_BATCH):
-            rows = split_rows(self.logprobs(self.pack(batch)), [len(datum.completion_ids_T) for datum in batch])
-            own |= {id(datum): row for datum, row in zip(batch, rows, strict=True)}
+        try:
+            self.warm_up({"looking"})
+            with self.determinism.kernels():
+                for batch in split_by_tokens(datums, MICRO_BATCH):
+                    rows = split_rows(self.logprobs(self.pack(batch)), [len(datum.completion_ids_T) for datum in batch])
+                    own |= {id(datum): row for datum, row in zip(batch, rows, strict=True)}
+        except RuntimeError as error:
+            self.determinism.disable_after(error)
+            return self._check_untrained(datums)
         return LogprobGaps.between(datums, [own[id(datum)] for datum in datums])
 
     def check_agreement(
@@ -263,10 +269,11 @@ class Learner:
         cost = BatchLoad.fed if self.packs_tightly else BatchLoad.padded
         return split_by_tokens(datums, self.memory.micro_batch_tokens, cost, rows)
 
-    def pack(self, datums: Sequence[Datum]) -> MicroBatch:
+    def pack(self, datums: Sequence[Datum], is_deterministic: bool = True) -> MicroBatch:
         """One micro-batch; prompts are shared unless the model uses its own attention."""
         penalised = self.sampling.repetition_penalty != 1.0
-        return pack(datums, self.policy.device, penalised, share=not self.policy.attention_fallback_reason)
+        share = not self.policy.attention_fallback_reason
+        return pack(datums, self.policy.device, penalised, share, is_deterministic)
 
     def _backward(self, batches: Sequence[Sequence[Datum]], divisor: float | None = None) -> Totals:
         """Accumulate the gradients of micro-batches; without a divisor, they are taken to be the whole step."""
@@ -275,22 +282,25 @@ class Learner:
         with self.policy.turns:
             self.optimizer.clear()
             # All copied before the GPU has work: a later copy would wait for the running micro-batch.
-            packs = [self.pack(batch) for batch in batches]
+            exact = [self.determinism.includes_attention([length_of(datum) for datum in batch]) for batch in batches]
+            packs = [self.pack(*one) for one in zip(batches, exact, strict=True)]
             references = self._reference_logprobs(packs)
             self._train_mode(True)
             self.warm_up({"recomputing" if layer.training else "training" for layer in self.layers})
-        for batch, packed, expected in zip(batches, packs, references, strict=True):
+        for packed, expected, is_exact in zip(packs, references, exact, strict=True):
             # A sampler over the same weights takes its turn between two micro-batches.
             with self.policy.turns:
-                totals.add(*self._backward_one(packed, expected, [length_of(datum) for datum in batch], divisor))
+                totals.add(*self._backward_one(packed, expected, is_exact, divisor))
         self._train_mode(False)
         totals.datums = [datum for batch in batches for datum in batch]
         return totals
 
     def _backward_one(
-        self, packed: MicroBatch, expected: Tensor | None, lengths: Sequence[int], divisor: float
+        self, packed: MicroBatch, expected: Tensor | None, is_exact: bool, divisor: float
     ) -> tuple[Tensor, TokenBatch]:
-        with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(lengths):
+        # Our operator knows whether its attention is to be deterministic; other attention follows PyTorch's setting.
+        kernels = self.determinism.kernels(is_exact or self.packs_tightly)
+        with self.memory.watch(packed.token_ids.shape[1]), kernels:
             token_batch = TokenBatch(
                 self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
                 packed.rows, expected,
@@ -312,7 +322,7 @@ class Learner:
         traced, compiled = WARM_UP_TOKENS
         packed = self.pack(datums_for_warm_up(self.policy, compiled))
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.determinism.kernels([WARM_UP_LENGTH] * packed.rows):
+        with torch.random.fork_rng(devices), self.determinism.kernels():
             if not self.packs_tightly:
                 # Attention interrupts the layers.
                 with traced_only(self.policy.causal_lm):
@@ -327,7 +337,7 @@ class Learner:
         """Reference log-probs of all micro-batches, so that the reference weights are swapped in once per step."""
         if self.reference is None:
             return [None] * len(packs)
-        with self.reference.in_place():
+        with self.reference.in_place(), self.determinism.kernels():
             self.warm_up({"reference"})
             return [self.logprobs(packed) for packed in packs]
 

@@ -269,6 +269,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),
         "sample_time_s": rollouts.sample_time_s,
         "score_time_s": rollouts.score_time_s,
+        "prompt_tokens_mean": float(np.mean([len(group.prompt_ids) for group in rollouts.groups] or [0])),
         "completion_tokens_mean": float(np.mean(lengths)),
         "completion_tokens_p95": float(np.percentile(lengths, 95)),
         "completion_tokens_max": max(lengths),

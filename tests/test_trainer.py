@@ -47,6 +47,7 @@ DOCUMENTED_KEYS = [
     "sepa_gate_open",
     "num_datums",
     "max_token_hit_rate",
+    "prompt_tokens_mean",
     "step_time_s",
     "sample_time_s",
     "score_time_s",
@@ -459,6 +460,7 @@ def test_max_prompt_tokens_cuts_from_the_left(model: Path, tmp_path: Path, play:
     train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__max_prompt_tokens=6))
     for prompt in play.prompts[0]:
         assert re.fullmatch(r"is \d\?=", "".join(map(chr, prompt)))
+    assert rows(tmp_path / "logs")[0]["prompt_tokens_mean"] == 6.0
 
 
 def test_a_model_that_does_not_exist_says_how_to_point_at_a_folder(

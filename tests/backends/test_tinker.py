@@ -528,6 +528,7 @@ def test_a_step_without_rows_asks_nothing_of_the_service(server: TinkerServer, t
         ({"loss__type": "ppo", "loss__ratio_cap": 3.0}, "[loss] ratio_cap"),
         ({"loss__type": "gspo", "loss__ratio_cap": 1.5}, "[loss] ratio_cap"),
         ({"loss__type": "grpo"}, "[loss] type"),
+        ({"algorithm__uncertainty_kind": "shannon_entropy"}, "[algorithm] uncertainty_kind"),
     ],
 )
 def test_what_the_service_cannot_do_is_rejected(
@@ -584,11 +585,16 @@ def test_a_cap_that_the_service_does_not_apply_is_reported(
     assert len(ignored_lines) == int(ignored)
 
 
-def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
+def test_a_custom_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
     server: TinkerServer, tmp_path: Path
 ) -> None:
+    (tmp_path / "entropic.py").write_text(
+        "from retrain.advantages.uncertainty import Uncertainty\n"
+        "mine = Uncertainty('mine', lambda context: context.entropies, needs_entropies=True)\n"
+    )
+    custom = {"algorithm__uncertainty_kind": "entropic.mine", "plugins__search_paths": (str(tmp_path),)}
     with pytest.raises(ConfigError, match="which the tinker engine does not return"):
-        train_quietly(config_for(server, tmp_path, algorithm__uncertainty_kind="shannon_entropy"))
+        train_quietly(config_for(server, tmp_path, **custom))
 
 
 @pytest.mark.parametrize(

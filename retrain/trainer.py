@@ -105,7 +105,13 @@ def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainR
         # Between steps the state is complete and worth keeping, unless it counts a step that was rejected.
         if interrupts.between_steps and not rejected:
             interrupts.hold()
-            save(parts, state, "interrupted")
+            try:
+                save(parts, state, "interrupted")
+            except Exception as failure:
+                # After an interrupt it is the only error; otherwise it must not hide what ended the run.
+                if not isinstance(error, Exception):
+                    raise
+                parts.console.print(f"Warning: no checkpoint of step {state.step} could be saved: {failure}")
         raise
 
 
@@ -240,7 +246,7 @@ def settle(parts: Parts, state: RunState, outcome: StepMetrics) -> None:
     """Complete the row that waits for its step's outcome, if there is one."""
     if parts.tracker.pending is not None:
         state.skipped += int(outcome.get("skipped") or 0)
-        parts.tracker.settle(outcome, state.skipped)
+    parts.tracker.settle(outcome, state.skipped)
 
 
 def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics) -> StepMetrics:
@@ -263,6 +269,7 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),
         "sample_time_s": rollouts.sample_time_s,
         "score_time_s": rollouts.score_time_s,
+        "prompt_tokens_mean": float(np.mean([len(group.prompt_ids) for group in rollouts.groups] or [0])),
         "completion_tokens_mean": float(np.mean(lengths)),
         "completion_tokens_p95": float(np.percentile(lengths, 95)),
         "completion_tokens_max": max(lengths),

@@ -23,7 +23,7 @@ from retrain import trainer
 from retrain.advantages import AlgorithmContext
 from retrain.assemble import Overrides, assemble
 from retrain.data import ExampleOrder
-from retrain.errors import CheckpointError, ConfigError, PluginError, RolloutError
+from retrain.errors import BackendError, CheckpointError, ConfigError, PluginError, RolloutError
 from retrain.runtime.control import StopRequested
 from retrain.runtime.interrupts import Interrupts
 from retrain.storage.recording import read_recordings
@@ -47,6 +47,7 @@ DOCUMENTED_KEYS = [
     "sepa_gate_open",
     "num_datums",
     "max_token_hit_rate",
+    "prompt_tokens_mean",
     "step_time_s",
     "sample_time_s",
     "score_time_s",
@@ -459,6 +460,7 @@ def test_max_prompt_tokens_cuts_from_the_left(model: Path, tmp_path: Path, play:
     train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__max_prompt_tokens=6))
     for prompt in play.prompts[0]:
         assert re.fullmatch(r"is \d\?=", "".join(map(chr, prompt)))
+    assert rows(tmp_path / "logs")[0]["prompt_tokens_mean"] == 6.0
 
 
 def test_a_model_that_does_not_exist_says_how_to_point_at_a_folder(
@@ -607,6 +609,24 @@ def test_a_plain_error_before_training_saves_the_step_it_came_in(
     assert (state["step"], state["status"]) == (1, "interrupted")
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
     assert rows_without_times(tmp_path / "logs") == uncut
+
+
+def test_a_checkpoint_that_cannot_be_saved_does_not_hide_what_ended_the_run(
+    model: Path, tmp_path: Path, play: type[Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: int) -> None:
+        if call == 2:
+            raise RolloutError("no answer for 300 s")
+
+    def save(backend: FakeBackend, path: Path) -> None:
+        raise BackendError("no answer for 15 s")
+
+    play.before_generate = staticmethod(fail)
+    monkeypatch.setattr(FakeBackend, "save", save)
+    printed = StringIO()
+    with pytest.raises(RolloutError, match="no answer for 300 s"):
+        trainer.train(fake_config(model, tmp_path), console=Console(printed))
+    assert "Warning: no checkpoint of step 1 could be saved: no answer for 15 s\n" in printed.getvalue()
 
 
 @pytest.mark.parametrize("output", ["closed pipe", "full device", "none at all"])
@@ -778,6 +798,20 @@ def test_a_row_has_the_numbers_of_its_own_step_although_the_backend_reports_late
     assert [f"loss={max(0, n - 1):.4f} (placeholder)" in line for n, line in enumerate(step_lines(printed))] == [
         True
     ] * 5
+
+
+@pytest.mark.parametrize("save_every", [1, 5])
+def test_a_late_row_has_no_number_of_the_step_before_that_its_own_lacks(
+    model: Path, tmp_path: Path, play: type[Play], save_every: int
+) -> None:
+    def report(step: int) -> None:
+        # As of a step without data, in which no row is checked.
+        play.outcome = {} if step == 2 else {"rows_checked": 10 + step}
+
+    play.before_train = staticmethod(report)
+    late = {"backend__backend": "e2e.fakes.build_settling", "training__save_every": save_every}
+    train_quietly(fake_config(model, tmp_path, **late, training__max_steps=4))
+    assert [row.get("rows_checked") for row in rows(tmp_path / "logs")] == [10, 11, None, 13]
 
 
 def step_lines(printed: str) -> list[str]:

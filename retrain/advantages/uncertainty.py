@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.plugins import REGISTRIES
 from retrain.types import FloatArray
 
 MAX_SURPRISAL = 50.0
@@ -40,6 +41,13 @@ class Uncertainty:
     def __call__(self, context: UncertaintyContext) -> FloatArray:
         """The uncertainty of every token."""
         return self.compute(context)
+
+
+def needs_entropies(builtin: str) -> bool:
+    """Whether a built-in kind needs true entropies."""
+    kind = REGISTRIES["uncertainty"].load(builtin)
+    assert isinstance(kind, Uncertainty)
+    return kind.needs_entropies
 
 
 def _surprisal(context: UncertaintyContext) -> FloatArray:

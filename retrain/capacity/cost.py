@@ -52,6 +52,13 @@ def max_tokens_per_step(work: Workload) -> Tokens:
     return Tokens(work.prompts * work.prompt_tokens, sampled, sampled + work.completions * work.prompt_tokens)
 
 
+def logged_prompt_tokens(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Mean length of the prompts of logged steps, rounded; None if a step does not have it."""
+    lengths = [row.get("prompt_tokens_mean") for row in rows]
+    known = [float(length) for length in lengths if isinstance(length, int | float)]
+    return round(sum(known) / len(known)) if known and len(known) == len(lengths) else None
+
+
 def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens | None:
     """Mean over logged steps, with prompt tokens from `work`; None without enough data."""
     if not rows or not all(isinstance(row.get(key), int | float) for row in rows for key in _COUNTED):

@@ -9,16 +9,19 @@ from retrain.config.schema import TrainConfig
 from retrain.config.toml import format_value, show_value
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.losses import build_loss
-from retrain.plugins import REGISTRIES
+from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 
 def find_unsupported(config: TrainConfig) -> list[ConfigIssue]:
     """Options that the backend or the engine of this configuration cannot honour."""
     if config.kind == "squeeze":
         return []
+    engine = config.inference.engine
     if config.backend.backend == "tinker":
-        return list(_on_tinker(config))
-    return list(_in_engine(config)) if config.inference.engine == "pytorch" else []
+        return [*_on_tinker(config), *_without_entropies(config, "Tinker: The service")]
+    if config.backend.backend == "local" and engine in SERVER_ENGINES:
+        return list(_without_entropies(config, f'[inference] engine = "{engine}": A server'))
+    return list(_in_engine(config)) if engine == "pytorch" else []
 
 
 def check_supported(config: TrainConfig) -> None:
@@ -36,6 +39,19 @@ def _in_engine(config: TrainConfig) -> Iterator[ConfigIssue]:
             supported = ", ".join(str(choice) for choice in option.choices if choice not in unsupported)
             text = f"= {show_value(value)} is not supported by the pytorch engine: {unsupported[value]}."
             yield option_issue(option.path, text, f"Try: {supported}")
+
+
+def _without_entropies(config: TrainConfig, where: str) -> Iterator[ConfigIssue]:
+    """An uncertainty that needs entropies, where there are none; that of a plugin is seen once it is loaded."""
+    kinds = REGISTRIES["uncertainty"].builtins
+    if config.algorithm.uncertainty_kind not in kinds:
+        return
+    from retrain.advantages.uncertainty import needs_entropies  # noqa: PLC0415  (loads numpy)
+
+    if needs_entropies(config.algorithm.uncertainty_kind):
+        text = f"= {show_value(config.algorithm.uncertainty_kind)} is not possible with {where} returns no entropies."
+        others = ", ".join(kind for kind in kinds if not needs_entropies(kind))
+        yield option_issue("algorithm.uncertainty_kind", text, f"Try: {others}")
 
 
 def _on_tinker(config: TrainConfig) -> Iterator[ConfigIssue]:

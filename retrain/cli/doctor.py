@@ -135,11 +135,11 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     if config is None:
         return
     yield from _check_parts(config, trials)
-    if config.kind != "squeeze":
-        yield _check_model(config, config.model.model)
+    # A service has models of its own, which its trial asks for.
+    if config.kind != "squeeze" and config.backend.backend != "tinker":
+        yield _check_model(config.model.model)
         if config.teaching.student_model:
-            student = config.teaching.student_model
-            yield _check_model(config, student, "student", "[teaching] student_model")
+            yield _check_model(config.teaching.student_model, "student", "[teaching] student_model")
     yield from _check_inputs(config)
     yield from _check_disk(config)
 
@@ -231,14 +231,12 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
             yield Check("components", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 
 
-def _check_model(config: TrainConfig, name: str, what: str = "model", where: str = "[model] model") -> Check:
+def _check_model(name: str, what: str = "model", where: str = "[model] model") -> Check:
     files = find_model(name)
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":
         return Check("files", what, "missing", f"no such folder: {name}", f"set {where} to an existing folder")
-    if config.backend.backend == "tinker":
-        return Check("files", what, "ok", f"{name} (on the service)")
     if is_offline():
         fix = f"HF_HUB_OFFLINE=0 hf download {name}"
         return Check("files", what, "missing", f"{name} is not in the cache and HF_HUB_OFFLINE is set", fix)

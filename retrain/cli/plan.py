@@ -6,7 +6,14 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 
-from retrain.capacity.cost import Prices, count_evaluations, evaluation_tokens, logged_tokens, max_tokens_per_step
+from retrain.capacity.cost import (
+    Prices,
+    count_evaluations,
+    evaluation_tokens,
+    logged_prompt_tokens,
+    logged_tokens,
+    max_tokens_per_step,
+)
 from retrain.capacity.memory import PROMPT_TOKENS, Shape, Workload, workload_of
 from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch
 from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, cards_with_memory, detect_card, find_card, step_time
@@ -41,7 +48,7 @@ class Given:
     memory: float | None
     tflops: float | None
     bandwidth: float | None
-    prompt_tokens: int
+    prompt_tokens: int | None
     prices: Prices | None = None
 
 
@@ -55,9 +62,8 @@ class Given:
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(min=1),
-    default=PROMPT_TOKENS,
-    show_default=True,
-    help="Assumed prompt length in tokens.",
+    default=None,
+    help=f"Prompt length in tokens; by default that of logged steps for the cost, else {PROMPT_TOKENS} is assumed.",
 )
 @click.option("--prefill-price", type=_PRICE, default=None, help="Price per million prompt tokens.")
 @click.option("--sample-price", type=_PRICE, default=None, help="Price per million sampled tokens.")
@@ -69,7 +75,7 @@ def command(
     memory: float | None,
     tflops: float | None,
     bandwidth: float | None,
-    prompt_tokens: int,
+    prompt_tokens: int | None,
     prefill_price: float | None,
     sample_price: float | None,
     train_price: float | None,
@@ -122,7 +128,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     is_local = config.backend.backend == "local"
     # A service's GPUs are unknown, and those of this machine are not them.
     card = choose_card(config, given) if is_local or given.card or given.tflops else None
-    work = workload_of(config, given.prompt_tokens)
+    work = workload_of(config, given.prompt_tokens or PROMPT_TOKENS)
     available = int(card.memory * 1e9) if card is not None and card.memory else None
     memory = memory_plan(facts, work, available) if is_local else None
     # Times measured here do not hold for another GPU.
@@ -150,7 +156,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         "step": step,
         "run": run,
         "campaign": campaign,
-        "cost": _cost(config, run, campaign, work, given.prices),
+        "cost": _cost(config, run, campaign, work, given),
     }
 
 
@@ -164,20 +170,21 @@ def _read_prices(prefill: float | None, sample: float | None, train: float | Non
     return None
 
 
-def _cost(
-    config: TrainConfig, run: Run, campaign: Campaign | None, work: Workload, prices: Prices | None
-) -> Cost | None:
+def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Workload, given: Given) -> Cost | None:
     """Tokens as a service bills them, and their price where prices were given; None for a local run without prices."""
+    prices = given.prices
     if config.backend.backend == "local" and prices is None:
         return None
     logged, where = logged_steps(config)
+    length = logged_prompt_tokens(logged) if given.prompt_tokens is None else None
+    work = replace(work, prompt_tokens=length or work.prompt_tokens)
     measured = logged_tokens(logged, work)
     step, steps = measured or max_tokens_per_step(work), run["steps"]
     price = None
     if prices is not None and steps is not None:
         price = (step.times(steps) + evaluation_tokens(config, work, step, steps)).cost(prices)
     source = f"the mean of {plural(len(logged), 'step')} in {where}" if measured else "every completion at max_tokens"
-    source += f"; prompts of {work.prompt_tokens} tokens are assumed"
+    source += "" if length else f"; prompts of {work.prompt_tokens} tokens are assumed"
     return {
         "prefill_tokens": round(step.prefill),
         "sample_tokens": round(step.sample),

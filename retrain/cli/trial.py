@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from retrain.builtin import resolve_model
-from retrain.checks.preflight import go_offline, hub_answers, is_offline, models_of, needs_hub
+from retrain.checks.preflight import (
+    explain_invalid_tinker_key,
+    go_offline,
+    hub_answers,
+    is_offline,
+    models_of,
+    needs_hub,
+)
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
@@ -30,6 +37,8 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importab
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
 RESPONSE_S = 3.0
+OFFER_S = 10.0
+"""Limit for a Tinker service to say which models it has."""
 _MARK = "trial: "
 
 
@@ -227,7 +236,10 @@ def _try_tokenizer(name: str, where: str) -> str:
 
 
 def _try_service(config: TrainConfig) -> str:
+    """Whether the service accepts the key and has the models."""
     from tinker.lib.base_url import resolve_base_url  # noqa: PLC0415  (an optional extra)
+
+    from retrain.backends.tinker.service import Service, in_background  # noqa: PLC0415
 
     url = str(resolve_base_url(config.model.base_url or None))
     problem = _connection_problem(f"{url}/api/v1/healthz", urllib.request.build_opener())
@@ -235,7 +247,22 @@ def _try_service(config: TrainConfig) -> str:
         raise RetrainError(
             f"the Tinker service at {url} does not respond: {problem}  Try: check the network and [model] base_url"
         )
-    return f"{url} responds"
+    if explain_invalid_tinker_key():
+        return f"{url} responds"  # the key is reported by another check
+    service = Service(config.model.base_url, lambda line: None)
+    for where, name in models_of(config).items():
+        asked = in_background(lambda name=name, where=where: service.find_model(name, where))  # type: ignore[misc]
+        try:
+            offered = asked.result(OFFER_S)
+        except TimeoutError as error:
+            # The SDK retries for minutes, and without end while the account cannot be billed.
+            raise RetrainError(
+                f"the Tinker service at {url} did not say within {OFFER_S:.0f} s what it offers.  "
+                "Try: check the account and the status of the service"
+            ) from error
+        if offered is None:
+            return f"{url} accepts the key and does not list its models"
+    return f"{url} accepts the key and has {', '.join(models_of(config).values())}"
 
 
 def _try_servers(config: TrainConfig) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrain.config.load import load_config
 from retrain.config.options import Option, all_options, campaign_paths, options_by_path
 from retrain.config.schema import TrainConfig
-from retrain.config.toml import parse_toml
+from retrain.config.toml import format_value, parse_toml
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.plugins import REGISTRIES
 from retrain.runtime.text import plural
@@ -86,13 +86,20 @@ def _make_flag(option: Option) -> ConfigFlag:
     if option.type_name == "bool":
         declarations = [f"{spelling}/--no-{spelling[2:]}" for spelling in spellings]
         return ConfigFlag([_name(option), *declarations], default=None, help=option.description)
+    # In `--overlap --log-dir x`, click would take the next flag for the value; no choice begins with a dash.
+    without_value: dict[str, Any] = {"is_flag": False, "flag_value": _NO_VALUE} if option.choices else {}
     return ConfigFlag(
         [_name(option), *spellings],
         type=_Value(option),
         default=None,
         metavar=option.type_name.upper().replace(" ", "_"),
         help=option.description,
+        **without_value,
     )
+
+
+# Stands for a missing value; no argument can contain this character.
+_NO_VALUE = "\0"
 
 
 class _Value(click.ParamType[str]):
@@ -102,6 +109,15 @@ class _Value(click.ParamType[str]):
 
     def __init__(self, option: Option) -> None:
         self.option = option
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, or an error that lists the choices if there is none."""
+        if value == _NO_VALUE:
+            *others, last = (
+                choice if choice and isinstance(choice, str) else format_value(choice) for choice in self.option.choices
+            )
+            raise click.UsageError(f"{self.option.flag} needs a value: {', '.join(others)} or {last}", ctx)
+        return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete the values of the option, or file names if it is a path."""

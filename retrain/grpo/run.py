@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
@@ -43,18 +43,49 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     if not args.resume_from_checkpoint and (is_resumable or (Path(args.output_dir) / TRAINER_STATE_NAME).exists()):
         resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
         say(f"Warning: {args.output_dir} holds an earlier run and is written to again.  Try: {resume}output_dir=…")
+    checkpoint = choose_checkpoint(args.output_dir, args.resume_from_checkpoint)
+    for line in describe_resume(checkpoint, args.learning_rate) if checkpoint is not None else ():
+        say(line)
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
     with contextlib.ExitStack() as pools:
         for function in trainer.reward_funcs if name == "reward" else ():
             if isinstance(function, NamedReward):
                 pools.callback(function.close)
-        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
     found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
     held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
     say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
     return trainer
+
+
+def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:
+    """The checkpoint to resume; `True` stands for the one written last, which may have a lower number than those of an
+    earlier run."""
+    if not wanted or isinstance(wanted, str):
+        return Path(wanted) if wanted else None
+    numbered = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+    steps = {state: state.parent.name.rpartition("-")[2] for state in numbered}
+    states = [state for state, step in steps.items() if step.isdigit()]
+    if not states:
+        raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
+    # Copies may have equal times.
+    return max(states, key=lambda state: (state.stat().st_mtime_ns, int(steps[state]))).parent
+
+
+def describe_resume(checkpoint: Path, learning_rate: float) -> Iterator[str]:
+    """What is resumed, and that a learning rate has no effect which differs from that of the checkpoint."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # transformers says what it misses
+        step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+        yield f"Resuming from {checkpoint} at step {step}."
+    if (checkpoint / SCHEDULER_NAME).is_file():
+        rates = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("base_lrs", [])
+        if rates and learning_rate not in rates:
+            yield (
+                f"Note: learning_rate={learning_rate:g} has no effect: a resumed run restores the schedule of its "
+                f"checkpoint, which has {rates[0]:g}."
+            )
 
 
 def build_trainer(settings: Mapping[str, Any]) -> Any:

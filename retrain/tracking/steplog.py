@@ -20,6 +20,8 @@ class StepLog:
         self.screen = screen
         self.record = record
         self.pending: tuple[int, StepMetrics, Sequence[Group]] | None = None
+        self.previous: StepMetrics = {}
+        """What the backend reported last, of the step before that of the pending row."""
 
     def start(self, config: TrainConfig) -> None:
         """Start the console and the trackers."""
@@ -35,10 +37,13 @@ class StepLog:
             self.record.log(step, metrics, groups)
 
     def settle(self, outcome: StepMetrics, skipped_steps: int) -> None:
-        """Write the pending row with the metrics of its own step."""
+        """Write the pending row, if there is one, with the metrics of its own step."""
+        own = {key: value for key, value in outcome.items() if key not in (*SAMPLER_METRICS, "skipped")}
         if self.pending is not None:
-            own = {key: value for key, value in outcome.items() if key not in (*SAMPLER_METRICS, "skipped")}
-            self._write(own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
+            # A step without data may have no value where the one before had.
+            none = dict.fromkeys(self.previous)
+            self._write(none | own | {"loss_is_placeholder": False, "skipped_steps": skipped_steps})
+        self.previous = own
 
     def release(self) -> None:
         """Write the pending row unchanged: its own metrics will never arrive."""

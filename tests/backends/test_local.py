@@ -159,6 +159,23 @@ def test_in_split_mode_the_sampler_is_exactly_one_step_behind(tiny: Path) -> Non
         losses.append(plain.train_step(datums, step)["loss"])
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_in_split_mode_a_step_without_an_update_makes_the_sampler_no_staler(
+    tiny: Path, tmp_path: Path, resumes: bool
+) -> None:
+    split, seen = build_on(tiny, "cpu,cpu"), []
+    for step in range(5):
+        split.sampler(step)
+        # Step 2 has no data.
+        datums = random_datums([(4, 9), (3, 5)], seed=step) if step != 2 else []
+        seen.append(split.train_step(datums, step)["staleness"])
+        if step == 2 and resumes:
+            split.save(tmp_path)
+            split = build_on(tiny, "cpu,cpu")
+            split.load(tmp_path)
+    assert seen == [0, 1, 1, 0, 1]
+
+
 @pytest.mark.parametrize("cut", [2, *slow(1, 3)])
 def test_split_mode_resumes_to_the_bit(tiny: Path, tmp_path: Path, cut: int) -> None:
     whole = steps(build_on(tiny, "cpu,cpu"), 0, 5)

@@ -30,11 +30,11 @@ from retrain.backends.local.learner import Learner
 from retrain.backends.tinker import build
 from retrain.backends.tinker.backend import IMPORTANCE_SAMPLING, TinkerBackend
 from retrain.backends.tinker.losses import cancel
-from retrain.cli import run
+from retrain.cli import run, trial
 from retrain.config import TrainConfig, load_config
 from retrain.config.load import dump_config
 from retrain.config.schema import Loss
-from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RolloutError
+from retrain.errors import BackendError, CheckpointError, ConfigError, MissingExtraError, RetrainError, RolloutError
 from retrain.inference_engine import StreamingEngine, Turn
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.losses import build_loss
@@ -528,6 +528,7 @@ def test_a_step_without_rows_asks_nothing_of_the_service(server: TinkerServer, t
         ({"loss__type": "ppo", "loss__ratio_cap": 3.0}, "[loss] ratio_cap"),
         ({"loss__type": "gspo", "loss__ratio_cap": 1.5}, "[loss] ratio_cap"),
         ({"loss__type": "grpo"}, "[loss] type"),
+        ({"algorithm__uncertainty_kind": "shannon_entropy"}, "[algorithm] uncertainty_kind"),
     ],
 )
 def test_what_the_service_cannot_do_is_rejected(
@@ -584,11 +585,16 @@ def test_a_cap_that_the_service_does_not_apply_is_reported(
     assert len(ignored_lines) == int(ignored)
 
 
-def test_an_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
+def test_a_custom_uncertainty_that_needs_entropies_is_rejected_by_the_name_of_the_backend(
     server: TinkerServer, tmp_path: Path
 ) -> None:
+    (tmp_path / "entropic.py").write_text(
+        "from retrain.advantages.uncertainty import Uncertainty\n"
+        "mine = Uncertainty('mine', lambda context: context.entropies, needs_entropies=True)\n"
+    )
+    custom = {"algorithm__uncertainty_kind": "entropic.mine", "plugins__search_paths": (str(tmp_path),)}
     with pytest.raises(ConfigError, match="which the tinker engine does not return"):
-        train_quietly(config_for(server, tmp_path, algorithm__uncertainty_kind="shannon_entropy"))
+        train_quietly(config_for(server, tmp_path, **custom))
 
 
 @pytest.mark.parametrize(
@@ -699,6 +705,52 @@ def test_completions_without_logprobs_are_rejected(server: TinkerServer, tmp_pat
 def test_a_model_that_the_service_does_not_have_is_wrong_input(server: TinkerServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'builtin:tiny' is not offered .* It has: "):
         backend_for(config_for(server, tmp_path, model__model="builtin:tiny"))
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [
+        ({}, KEY, "accepts the key and has "),
+        ({}, "tml-of-somebody-else", "rejected the API key (status 401, while asking what it offers)"),
+        ({"model__model": "builtin:tiny"}, KEY, "[model] model = 'builtin:tiny' is not offered by http://127.0.0.1:"),
+        (
+            {"teaching__enabled": True, "teaching__student_model": "builtin:tiny"},
+            KEY,
+            "[teaching] student_model = 'builtin:tiny' is not offered by http://127.0.0.1:",
+        ),
+        ({"model__base_url": "http://127.0.0.1:9"}, KEY, "the Tinker service at http://127.0.0.1:9 does not respond: "),
+        ({}, "", "responds"),
+    ],
+)
+def test_doctor_asks_the_service_what_it_offers(
+    server: TinkerServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    key: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = config_for(server, tmp_path, **options)
+    attempt = dict(trial._trials(config))["[backend] backend"]
+    try:
+        found = attempt(config)
+    except RetrainError as error:
+        found = str(error)
+        assert "Try: " in found
+    assert expected in found
+    assert not {"create_session", "create_model"} & set(server.paths()), "nothing is created"
+
+
+def test_doctor_waits_only_seconds_for_a_service_that_cannot_say(
+    server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "OFFER_S", 0.5)
+    server.faults["get_server_capabilities"] = refuse(503, "too busy")
+    config = config_for(server, tmp_path)
+    with pytest.raises(RetrainError, match=r"did not say within 0 s what it offers"):
+        dict(trial._trials(config))["[backend] backend"](config)
 
 
 def test_the_context_is_the_services_or_else_the_models(server: TinkerServer, tmp_path: Path) -> None:

@@ -50,6 +50,27 @@ def check(**options: Any) -> str:
     return ""
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"backend__backend": "tinker"}, "is not possible with Tinker: The service returns no entropies."),
+        ({"inference__engine": "vllm"}, 'is not possible with [inference] engine = "vllm": A server returns no entr'),
+    ],
+)
+def test_entropies_are_missed_before_anything_is_loaded(
+    folder: Path, options: dict[str, Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [word for key, value in options.items() for word in (f"--{key.replace('__', '.')}", value)]
+    (folder / "retrain.toml").write_text(starter("demo"))
+    assert run(["explain", *flags, "--uncertainty-kind", "shannon_entropy"]) == 0
+    shown = capsys.readouterr().out
+    assert f'[algorithm] uncertainty_kind = "shannon_entropy" {text}' in " ".join(shown.split())
+    assert "Try: surprisal, predictive_variance" in " ".join(shown.split())
+    assert run([*flags, "--uncertainty-kind", "shannon_entropy"]) == 2
+    assert run(["explain", *flags]) == 0
+    assert "entropies" not in capsys.readouterr().out
+
+
 def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
     assert check() == ""
 

@@ -201,6 +201,22 @@ def test_logged_steps_say_how_many_tokens_there_really_are(capsys: pytest.Captur
     assert "0.0297" in text, "a step"
 
 
+def test_logged_steps_say_how_long_prompts_are_unless_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER + "[eval]\nevery = 5\nmax_examples = 4\nsamples = 3\n")
+    write((Path("retrain.toml")).read_text(), "logs/train/config.toml")
+    row = {"batch_size": 2, "group_size": 4, "step_time_s": 3.0, "tokens_per_s": 80.0, "sample_time_s": 2.0}
+    logged = [row | {"num_datums": 4, "prompt_tokens_mean": length} for length in (9.0, 12.0, 12.0)]
+    write("".join(json.dumps(each) + "\n" for each in logged), "logs/train/metrics.jsonl")
+    cost = plan(capsys, *PRICES)["cost"]
+    # 2 prompts of 11; 160 tokens in 8 completions; 4 rows of 11 + 20.
+    assert [cost[f"{kind}_tokens"] for kind in ("prefill", "sample", "train")] == [22, 160, 124]
+    assert cost["tokens_from"].startswith("the mean of 3 steps in ") and "assumed" not in cost["tokens_from"]
+    # Three evaluations of 4 prompts of 11, and 12 completions of 20.
+    assert cost["run_price"] == pytest.approx(10 * cost["price"] + 3 * (44 * 1 + 240 * 10) / 1e6)
+    given = plan(capsys, "--prompt-tokens", "50", *PRICES)["cost"]
+    assert given["prefill_tokens"] == 100 and "prompts of 50 tokens are assumed" in given["tokens_from"]
+
+
 def test_without_prices_a_service_has_tokens_and_no_price_and_a_local_run_neither(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

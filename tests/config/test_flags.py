@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,25 @@ def test_a_bad_value_of_a_flag_is_reported_like_one_of_the_file(arguments: list[
     with pytest.raises(ConfigError) as caught:
         load(*arguments)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--overlap", "auto, true or false"),
+        ("--training.overlap", "auto, true or false"),
+        ("--deterministic", "auto, true or false"),
+        ("--model-dtype", "auto, fp32 or bf16"),
+        ("--stop-when", '"" or decided'),
+    ],
+)
+@pytest.mark.parametrize("following", [[], ["--log-dir", "logs/zz"]])
+def test_a_flag_with_choices_does_not_take_the_next_flag_for_its_value(
+    flag: str, values: str, following: list[str]
+) -> None:
+    with pytest.raises(click.UsageError, match=re.escape(f" needs a value: {values}")):
+        load(flag, *following)
+    assert overrides("--stop-when", "", "--overlap", "true") == {"campaign.stop_when": "", "training.overlap": True}
 
 
 def test_an_override_of_an_unknown_option_is_reported() -> None:

@@ -152,7 +152,7 @@ def test_true_entropies_are_rejected_before_training(
 ) -> None:
     config = config_of(server, tmp_path, algorithm__uncertainty_kind="shannon_entropy")
     assert run_command(config) == 2
-    assert "vllm engine does not return" in capsys.readouterr().err
+    assert 'engine = "vllm": A server returns no entropies' in capsys.readouterr().err
 
 
 def test_prompts_that_do_not_fit_the_servers_context_are_rejected(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -15,11 +16,12 @@ import pytest
 import yaml
 
 from retrain.cli import run
+from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, GRPOTrainer
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
-from retrain.grpo.run import build_trainer
+from retrain.grpo.run import build_trainer, choose_checkpoint
 from retrain.grpo.settings import RunSettings
 from tests.cases import slow
 
@@ -194,6 +196,32 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
     assert "Warning: logs/tiny holds an earlier run" in shown and "resume_from_checkpoint=true" in shown
+    # A checkpoint of an earlier and longer run, which that run did not replace.
+    Path("logs/tiny/checkpoint-9").mkdir()
+    Path("logs/tiny/checkpoint-9/trainer_state.json").write_text("{}")
+    os.utime("logs/tiny/checkpoint-9/trainer_state.json", (1e9, 1e9))
+    words = [*words, "max_steps=4", "max_train_examples=16", "val_split=null"]
+    assert run(["grpo", "configs/run/tiny.yaml", *words, "resume_from_checkpoint=true", "learning_rate=1e-5"]) == 0
+    shown = capsys.readouterr().out
+    assert "Resuming from logs/tiny/checkpoint-2 at step 2." in shown and "Done: 4 steps" in shown
+    assert "Note: learning_rate=1e-05 has no effect: a resumed run restores the schedule" in shown
+    assert "which has 0.002." in shown
+    logged = json.loads(Path("logs/tiny/trainer_state.json").read_text())["log_history"]
+    assert next(row["learning_rate"] for row in logged if row["step"] == 4) > 1e-4
+
+
+def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no checkpoint in"):
+        choose_checkpoint(str(tmp_path), True)
+    for step, written in ((2, 30), (10, 20), (9, 30), (11, 10)):
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir()
+        state.write_text("{}")
+        os.utime(state, (written, written))
+    (tmp_path / "checkpoint-12").mkdir()
+    assert choose_checkpoint(str(tmp_path), True) == tmp_path / "checkpoint-9"
+    assert choose_checkpoint(str(tmp_path), "elsewhere") == Path("elsewhere")
+    assert choose_checkpoint(str(tmp_path), False) is choose_checkpoint(str(tmp_path), None) is None
 
 
 def test_teacher_sft_trains_on_completions_only(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

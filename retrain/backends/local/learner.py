@@ -119,6 +119,8 @@ class Learner:
         """Compares the sampler's log-probs with ours; None where the caller's log-probs are synthetic."""
         self.report: AgreementReport | None = None
         """Its report on the last step."""
+        self.updates = 0
+        """Optimizer steps of this process that changed the weights."""
 
     def step(self, datums: Sequence[Datum], step: int = 0, staleness: int = 0, part: Part | None = None) -> StepMetrics:
         """Forward, backward and update over all datums, with the learning rate of `step`.
@@ -173,6 +175,7 @@ class Learner:
             return metrics
         if size.rows:
             norm = self.optimizer.step(lr)
+            self.updates += norm is not None
         if self.reference is not None:
             self.reference.maybe_sync(step)
         metrics |= self.report.metrics() if self.report is not None else {}

@@ -41,22 +41,20 @@ class SplitBackend:
             reports_late=True,
             checks_rows=learner.agreement is not None,
         )
-        self.sampled = 0
         self._mirror(0)
 
     def sampler(self, step: int) -> InferenceEngine:
-        """The engine on the other device, one training step behind: step n is sampled after n - 1 updates."""
+        """The engine on the other device, one training step behind: step n is sampled after n - 1 steps."""
         if self.mirrored < step - 1:
             self._wait()
             self._mirror(step - 1)
-        self.sampled = self.mirrored
         return self.engine
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """Wait for the previous step, hand its weights to the sampler, start this step. Reports the previous step."""
         self._wait()
+        staleness = self.staleness
         self._mirror(step)
-        staleness = step - self.sampled
         metrics = self.reported | {"staleness": staleness} | engine_metrics(self.engine)
         self.pending = self.thread.submit(self.learner.step, datums, step, staleness)
         return metrics
@@ -71,7 +69,11 @@ class SplitBackend:
         self._wait()
         self.learner.save(path)
         save_sizes(path, self.learner, self.engine)
-        metadata = {"updates": str(self.mirrored), "reported": json.dumps(self.reported)}
+        metadata = {
+            "updates": str(self.mirrored),
+            "staleness": str(self.staleness),
+            "reported": json.dumps(self.reported),
+        }
         state = {name: tensor.cpu().contiguous() for name, tensor in self.mirror.adapter_state().items()}
         save_file(state, str(path / "sampler.safetensors"), metadata=metadata)
 
@@ -84,6 +86,8 @@ class SplitBackend:
             self.mirror.load_adapter_state({name: held.get_tensor(name) for name in held.keys()})  # noqa: SIM118
             metadata = held.metadata()
         self.mirrored, self.reported = int(metadata["updates"]), json.loads(metadata["reported"])
+        # Checkpoints without it are of steps that each count as an update.
+        self.mirrored_updates = self.learner.updates - int(metadata.get("staleness", 1))
         self.engine.sync(self.mirror)
 
     def frozen(
@@ -97,9 +101,15 @@ class SplitBackend:
         self.thread.shutdown(wait=True)
         self.engine.shutdown()
 
-    def _mirror(self, updates: int) -> None:
+    @property
+    def staleness(self) -> int:
+        """Updates of the learner that the sampler's weights lack."""
+        return self.learner.updates - self.mirrored_updates
+
+    def _mirror(self, steps: int) -> None:
         self.mirror.load_adapter_state(self.learner.policy.adapter_state())
-        self.mirrored = updates
+        # Not every step is an update: one without data leaves the weights as they are.
+        self.mirrored, self.mirrored_updates = steps, self.learner.updates
         self.engine.sync(self.mirror)
 
     def _wait(self) -> None:

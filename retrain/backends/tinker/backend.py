@@ -356,14 +356,9 @@ def _request(datums: Sequence[Datum], divisor: float, loss: TinkerLoss) -> tuple
 
 def find_context_length(service: Service, model: str, where: str = "[model] model") -> int:
     """Context length of a model on the service; raises if it has no such model. `where` is the option."""
-    offered = service.call(service.client.get_server_capabilities, "asking what it offers").supported_models
-    names = [one.model_name for one in offered if one.model_name]
-    if names and model not in names:
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise ConfigError(f"{where} = {model!r} is not offered by {service.url}. It has: {shown}.")
-    length = next((one.max_context_length for one in offered if one.model_name == model), None)
-    if length:
-        return int(length)
+    offered = service.find_model(model, where)
+    if offered is not None and offered.max_context_length:
+        return int(offered.max_context_length)
     try:
         return int(AutoConfig.from_pretrained(resolve_model(model)).get_text_config().max_position_embeddings)
     except (OSError, ValueError, AttributeError):

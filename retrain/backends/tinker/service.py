@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import httpx
 import tinker
+from tinker import types
 from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
@@ -71,6 +74,22 @@ class Service:
                     f"the Tinker service at {self.url} has not answered for {silent_s:.0f} s (while {doing}).  "
                     "Try: resume from the last checkpoint when it is back"
                 )
+
+    def find_model(self, name: str, where: str = "[model] model") -> types.SupportedModel | None:
+        """What the service says about a model, None if it lists none; raises if it has only others.
+
+        `where` is the option that names the model.
+        """
+        offered = self.call(self.client.get_server_capabilities, "asking what it offers").supported_models
+        models = {one.model_name: one for one in offered if one.model_name}
+        if models and name not in models:
+            shown = ", ".join([*models][:8]) + (", ..." if len(models) > 8 else "")
+            (closest,) = get_close_matches(name, models, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{where} = {name!r} is not offered by {self.url}. It has: {shown}.  "
+                f"Try: {where.split()[-1]} = {json.dumps(closest)}"
+            )
+        return models.get(name)
 
     def answers(self) -> bool:
         """Whether the service responds."""

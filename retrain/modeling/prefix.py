@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,40 +81,34 @@ class SharedPrefixAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Attention output of one layer on a GPU, and the log-sum-exp of its scores."""
-        if self._uses_cudnn(query, scoring):
-            outputs, sums = zip(*(run.forward(query, key, value, scoring) for run in self.runs), strict=True)
-            return torch.cat(outputs), torch.cat(sums, 1)
-        return self._flash(scoring).forward(query, *self._gathered(key, value))
+        with self._order():
+            if self._uses_cudnn(query, scoring):
+                outputs, sums = zip(*(run.forward(query, key, value, scoring) for run in self.runs), strict=True)
+                return torch.cat(outputs), torch.cat(sums, 1)
+            return self._flash(scoring).forward(query, *self._gathered(key, value))
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Its gradients."""
-        if self.is_deterministic:
-            return self._backward(gradient, query, key, value, output, logsumexp, scoring)
-        # Only here: compiled layers depend on the setting, and would be compiled once more.
-        with any_order():
-            return self._backward(gradient, query, key, value, output, logsumexp, scoring)
-
-    def _backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
-        scoring: Scoring,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        if self._uses_cudnn(query, scoring):
-            parts = (run.backward(gradient, query, key, value, output, logsumexp, scoring) for run in self.runs)
-            dq, dk, dv = map(torch.cat, zip(*parts, strict=True))
-            return dq, dk, dv
-        gathered = self._gathered(key, value)
-        dq, dk, dv = self._flash(scoring).backward(gradient, query, *gathered, output, logsumexp)
+        with self._order():
+            if self._uses_cudnn(query, scoring):
+                parts = (run.backward(gradient, query, key, value, output, logsumexp, scoring) for run in self.runs)
+                dq, dk, dv = map(torch.cat, zip(*parts, strict=True))
+                return dq, dk, dv
+            gathered = self._gathered(key, value)
+            dq, dk, dv = self._flash(scoring).backward(gradient, query, *gathered, output, logsumexp)
         if self.prefix_index is not None:
             dk, dv = self.prefix_index.summed(dk), self.prefix_index.summed(dv)
         return dq, dk, dv
 
+    def _order(self) -> AbstractContextManager[None]:
+        # Only here: compiled layers depend on PyTorch's setting, and would be compiled once more.
+        return nullcontext() if self.is_deterministic else any_order()
+
     def _uses_cudnn(self, query: Tensor, scoring: Scoring) -> bool:
-        """Whether long spans are computed by cuDNN, whose backward pass is not deterministic."""
-        is_bound = self.is_deterministic and torch.are_deterministic_algorithms_enabled()
-        return bool(self.runs) and not is_bound and can_use_cudnn(query, scoring)
+        return bool(self.runs) and can_use_cudnn(query, scoring)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.prefix_index is None:
@@ -216,11 +211,12 @@ def can_flash(query: Tensor, scoring: Scoring) -> bool:
 
 
 def can_use_cudnn(query: Tensor, scoring: Scoring) -> bool:
-    """Whether PyTorch uses cuDNN's attention for these queries."""
+    """Whether PyTorch uses cuDNN's attention for these queries. Its backward pass is not deterministic."""
     return (
         scoring.window is None
         and query.shape[-1] <= _MAX_CUDNN_HEAD
         and torch.cuda.get_device_capability(query.device) >= (9, 0)
+        and not torch.are_deterministic_algorithms_enabled()
         and has_cudnn_attention()
     )
 

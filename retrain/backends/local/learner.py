@@ -32,7 +32,6 @@ from retrain.modeling.compiling import (
     varying_tokens,
 )
 from retrain.modeling.determinism import Determinism, sum_by_row
-from retrain.modeling.lora import fuse_adapters
 from retrain.modeling.packing import (
     BatchLoad,
     MicroBatch,
@@ -106,7 +105,6 @@ class Learner:
         self.layers = decoder_layers(policy.adapted)
         self.is_compiled = policy.device.type == "cuda" and not policy.attention_fallback_reason
         if self.is_compiled:
-            fuse_adapters(policy.adapted)
             compile_layers(policy.causal_lm)
         self.warm: set[str] = set()
         """Modes whose compiled layers are warmed up."""

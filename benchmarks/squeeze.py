@@ -1,4 +1,4 @@
-"""Seconds and memory of analysing and compressing a 128-rank adapter shaped like a 4B model's, 252 layers.
+"""Seconds and memory of analyzing and compressing a 128-rank adapter shaped like a 4B model's, 252 layers.
 
     python benchmarks/squeeze.py [--layers 36] [--rank 128] [--compress-to 32]
 
@@ -37,7 +37,7 @@ def cpu():
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 bare, started, worked = peak(), time.perf_counter(), cpu()
-if sys.argv[1] == "analyse":
+if sys.argv[1] == "analyze":
     print(analyze_adapter(sys.argv[2]).table(), file=sys.stderr)
 else:
     compress_adapter(sys.argv[2], sys.argv[2] + "_small", int(sys.argv[3]))
@@ -78,12 +78,12 @@ def main() -> int:
         print(f"{7 * given.layers} layers, rank {given.rank}, {size / 1e9:.2f} GB in float32")
         print(f"{'':<10}{'seconds':>9}{'CPU s':>8}{'memory':>10}{'/ adapter':>11}")
         missed = False
-        for task in ("analyse", "compress"):
+        for task in ("analyze", "compress"):
             command = [sys.executable, "-c", CHILD, task, str(folder), str(given.compress_to)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             seconds, cpu, memory = json.loads(done.stdout)
             print(f"{task:<10}{seconds:>9.1f}{cpu:>8.1f}{memory / 1e9:>7.2f} GB{memory / size:>10.2f}x")
-            missed |= task == "analyse" and (cpu > MOST_SECONDS or memory > MOST_TIMES * size)
+            missed |= task == "analyze" and (cpu > MOST_SECONDS or memory > MOST_TIMES * size)
     print(f"targets of the analysis: {'MISSED' if missed else 'met'}")
     return int(missed)
 

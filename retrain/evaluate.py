@@ -123,9 +123,9 @@ def rate_interval(rates: Sequence[float], completions: int) -> tuple[float, floa
     """95% interval for the mean of per-example rates, of this many completions in all.
 
     Completions of one example are correlated, so it is Wilson's interval for the sample size whose binomial variance
-    equals the variance between examples, with the t quantile, since that variance is estimated. It is not wider than
-    for one completion per example, which has the largest variance that is possible, and not narrower than for
-    independent completions: few examples may be alike by chance.
+    equals the variance between examples, with the t quantile, since that variance is estimated. It is never wider than
+    the interval for one completion per example, which has the largest possible variance, and never narrower than that
+    for independent completions, since a few examples may be alike by chance.
     """
     count = len(rates)
     if count == 0:

@@ -2,7 +2,7 @@
 
 The weights change only when the step is complete, so every group is sampled from the same policy, and the gradient is
 the same sum as in a sequential step. A group's credit is assigned as soon as it is scored; the backend gets parts of a
-fixed number of groups, and sums their gradients in the order of the parts, whatever order they arrive in.
+fixed number of groups and sums their gradients in the order of the parts, whatever order they arrive in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepOverlap(Protocol):
         ...
 
     def discard(self) -> None:
-        """The step is not going to be trained on."""
+        """Discard the step: it will not be trained on."""
         ...
 
 
@@ -65,7 +65,7 @@ class Sequential:
 
 
 class Overlapped:
-    """Assigns credit to groups as they come, and gives them to the backend."""
+    """Assigns credit to groups as they arrive and passes them to the backend."""
 
     def __init__(
         self, backend: OverlappingBackend, credit: CreditAssigner, planning: PlanningMasks | None, config: TrainConfig
@@ -121,7 +121,8 @@ def choose_overlap(
     obstacle = find_obstacle(config, backend, credit)
     if wanted is True and obstacle is not None and obstacle.is_final:
         raise ConfigError(
-            f'[training] overlap = true is not possible: {obstacle.reason}.  Try: overlap = "auto", which does without'
+            f"[training] overlap = true is not possible: {obstacle.reason}.  "
+            'Try: overlap = "auto", which falls back to sequential steps'
         )
     if obstacle is None or wanted is True:
         assert isinstance(backend, OverlappingBackend)
@@ -139,5 +140,5 @@ def find_obstacle(config: TrainConfig, backend: Backend, credit: CreditAssigner)
         return Obstacle("this backend trains on complete steps", is_final=True)
     found = [backend.overlap_obstacle(), credit.overlap_obstacle()]
     if config.teaching.enabled:
-        found.append(Obstacle("the lessons of a step are scored together", is_final=True))
+        found.append(Obstacle("[teaching] scores the teaching texts of a step together", is_final=True))
     return min(filter(None, found), key=lambda obstacle: not obstacle.is_final, default=None)

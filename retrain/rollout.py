@@ -127,7 +127,7 @@ class GroupCollector:
 
 
 class Scorer:
-    """Samples one completion per prompt copy and scores it with the reward."""
+    """Samples a group of completions per prompt and scores them with the reward."""
 
     def __init__(
         self, encoder: PromptEncoder, reward: BatchReward, log: Callable[[str], None], progress: Progress
@@ -221,7 +221,7 @@ class ChunkedScorer:
 
 
 class EarlyScores:
-    """Scores groups on a thread as their completions arrive: all that have arrived by then at once."""
+    """Scores groups on a thread as their completions arrive; each call scores all that have arrived so far."""
 
     def __init__(
         self, score: Callable[[Sequence[Group]], list[Group]], unscored: Sequence[Group], deliver: DeliverGroup
@@ -237,7 +237,7 @@ class EarlyScores:
         return self
 
     def add(self, at: int, completions: list[Completion]) -> None:
-        """Score a group soon."""
+        """Queue a group for scoring."""
         self.arrived.put((at, completions))
         self.jobs.append(self.thread.submit(self._score_arrived))
 

@@ -160,7 +160,7 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
 def collect_batch(parts: Parts, state: RunState) -> StepBatch:
     """Evaluate if due, sample and score the step's prompts, and assign credit.
 
-    In an overlapped step, the backend computes the gradients of groups that are complete meanwhile.
+    In an overlapped step, the backend meanwhile computes the gradients of the groups that are complete.
     """
     config, step = parts.config, state.step
     seed_everything(config.training.seed, step)
@@ -317,19 +317,20 @@ def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
     """Report data, rewards and plugins that were edited since the checkpoint."""
     if saved.get("data_digest", parts.order.digest) != parts.order.digest:
         parts.console.print(
-            "Warning: the data was changed since the checkpoint: it has as many examples, but not the same ones in the "
-            "same order. The run continues with those of now."
+            "Warning: the data was changed since the checkpoint: it has the same number of examples, but not the same "
+            "ones in the same order. The run continues with the current data."
         )
     code = saved.get("code", {})
     for name, digest in parts.code_digests.items():
         if code.get(name, digest) != digest:
             parts.console.print(
-                f"Warning: the code of {name} was changed since the checkpoint. The run continues with it as it is."
+                f"Warning: the code of {name} was changed since the checkpoint. The run continues with the current "
+                "code."
             )
 
 
 def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
-    """Report a jump of the learning rate caused by another number of steps."""
+    """Report a jump in the learning rate caused by a different number of steps."""
     config = parts.config
     earlier = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": max_steps})})
     before, now = learning_rate(earlier, step), learning_rate(config, step)
@@ -380,7 +381,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
 
 
 def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | None]:
-    """Evaluate a last time and mark the run as finished; return the evaluation and where the adapter is."""
+    """Evaluate one last time and mark the run as finished; return the evaluation and where the adapter is."""
     last = None
     if parts.evaluator.every:
         # One step further: a sampler that lags by one step then has the last update.

@@ -121,7 +121,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Group:
-    """All completions of one prompt with their scores; advantages are centred per group."""
+    """All completions of one prompt with their scores; advantages are centered per group."""
 
     example: Example
     prompt_ids: IntArray

@@ -168,15 +168,20 @@ SHARED = Obstacle("sampling and training share cuda:0", is_final=False)
             {"algorithm__uncertainty_kind": "test_overlap.uncertain"},
             SHARED,
             False,
-            "Steps are sequential: [algorithm] uncertainty_kind = 'test_overlap.uncertain' gets complete steps.",
+            "Steps are sequential: [algorithm] uncertainty_kind = 'test_overlap.uncertain' needs complete steps.",
         ),
         (
             {"algorithm__transform_mode": "test_overlap.pooled"},
             None,
             False,
-            "Steps are sequential: [algorithm] transform_mode = 'test_overlap.pooled' gets complete steps.",
+            "Steps are sequential: [algorithm] transform_mode = 'test_overlap.pooled' needs complete steps.",
         ),
-        ({"teaching__enabled": True}, None, False, "Steps are sequential: the lessons of a step are scored together."),
+        (
+            {"teaching__enabled": True},
+            None,
+            False,
+            "Steps are sequential: [teaching] scores the teaching texts of a step together.",
+        ),
     ],
 )
 def test_the_choice_and_its_reason_are_printed(

@@ -22,7 +22,7 @@ STD_EPSILON = 1e-4
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
-    """`r - mean(r)`: centred on the group, as GRPO (arXiv 2402.03300), without dividing by the standard deviation."""
+    """`r - mean(r)`: centered on the group, as GRPO (arXiv 2402.03300), without dividing by the standard deviation."""
     return np.subtract(rewards_G, float(rewards_G.mean()))
 
 

@@ -107,9 +107,9 @@ class CreditAssigner:
         """Why a group's credit may depend on other groups; None if it does not."""
         choice, transform = self.method.choice, self.method.transform
         if is_plugin("uncertainty", choice.uncertainty_kind):
-            return Obstacle(f"[algorithm] uncertainty_kind = {choice.uncertainty_kind!r} gets complete steps", True)
+            return Obstacle(f"[algorithm] uncertainty_kind = {choice.uncertainty_kind!r} needs complete steps", True)
         if is_plugin("transform", choice.transform_mode) and transform.batch_entropy_transform is not None:
-            return Obstacle(f"[algorithm] transform_mode = {choice.transform_mode!r} gets complete steps", True)
+            return Obstacle(f"[algorithm] transform_mode = {choice.transform_mode!r} needs complete steps", True)
         names = {"advantage": choice.advantage_mode, "transform": choice.transform_mode}
         if choice.algorithm_mode:
             names = {"algorithm": choice.algorithm_mode}

@@ -29,7 +29,7 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """After less before."""
+        """After minus before."""
         return self.after - self.before
 
     @property
@@ -60,7 +60,7 @@ def paired_change(first: Row, last: Row) -> Change | None:
     before, after = (statistics.fmean(side) for side in zip(*pairs, strict=True))
     mean = after - before
     spread = sum((other - one - mean) ** 2 for one, other in pairs)
-    # As if one completion more had changed: a few problems that all change alike do not make a result certain.
+    # As if one more completion had changed: a few problems that all change alike do not make a result certain.
     unit = 1 / max(*first["counted"], *last["counted"])
     half = t_quantile(count - 1) * math.sqrt((spread + unit**2) / (count - 1) / count)
     return Change(before, after, max(-1.0, mean - half), min(1.0, mean + half), count)

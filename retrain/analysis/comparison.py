@@ -209,7 +209,7 @@ def baseline_mean(report: ComparisonReport) -> float:
 
 
 def mark_of(report: ComparisonReport, c: Comparison) -> str:
-    """An asterisk if the difference is to another mean of the baseline than that of its row."""
+    """An asterisk if the difference is relative to a baseline mean other than the one in the table."""
     return "" if c.seeds == baseline_seeds(report) else "*"
 
 

@@ -1,6 +1,6 @@
 """Health of a run: the usual ways in which RL on language models goes wrong, each with its threshold.
 
-Every check looks at a mean over the last steps, so one bad batch is no alarm, and knows the first step at which its
+Every check looks at a mean over the last steps, so one bad batch raises no alarm, and knows the first step at which its
 threshold was crossed. The report, `retrain status`, `retrain top` and the end of a run show the same checks.
 """
 
@@ -104,7 +104,7 @@ def hit_rate(row: Row) -> float | None:
 
 
 def groups_sampled(row: Row) -> float:
-    """Groups of a step with those that were sampled in place of dead ones; older logs have only its batch size."""
+    """Groups sampled in a step, including replacements for dead ones; older logs only have the batch size."""
     return float(row.get("groups_sampled") or row.get("batch_size") or 0)
 
 
@@ -205,7 +205,7 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
 
 
 def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
-    limit = "with one turn, p95 at 90% of max_tokens"
+    limit = "for single-turn runs, p95 at 90% of max_tokens"
     rule = f"warning if at least 3x or at most 1/3 of the first {WINDOW} steps, or, {limit}"
     means = _means(metrics, lambda row: row.get("completion_tokens_mean"))
     if not means:

@@ -97,7 +97,7 @@ class Comparison:
         if not self.test.cohens_d:
             return f"{start} The mean difference is zero."
         if count < ENOUGH_SEEDS:
-            return f"{start} That is too few to estimate how many it takes. Run at least {ENOUGH_SEEDS} seeds."
+            return f"{start} That is too few to estimate how many are needed. Run at least {ENOUGH_SEEDS} seeds."
         more = f"about {plural(self.more_seeds, 'more seed')}" if self.more_seeds else f"more than {MAX_SEEDS} seeds"
         return f"{start} If the true difference equals the observed one, 80% power needs {more}."
 

@@ -122,7 +122,8 @@ def _read_run(folder: Path) -> RunProgress:
 
 
 def _quiet_seconds(folder: Path) -> float | None:
-    """Time since the last logged step; of a resumed run, since it took its folder and then was loaded."""
+    """Seconds since the last sign of progress: a logged step or, for a live run, locking its folder or the end of
+    loading."""
     names = (METRICS, LOCK_FILE, CONFIG_FILE) if is_locked(folder) else (METRICS,)
     ages = [_age(folder / name) for name in names]
     return min(age for age in ages if age is not None) if ages[0] is not None else None
@@ -248,7 +249,7 @@ def _status(folder: Path, state: Table) -> str:
 
 
 def _is_loading(folder: Path) -> bool:
-    """Whether the process that locked the folder has not prepared it yet: it writes the configuration once it has."""
+    """Whether the process that holds the lock is still preparing the folder; it writes the configuration when done."""
     try:
         return (folder / LOCK_FILE).stat().st_mtime_ns > (folder / CONFIG_FILE).stat().st_mtime_ns
     except FileNotFoundError:

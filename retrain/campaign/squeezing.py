@@ -25,7 +25,7 @@ class FirstRunAnalysis:
         self.thread: threading.Thread | None = None
 
     def begin(self, run: Run) -> None:
-        """Analyse a finished run, unless one was analysed before."""
+        """Analyze a finished run, unless one was analyzed before."""
         if self.config.squeeze is None or self.thread is not None or "squeeze" in self.manifest.table:
             return
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)

@@ -96,7 +96,7 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None, paramet
     sampling = _plan_sampling(shape, work, free, free + trained * MOMENT_BYTES)
     room = math.inf if memory is None else usable * (1 - SPARE) - weights - adapter - sampling.copies
     wanted = plan_training(cost, math.inf, work.longest, work.micro_batch_tokens, work.recompute)
-    # An eager sampler keeps no cache; others free it when micro-batches would have to be smaller beside it.
+    # An eager sampler keeps no cache; others free it if keeping it would force smaller micro-batches.
     frees = not work.overlaps and (not work.sampler.is_paged or room - sampling.cache < wanted.bytes)
     room -= 0 if frees else sampling.cache
     training = plan_training(cost, room, work.longest, work.micro_batch_tokens, work.recompute)

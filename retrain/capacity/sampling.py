@@ -21,8 +21,8 @@ DENSE_BLOCK = 128
 # Smaller batches cost the same, so they share one graph; rows beyond the largest batch wait.
 SMALLEST = 8
 LARGEST = 1024
-# Few completions reach their limit: if not all could, the cache starts with this share of what fits, and grows if that
-# runs out.
+# Few completions reach their limit: if not all would fit at full length, the cache starts with this share of what fits,
+# and grows when it runs out.
 FIRST_SHARE = 0.4
 # Growing copies one layer, and prefills need memory too.
 CACHE_SHARE = 0.75
@@ -33,7 +33,7 @@ BYTES_PER_LOGIT = 8
 def leaves_unmerged(option: str, parameters: int, width: int) -> bool:
     """Whether `[inference] merge_adapter` leaves the adapter unmerged in a model with weights of `width` bytes.
 
-    In a small bf16 model the rounding of merged weights is felt, and decoding is not bound by reading weights.
+    In a small bf16 model the rounding of merged weights matters, and decoding is not bound by reading weights.
     """
     return option == "never" or (option == "auto" and width < 4 and parameters < LARGE_MODEL)
 

@@ -126,7 +126,7 @@ def _impossible_overlap(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.training.overlap is True and config.backend.backend == "local":
         reason = trains_complete_steps(config)
         if reason:
-            hint = 'Try: overlap = "auto", which does without'
+            hint = 'Try: overlap = "auto", which falls back to sequential steps'
             yield ConfigIssue("[training] overlap", f"= true is not possible: {reason}.", hint)
 
 

@@ -13,7 +13,7 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 
 def find_unsupported(config: TrainConfig) -> list[ConfigIssue]:
-    """Options that the backend or the engine of this configuration cannot honour."""
+    """Options that the backend or the engine of this configuration cannot honor."""
     if config.kind == "squeeze":
         return []
     engine = config.inference.engine

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
     "diff": ("retrain.cli.diff", "Show where two runs or conditions diverge."),
     "report": ("retrain.cli.report", "Write an HTML report on runs and campaigns."),
-    "card": ("retrain.cli.card", "Write a Markdown card of runs and campaigns, with plots."),
+    "card": ("retrain.cli.card", "Write a Markdown card for runs and campaigns, with plots."),
     "ui": ("retrain.cli.ui", "Serve the HTML report locally, with live updates."),
     "doctor": ("retrain.cli.doctor", "Check this machine and show how to fix each problem."),
     "import-gguf": ("retrain.cli.import_gguf", "Convert a GGUF file to a model folder that can be trained."),

@@ -16,10 +16,10 @@ from retrain.storage.checkpoint import explain_write_error
 @click.option("--no-plots", is_flag=True, help="Write no plots, which need matplotlib (the extra `plots`).")
 @click.option("--hub", is_flag=True, help="Add the metadata of a model card on the Hugging Face Hub.")
 def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub: bool) -> int:
-    """Write a Markdown card of the runs in DIR (default: ./logs).
+    """Write a Markdown card for the runs in DIR (default: ./logs).
 
-    It has the verdict, curves, checks, configuration, versions and cost. The folder has README.md and the plots it
-    shows, for a paper, a pull request or a model card.
+    The card contains the verdict, curves, checks, configuration, versions and cost. The output folder holds README.md
+    and its plots, for a paper, a pull request or a model card.
     """
     folders = folders or (Path("logs"),)
     from retrain.report import collect  # noqa: PLC0415  (slow to import)

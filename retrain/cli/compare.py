@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--last",
+    metavar="N",
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Average a training metric over this many last steps.",
+    help="Average a training metric over the last N steps.",
 )
 @click.option("--lower-is-better", is_flag=True, help="Treat lower values as improvements.")
 @click.option("--allow-different-models", is_flag=True, help="Allow comparing runs of different models.")
@@ -58,8 +59,8 @@ def command(
       step              the step at which it is compared
       higher_is_better  whether higher values are improvements
       alpha             significance level
-      level             of each test and interval: lower than alpha if the
-                        campaign could stop early
+      level             significance level of each test and interval: lower
+                        than alpha if the campaign could stop early
       notes             what limits the comparison
       noise_floor       how much runs that differ only in the seed differ
       values            by condition and seed

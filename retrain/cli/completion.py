@@ -11,7 +11,7 @@ from retrain.cli import app
 @click.command("completion", short_help="Print the shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the completion script for SHELL.
+    """Print the completion script for bash, zsh or fish.
 
     \b
     bash   retrain completion bash >> ~/.bashrc        (bash 4.4 or newer)

@@ -157,11 +157,11 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       blockers      reasons why it cannot run here
       notes         parts of a method that stay off
       changed       options that differ: path, value, default
-      adapter       of a squeeze: path, exists, min_variance_retention
+      adapter       for a squeeze: path, exists, min_variance_retention
       model         name, found, path, parameters, parameters_from, trainable
       engine        name, url, backend, devices
       problems      where problems and rewards come from
-      runs          of a campaign: name, condition, seed
+      runs          for a campaign: name, condition, seed
       runs_at_once  number of concurrent runs
       step          prompts, completions, max_tokens
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,

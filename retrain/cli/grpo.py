@@ -40,7 +40,8 @@ def init(folder: str) -> int:
 @click.argument("config")
 @click.argument("settings", nargs=-1)
 def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
-    """Train with TRL from CONFIG, a YAML file in configs/run next to model/, data/ and trainer/, composed by Hydra.
+    """Train with TRL from CONFIG, a YAML file in configs/run/ that Hydra composes with files from configs/model/,
+    configs/data/ and configs/trainer/.
 
     \b
       retrain grpo init [FOLDER]                           write a starter tree (default: here)
@@ -65,7 +66,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
     from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
 
     try:
-        # Whatever is wrong is said before TRL is imported.
+        # Errors are reported before TRL is imported.
         load_rewards(read_settings(composed)[0].reward_funcs)
         from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 

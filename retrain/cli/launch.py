@@ -20,8 +20,9 @@ from retrain.distributed.launch import launch
 def command(processes: int, arguments: tuple[str, ...]) -> int:
     """Train from CONFIG with several processes on this machine.
 
-    CONFIG and FLAGS are the same as for `retrain CONFIG`. The output of rank 0 is printed; that of other ranks goes to
-    `ranks/` in the log folder. For several machines, use torchrun or Slurm: see `retrain distributed init`.
+    CONFIG and FLAGS are the same as for `retrain CONFIG`. The output of rank 0 is printed; that of the other ranks is
+    copied to `ranks/` in the log folder when the run ends. For several machines, use torchrun or Slurm: see
+    `retrain distributed init`.
     """
     parameters = train.command.make_context("retrain", list(arguments)).params
     parameters.pop("force_resume")

@@ -33,7 +33,7 @@ from retrain.config import TrainConfig
 from retrain.config.flags import click_options
 from retrain.errors import ConfigError
 from retrain.modeling.files import find_model, read_facts
-from retrain.runtime.devices import is_on_cpu
+from retrain.runtime.devices import device_names, is_on_cpu
 from retrain.runtime.text import plural
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -50,6 +50,11 @@ class Given:
     bandwidth: float | None
     prompt_tokens: int | None
     prices: Prices | None = None
+
+    @property
+    def names_gpu(self) -> bool:
+        """Whether anything is given about a GPU."""
+        return any((self.card, self.memory, self.tflops, self.bandwidth))
 
 
 @click.command("plan", short_help="Show what a run needs.", context_settings={"max_content_width": 110})
@@ -104,7 +109,7 @@ def command(
       run                 steps, evaluations, evaluation_seconds (of one), seconds
                           (with evaluations, where their time is known)
       campaign            conditions, seeds, runs, workers, total_steps, seconds
-      cost                of a service that bills by token: prefill_tokens,
+      cost                for a service that bills by token: prefill_tokens,
                           sample_tokens, train_tokens and price per step,
                           tokens_from, run_price, campaign_price
     """
@@ -126,7 +131,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         raise ConfigError(f"{file} is a LoRA rank analysis; there is no training in it to plan.")
     facts = read_facts(find_model(config.model.model))
     is_local = config.backend.backend == "local"
-    # A service's GPUs are unknown, and those of this machine are not them.
+    if is_local and given.names_gpu:
+        config = _on_gpu(config)
+    # A service's GPUs are unknown, and they are not those of this machine.
     card = choose_card(config, given) if is_local or given.card or given.tflops else None
     work = workload_of(config, given.prompt_tokens or PROMPT_TOKENS)
     available = int(card.memory * 1e9) if card is not None and card.memory else None
@@ -158,6 +165,14 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         "campaign": campaign,
         "cost": _cost(config, run, campaign, work, given),
     }
+
+
+def _on_gpu(config: TrainConfig) -> TrainConfig:
+    """The configuration with GPUs as devices where this machine would use its CPU."""
+    if not is_on_cpu(config.backend.devices):
+        return config
+    devices = ",".join(f"gpu:{at}" for at, _ in enumerate(device_names(config.backend.devices)))
+    return config.model_copy(update={"backend": config.backend.model_copy(update={"devices": devices})})
 
 
 def _read_prices(prefill: float | None, sample: float | None, train: float | None) -> Prices | None:

@@ -57,8 +57,8 @@ class Entry:
 def command(logs: str, as_json: bool) -> int:
     """List the runs and campaigns in LOGS (default: ./logs).
 
-    An unfinished run is dead when no process holds the lock on its folder. Runs of `retrain grpo` are shown as of
-    TRL's last checkpoint: finished or unfinished.
+    An unfinished run is `dead` if no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
+    last checkpoint: finished or unfinished.
 
     \b
     The JSON is a list of objects with these keys:
@@ -71,7 +71,8 @@ def command(logs: str, as_json: bool) -> int:
       runs         by name: status, step, max_steps, condition, seed,
                    correct_rate, mean_reward, held_out, step_seconds,
                    quiet_seconds, turns, activity, eta_seconds, health,
-                   and of a campaign's: attempts, elapsed_seconds (else null)
+                   and for runs of a campaign: attempts,
+                   elapsed_seconds (otherwise null)
     health is a list of checks: name, level, value, rule, first step.
     """
     entries = find_entries(Path(logs).expanduser())

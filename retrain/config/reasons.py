@@ -69,7 +69,7 @@ def needs_transform_plugin(config: TrainConfig) -> str:
 
 def needs_separate_sampler(config: TrainConfig) -> str:
     """Used if sampling and training can overlap."""
-    return "" if config.samples_separately else "the trainer samples by itself, on its own device"
+    return "" if config.samples_separately else "sampling and training share one device"
 
 
 def trains_complete_steps(config: TrainConfig) -> str:
@@ -79,9 +79,9 @@ def trains_complete_steps(config: TrainConfig) -> str:
     if config.lora.dropout:
         return "[lora] dropout draws its masks in the order of training"
     if config.memory.micro_batches:
-        return "[memory] micro_batches is for complete steps"
+        return "[memory] micro_batches splits complete steps"
     if config.teaching.enabled:
-        return "the lessons of a step are scored together"
+        return "[teaching] scores the teaching texts of a step together"
     on_cpu = config.inference.engine == "pytorch" and is_on_cpu(config.backend.devices)
     return "the engine returns the completions of a step together" if on_cpu else ""
 

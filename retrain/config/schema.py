@@ -72,7 +72,7 @@ class TrainConfig(Section):
         """What running this configuration does."""
         if self.campaign is not None:
             return "campaign"
-        # Without an adapter there is nothing to analyse; a campaign sets one.
+        # Without an adapter there is nothing to analyze; a campaign sets one.
         return "squeeze" if self.squeeze is not None and self.squeeze.adapter_path else "train"
 
     @property

@@ -49,7 +49,7 @@ _SLURM = """\
 #SBATCH --gpus-per-node={processes}
 #SBATCH --cpus-per-task=16
 #SBATCH --time=24:00:00
-# A minute before the time is up rank 0 gets SIGTERM and saves; `retrain --resume` continues from there.
+# A minute before the time limit, all processes get SIGTERM; rank 0 saves, and `retrain --resume` continues from there.
 #SBATCH --signal=TERM@60
 
 export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -199,7 +199,7 @@ class Gathering:
         if all(member in self.results for member in members):
             self.groups[at] = _group(self.examples[at], [self.results[member] for member in members])
             if self.deliver is not None:
-                # On another thread: the other rollouts go on meanwhile.
+                # On another thread, so that the other rollouts continue.
                 await asyncio.to_thread(self.deliver, at, self.groups[at])
 
 

@@ -89,7 +89,7 @@ class TrainerEngine:
         return model is self.model and _fingerprint(model) == self._built_from
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, stops: Sequence[int]) -> list[Completion]:
-        """One completion per prompt; equal neighbours are prefilled once."""
+        """One completion per prompt; equal neighbors are prefilled once."""
         if not all(0 < len(prompt) < self.engine.policy.context_length for prompt in prompts):
             context = self.engine.policy.context_length
             raise PromptLengthError(f"a prompt is empty or fills the context of {context} tokens")

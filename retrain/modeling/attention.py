@@ -6,7 +6,7 @@ decoding. Layers, norms and rotary embeddings are those of Hugging Face.
 A model that is only sampled from gets it from `attending`, and calls it through an operator that the compiler treats as
 a black box: a layer is then one compiled graph, for prompts and for single tokens alike. A model that is trained gets
 it as an argument, `model(..., attend=...)`: either the handle of an attention that has a backward pass, which is an
-operator, too, or any other attention, for which compiled layers are interrupted.
+operator, too, or any other attention, which causes a graph break in compiled layers.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ TOKENS = 1
 def start_compiler() -> None:
     """Import the compiler and start its processes in the background; weights are loaded meanwhile."""
     _keep_cache()
-    # The default, one per CPU, would leave none to this process while they start.
+    # The default, one per CPU core, would leave no core for this process while they start.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
     threading.Thread(target=_prepare, name="retrain-compiler", daemon=True).start()
 
@@ -70,7 +70,7 @@ def compile_layers(causal_lm: CausalLM, is_sampled: bool = False) -> None:
 def varying_tokens(causal_lm: CausalLM) -> Iterator[None]:
     """Tell the compiler that the number of tokens varies, while it sees its first batch.
 
-    Not for layers that are interrupted: the tensors that enter the rest of a layer are not known here.
+    Not for layers with graph breaks: the tensors that enter the rest of a layer are not known here.
     """
     with ExitStack() as stack:
         for layer in compilable_layers(module_of(causal_lm)):

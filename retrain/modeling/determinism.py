@@ -97,7 +97,7 @@ class Determinism:
         if self.is_required:
             raise BackendError(
                 f"[training] deterministic = true is not possible: {error}  "
-                'Try: deterministic = "auto", which continues without'
+                'Try: deterministic = "auto", which continues without deterministic kernels'
             ) from error
         self.is_on = False
         self.log(f"Warning: this run is not bitwise reproducible: {str(error).split('.')[0]}.")

@@ -157,7 +157,7 @@ class _Run:
 
     @property
     def padded(self) -> int:
-        """Tokens that cuDNN sees: it plans its kernels for each length, in 0.1 s."""
+        """Tokens passed to cuDNN, rounded up, since it plans a kernel for each length, which takes 0.1 s."""
         return self.tokens + -self.tokens % LENGTH_STEP
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """A quantized base model: frozen matrices in 4 or 8 bits, dequantized for every product.
 
 bitsandbytes quantizes, dequantizes and multiplies 4-bit matrices. Its 8-bit code is not used: it also quantizes the
-inputs and treats outliers per batch, so a token's log-prob would depend on its neighbours, and sampler and trainer
+inputs and treats outliers per batch, so a token's log-prob would depend on its neighbors, and sampler and trainer
 would disagree.
 """
 

@@ -84,7 +84,7 @@ def explain_missing_model(name: str, error: Exception, where: str = "[model] mod
     return (
         f"{where} = {name!r} could not be loaded: {reason}  "
         f'Try: check the id; or download it elsewhere and point at the folder: {where.split()[-1]} = "/path/to/model"; '
-        f'or use the embedded one: {where.split()[-1]} = "builtin:tiny".'
+        f'or use the built-in one: {where.split()[-1]} = "builtin:tiny".'
     )
 
 

@@ -87,7 +87,7 @@ def _summarize(data: JsonObject) -> list[str]:
     unknown = {check["name"] for run in data["runs"] for check in run["health"] if check["level"] == "unknown"}
     fine = [name for name in names if name not in unknown]
     rest = [name for name in names if name in unknown]
-    sides = (("Fine", fine), ("Not known, with so few steps or evaluations", rest))
+    sides = (("Fine", fine), ("Unknown (too few steps or evaluations)", rest))
     return [f"{what}: {', '.join(some)}.  " for what, some in sides if some]
 
 
@@ -127,7 +127,8 @@ def _versions(data: JsonObject) -> list[str]:
         except PackageNotFoundError:
             continue
     machine = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    return ["", "## Versions", "", f"This machine: {', '.join(found)}, {machine}. The run may have used others."]
+    here = f"This machine: {', '.join(found)}, {machine}. The run may have used a different machine or other versions."
+    return ["", "## Versions", "", here]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

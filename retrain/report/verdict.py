@@ -201,7 +201,7 @@ def _change(rows: Sequence[JsonObject], kind: str, metric: str) -> str:
         where += ", which may be noise" if may_be_noise else ""
     if len(rows) > 1:
         ends = [row["after"]["y"] for row in rows]
-        where = f" in the mean of {plural(len(rows), 'run')} (last {show(min(ends))} to {show(max(ends))})"
+        where = f" on average over {plural(len(rows), 'run')} (final values {show(min(ends))} to {show(max(ends))})"
     return f"{name} {change}{where}."
 
 

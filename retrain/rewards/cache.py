@@ -51,7 +51,7 @@ class ScoreCache:
         return [scores[key] for key in keys]
 
     def _keep(self, scores: dict[Key, Score]) -> None:
-        """Store scores, but not errors and time-outs, which may be transient."""
+        """Store scores, but not errors and timeouts, which may be transient."""
         for key, score in scores.items():
             if score.counts and key[0] and len(key[0]) + len(key[1]) <= _MAX_LENGTH:
                 self._known[key] = score

@@ -1,6 +1,6 @@
 """A client for OpenAI-compatible chat completions, with concurrency, retries and usage counts.
 
-Transient errors (429, 5xx, time-outs, lost connections) are retried after the time the server asks for or with
+Transient errors (429, 5xx, timeouts, lost connections) are retried after the time the server asks for or with
 exponential back-off. Permanent errors (an invalid key, an unknown model, a reply that is not JSON) fail immediately.
 """
 
@@ -23,13 +23,13 @@ ATTEMPTS = 6
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
 _MAX_SHOWN = 200
-# Transient 4xx codes: time-out, conflict, too early, too many requests.
+# Transient 4xx codes: timeout, conflict, too early, too many requests.
 _TRANSIENT_CODES = (408, 409, 425, 429)
 
 
 @dataclass(frozen=True)
 class Server:
-    """The server, with time-out and concurrency. The key is never shown."""
+    """The server, with timeout and concurrency. The key is never shown."""
 
     url: str
     model: str

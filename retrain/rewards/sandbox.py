@@ -163,7 +163,7 @@ class RewardPool(BatchReward):
         now = time.monotonic()
         for worker in list(self._workers):
             worker.trim_output()
-            # A reply that arrived while the parent was busy is not a time-out.
+            # A reply that arrived while the parent was busy is not a timeout.
             if self._deadline(worker) <= now and not worker.has_replied():
                 self._end_overdue(worker, batch)
 

@@ -57,7 +57,7 @@ def analyze_adapter(
     min_variance_retention: float = 0.95,
     device: str = "cpu",
 ) -> Analysis:
-    """Analyse a PEFT adapter folder; without `target_ranks`, powers of two up to its rank and the rank itself."""
+    """Analyze a PEFT adapter folder; without `target_ranks`, powers of two up to its rank and the rank itself."""
     place = torch_device(device)
     with Adapter(Path(adapter_path).expanduser()) as adapter:
         ranks = choose_ranks(target_ranks, adapter.rank)

@@ -1,4 +1,4 @@
-"""Runs a [squeeze] table: fetch, analyse, print, compress. Campaigns call it after their first run."""
+"""Runs a [squeeze] table: fetch, analyze, print, compress. Campaigns call it after their first run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMOTE = "tinker://"
 
 
 def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0, base_url: str = "") -> Analysis:
-    """Analyse the adapter of a [squeeze] table, and compress it where the table names an output.
+    """Analyze the adapter of a [squeeze] table, and compress it where the table names an output.
 
     `trained_rank` is the rank of the configuration; a different rank of the adapter is noted. `base_url` is the service
     of a `tinker://` path; empty uses the default of the SDK.

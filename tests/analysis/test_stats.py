@@ -225,7 +225,9 @@ def test_what_is_not_distinguishable_says_how_many_seeds_it_would_take() -> None
 def test_from_two_seeds_no_number_of_seeds_is_estimated() -> None:
     (pair,) = compare({"a": {1: 0.4, 2: 0.5}, "b": {1: 0.5, 2: 0.62}})
     assert pair.verdict == "insufficient_evidence"
-    assert pair.sentence.endswith("with 2 seeds. That is too few to estimate how many it takes. Run at least 5 seeds.")
+    assert pair.sentence.endswith(
+        "with 2 seeds. That is too few to estimate how many are needed. Run at least 5 seeds."
+    )
 
 
 def test_equal_values_in_every_seed_are_no_evidence() -> None:

@@ -122,7 +122,7 @@ def test_a_run_of_its_own_has_no_elapsed_time(tmp_path: Path, capsys: Captured) 
     (entry,) = status_of(tmp_path, capsys)
     assert entry["runs"]["train"]["elapsed_seconds"] is None
     assert run(["status", "--help"]) == 0
-    assert "elapsed_seconds (else null)" in capsys.readouterr().out
+    assert "elapsed_seconds (otherwise null)" in capsys.readouterr().out
 
 
 def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:

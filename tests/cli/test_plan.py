@@ -263,6 +263,30 @@ def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GPU" not in text and "--card" not in text
 
 
+@pytest.mark.parametrize("devices", ["auto", "cpu"])
+@pytest.mark.parametrize("gpu", [("--card", "H100"), ("--memory", "24"), ("--tflops", "100", "--bandwidth", "1000")])
+def test_a_gpu_that_is_named_is_planned_for_where_there_is_none(
+    devices: str, gpu: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write('[model]\nmodel = "./model"\n[training]\nmax_tokens = 512\n')
+    expected = plan(capsys, *gpu)
+    assert plan(capsys, "--devices", devices, *gpu) == expected
+    assert expected["devices"] == "gpu:0"
+    assert expected["step"]["seconds"] or expected["step"]["seconds_by_card"]
+
+
+def test_a_gpu_that_is_named_needs_the_shape_of_the_model_and_no_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write('[model]\nmodel = "somebody/mystery"\n[backend]\ndevices = "auto"\n')
+    assert run(["plan", "--card", "H100"]) == 0
+    text = capsys.readouterr().out
+    assert "on H100, 80 GB" in text and "the model's shape is unknown" in text
+    assert "CPU" not in text
+
+
 def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     data = plan(capsys, "--card", "H100")
     assert run(["plan", "--help"]) == 0

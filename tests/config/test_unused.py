@@ -46,7 +46,7 @@ ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
     (
         "training.async_steps",
         1,
-        "the trainer samples by itself, on its own device",
+        "sampling and training share one device",
         [VLLM, {"backend": {"devices": "gpu:0,gpu:1"}}, TINKER],
     ),
     *(

@@ -173,7 +173,7 @@ def test_several_seeds_of_one_condition_are_each_shown_before_and_after(tmp_path
         write_run(tmp_path / f"s{seed}", seed)
     verdict = collect([tmp_path])["verdict"]
     assert [row["seed"] for row in verdict["rows"]] == [1, 2]
-    assert "in the mean of 2 runs" in verdict["sentence"]
+    assert "on average over 2 runs" in verdict["sentence"]
 
 
 def test_problems_that_flipped_are_listed(tmp_path: Path) -> None:

@@ -485,7 +485,7 @@ def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> 
     problems = run_folder / "problems.jsonl"
     problems.write_text("".join(reversed(problems.read_text().splitlines(keepends=True))))
     printed = resumed(model, run_folder, training__max_steps=8)
-    assert "Warning: the data was changed since the checkpoint: it has as many examples" in printed
+    assert "Warning: the data was changed since the checkpoint: it has the same number of examples" in printed
 
 
 def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class EarlyGradients:
         self.jobs: list[Future[None]] = []
 
     def add(self, number: int, datums: Sequence[Datum]) -> None:
-        """Compute a part soon."""
+        """Queue a part."""
         if self.stream is not None and not self.jobs:
             # The weights of this step are merged, and the memory of the last step is free.
             self.stream.wait_stream(torch.cuda.default_stream(self.learner.policy.device))

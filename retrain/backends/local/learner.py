@@ -325,7 +325,7 @@ class Learner:
         devices = [self.policy.device] if self.policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.determinism.kernels():
             if not self.packs_tightly:
-                # Attention interrupts the layers.
+                # Attention causes graph breaks in the layers.
                 with traced_only(self.policy.causal_lm):
                     self.logprobs(self.pack(datums_for_warm_up(self.policy, traced)))
             with varying_tokens(self.policy.causal_lm):

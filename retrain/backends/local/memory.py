@@ -64,7 +64,7 @@ class StepMemory:
             self._adopt(plan, self.cost)
 
     def _claim(self, needed: float) -> None:
-        """Have this much room, if the sampler can make it."""
+        """Get this much room, if the sampler can free it."""
         if self.room() < needed:
             self.reclaim()
 

@@ -98,10 +98,10 @@ def plan_files(urls: Mapping[str, str], folder: Path) -> dict[str, Path]:
         unsafe = name.startswith("/") or "\\" in name or "\0" in name or not parts or ".." in parts
         if unsafe or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise BackendError(
-                f"the service listed a file {name!r}, which would be written outside its folder; refused."
+                f"the service listed a file {name!r}, which would be written outside its folder; rejected."
             )
         if not url.startswith(("https://", "http://")):
-            raise BackendError(f"the service gave {name!r} an address that is not http; refused.")
+            raise BackendError(f"the service gave {name!r} an address that is not http; rejected.")
         places[name] = folder / name
     return places
 
@@ -118,7 +118,7 @@ def _download_file(url: str, place: Path, most: int) -> int:
             for piece in response.iter_bytes():
                 size += len(piece)
                 if size > most:
-                    raise BackendError(f"{place.name} makes the adapter larger than {MAX_BYTES >> 30} GiB; refused.")
+                    raise BackendError(f"{place.name} makes the adapter larger than {MAX_BYTES >> 30} GiB; rejected.")
                 file.write(piece)
     except httpx.HTTPError as error:
         raise BackendError(f"{place.name} could not be downloaded: {type(error).__name__}.") from error

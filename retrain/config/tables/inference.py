@@ -49,7 +49,7 @@ class Inference(Section):
     )
     merge_adapter: Literal["auto", "always", "never"] = option(
         "auto",
-        "Sample with a merged adapter: faster, rounded. auto does so in fp32 and from 1B parameters.",
+        "Sample with a merged adapter: faster, but rounded. auto: fp32, and bf16 from 1B parameters.",
         flag="--inference-merge-adapter",
         unused=reasons.not_on_servers("merge_adapter"),
     )

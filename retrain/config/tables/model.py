@@ -18,7 +18,7 @@ class Backend(Section):
     )
     devices: str = option(
         "gpu:0",
-        "auto (the first GPU, else the CPU), cpu, gpu:N, or several with commas: the first samples, the last trains.",
+        "auto (first GPU, else CPU), cpu, gpu:N, or a comma-separated list: the first samples, the last trains.",
         on_resume="free",
         on_tinker=IGNORED,
         shared_model=True,

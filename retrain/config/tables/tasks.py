@@ -139,7 +139,7 @@ class Environment(Section):
     auto_install: bool = option(False, "Install a missing environment with the Prime CLI.")
     timeout_s: float = option(
         600.0,
-        "Timeout in seconds of one rollout, including all turns and scoring.",
+        "Timeout in seconds of the environment's own work in one rollout: turns and scoring, not sampling.",
         gt=0,
         flag="--rollout-timeout-s",
         step_time=False,
@@ -200,14 +200,14 @@ class Reward(Section):
     )
     judge_prompt_price: float = option(
         0.0,
-        "Price per million tokens sent to the judge; 0 is unknown.",
+        "Price per million tokens sent to the judge; 0 if unknown.",
         ge=0,
         on_resume="free",
         unused=reasons.needs_judge,
     )
     judge_completion_price: float = option(
         0.0,
-        "Price per million tokens from the judge; 0 is unknown.",
+        "Price per million tokens from the judge; 0 if unknown.",
         ge=0,
         on_resume="free",
         unused=reasons.needs_judge,

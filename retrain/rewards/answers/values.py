@@ -81,7 +81,7 @@ def _agree_at_points(one: Node, other: Node, names: list[str], logarithm: str) -
     imaginary = any(isinstance(part, Symbol) and part.name == "i" for node in (one, other) for part in walk(node))
     points = sample_points(tuple(names))
     if any(isinstance(part, Operation) and part.name in _STEPS for node in (one, other) for part in walk(node)):
-        # Between integers, rounding up is rounding down and 1.
+        # Between integers, ceil(x) = floor(x) + 1.
         points += ({name: Fraction(at + 2) for at, name in enumerate(names)},)
     for point in points:
         try:

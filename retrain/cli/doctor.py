@@ -186,6 +186,9 @@ def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
 def _fix_gpu(state: TorchState) -> str:
     if state["gpus"]:
         return 'set [backend] devices = "gpu:0", or --devices gpu:0'
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if state["cuda"] and hidden is not None:
+        return f"unset CUDA_VISIBLE_DEVICES, which is {hidden!r} and may hide GPUs, or set --devices cpu"
     if shutil.which("nvidia-smi") and not state["cuda"]:
         return f"{install_command('torch')} --force-reinstall --index-url https://pypi.org/simple"
     return 'set [backend] devices = "cpu", or --devices cpu'

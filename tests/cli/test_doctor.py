@@ -86,6 +86,12 @@ def test_a_nearly_full_disk_is_a_warning(capsys: pytest.CaptureFixture[str], mon
     assert "2.0 GB free" in checks["[logging] log_dir"]["detail"]
 
 
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+
+
+@pytest.mark.usefixtures("no_driver")
 def test_a_gpu_that_is_not_there_is_missing_and_the_fix_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     code, checks = _examine(capsys, "--devices", "gpu:0")
@@ -250,6 +256,12 @@ def test_offline_a_model_that_is_not_cached_is_missing(
     assert _examine(capsys)[1]["model"]["status"] == "missing"
 
 
+def test_gpus_that_are_hidden_by_the_environment_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor._fix_gpu({"cuda": "13.0", "available": False, "gpus": []}).startswith("unset CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.usefixtures("no_driver")
 def test_the_plain_report_ends_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     assert run(["doctor", "--devices", "gpu:0"]) == 1

@@ -232,6 +232,8 @@ def test_man_shows_the_page_with_its_text_unchanged(tmp_path: Path, capsys: pyte
     page = _write_roff(tmp_path, capsys)
     environment = {"PATH": "/usr/bin:/bin", "MANWIDTH": "200", "LC_ALL": "C.UTF-8", "MANPAGER": "cat", "TERM": "dumb"}
     done = subprocess.run(["man", "-l", page], capture_output=True, text=True, check=True, env=environment)
+    if "unminimize" in done.stdout:
+        pytest.skip("man is a placeholder on this system")
     assert done.stderr == ""
     shown = re.sub(r".\x08", "", done.stdout)
     for line in ("retrain - train language models", "retrain --resume logs/train", r"\boxed{...}", "EXIT STATUS"):

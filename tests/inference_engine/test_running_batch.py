@@ -421,3 +421,12 @@ def test_a_batch_keeps_its_memory_while_another_thread_trains(running: Make) -> 
     assert flat(groups) == flat(expected)
     engine.release_memory()
     assert decoder_of(engine).slots is None
+
+
+def test_while_no_completion_is_done_nothing_is_decoded(running: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = PlainTokenizer.batch_decode
+    # As in transformers 5.17.
+    monkeypatch.setattr(PlainTokenizer, "batch_decode", lambda *args, **more: plain(*args, **more) or [""])
+    one = turn(random_prompts((5,))[0], seed=1, max_tokens=30)
+    running().serve(Script([[one]]))
+    assert len(one.answer.result().token_ids_T)

@@ -97,7 +97,8 @@ class PyTorchEngine:
         return Row(prompt, sampling.seed, number, min(sampling.max_tokens, context - len(prompt)))
 
     def _completions(self, drawn: Sequence[SampledRow]) -> list[Completion]:
-        texts = self.tokenizer.batch_decode([row.tokens for row in drawn], skip_special_tokens=True)
+        # Some versions of transformers decode an empty list to one text.
+        texts = self.tokenizer.batch_decode([row.tokens for row in drawn], skip_special_tokens=True) if drawn else []
         return [
             Completion(
                 token_ids_T=row.tokens.astype(np.int64),

@@ -57,7 +57,8 @@ class Entry:
 def command(logs: str, as_json: bool) -> int:
     """List the runs and campaigns in LOGS (default: ./logs).
 
-    An unfinished run is `dead` if no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
+    An unfinished run is `interrupted` if it was stopped, `failed` if it ended with an error, which is shown below the
+    table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
     last checkpoint: finished or unfinished.
 
     \b
@@ -71,7 +72,7 @@ def command(logs: str, as_json: bool) -> int:
       runs         by name: status, step, max_steps, condition, seed,
                    correct_rate, mean_reward, held_out, step_seconds,
                    quiet_seconds, turns, activity, eta_seconds, health,
-                   and for runs of a campaign: attempts,
+                   error, and for runs of a campaign: attempts,
                    elapsed_seconds (otherwise null)
     health is a list of checks: name, level, value, rule, first step.
     """
@@ -137,6 +138,7 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
         max_steps=record["max_steps"],
         elapsed_seconds=_elapsed(record, status),
         attempts=record["attempts"],
+        error=(progress.error or record.get("error") or "") if status == "failed" else "",
     )
 
 
@@ -161,7 +163,7 @@ def print_entry(entry: Entry) -> None:
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
         print_table(COLUMNS, rows, header=True)
-    if text := resume_line(entry):
+    for text in end_lines(entry):
         click.echo(f"  {text}")
     for name, run in entry.runs.items():
         if text := summary(run.health):
@@ -180,9 +182,15 @@ def heading(entry: Entry) -> str:
     return f"{entry.path}: {entry.kind}, {state}{counts}{left}"
 
 
+def end_lines(entry: Entry) -> list[str]:
+    """Why runs failed, and the command that continues what ended early."""
+    errors = [f"{name} failed: {run.error}" for name, run in entry.runs.items() if run.error]
+    return [*errors, *filter(None, [resume_line(entry)])]
+
+
 def resume_line(entry: Entry) -> str:
     """The command that continues what ended early; empty for anything else."""
-    if entry.status not in ("dead", "interrupted"):
+    if entry.status not in ("dead", "interrupted", "failed"):
         return ""
     if entry.kind == "run" and not Checkpoints(Path(entry.path), 1, print).steps():
         return "It ended before its first checkpoint: start it again."

@@ -18,8 +18,13 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, RetrainError):
         cause = error.__cause__ if isinstance(error, PluginError) else None
         return str(error) if cause is None or _says_all(cause) else f"{error}\n{format_traceback(cause)}"
-    summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-    return f"{redact(summary)}\n{format_traceback(error)}"
+    return f"{summarize_error(error)}\n{format_traceback(error)}"
+
+
+def summarize_error(error: BaseException) -> str:
+    """The error in one line."""
+    text = str(error) if isinstance(error, RetrainError) else "".join(traceback.format_exception_only(error))
+    return redact(text).strip().partition("\n")[0]
 
 
 def format_traceback(error: BaseException) -> str:

@@ -138,8 +138,14 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
         max_steps=record["max_steps"],
         elapsed_seconds=_elapsed(record, status),
         attempts=record["attempts"],
-        error=(progress.error or record.get("error") or "") if status == "failed" else "",
+        error=progress.error or _find_error(record.get("error") or "") if status == "failed" else "",
     )
+
+
+def _find_error(stderr: str) -> str:
+    """The line with the error among the last lines that a run printed."""
+    lines = stderr.splitlines()
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), (lines or [""])[-1])
 
 
 def _elapsed(record: Record, status: str) -> float:

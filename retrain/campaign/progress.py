@@ -29,7 +29,8 @@ class RunProgress:
     """The state of a run; None where unknown."""
 
     status: str
-    """running, finished, interrupted, failed (it ended with an error), dead (the process disappeared), pending (not started) or unreadable.
+    """running, finished, interrupted, failed (it ended with an error), dead (the process disappeared), pending (not
+    started) or unreadable.
 
     A run of TRL is finished or unfinished: nothing in its folder says whether a process still trains it.
     """

@@ -58,8 +58,8 @@ def command(logs: str, as_json: bool) -> int:
     """List the runs and campaigns in LOGS (default: ./logs).
 
     An unfinished run is `interrupted` if it was stopped, `failed` if it ended with an error, which is shown below the
-    table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
-    last checkpoint: finished or unfinished.
+    table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as
+    of TRL's last checkpoint: finished or unfinished.
 
     \b
     The JSON is a list of objects with these keys:

@@ -169,7 +169,9 @@ def print_entry(entry: Entry) -> None:
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
         print_table(COLUMNS, rows, header=True)
-    for text in end_lines(entry):
+    for text in error_lines(entry):
+        print_line(f"  {text}")
+    if text := resume_line(entry):
         click.echo(f"  {text}")
     for name, run in entry.runs.items():
         if text := summary(run.health):
@@ -188,10 +190,9 @@ def heading(entry: Entry) -> str:
     return f"{entry.path}: {entry.kind}, {state}{counts}{left}"
 
 
-def end_lines(entry: Entry) -> list[str]:
-    """Why runs failed, and the command that continues what ended early."""
-    errors = [f"{name} failed: {run.error}" for name, run in entry.runs.items() if run.error]
-    return [*errors, *filter(None, [resume_line(entry)])]
+def error_lines(entry: Entry) -> list[str]:
+    """Why its runs failed."""
+    return [f"{name} failed: {run.error}" for name, run in entry.runs.items() if run.error]
 
 
 def resume_line(entry: Entry) -> str:

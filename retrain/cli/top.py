@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.campaign.screen import cells, draw_table
-from retrain.cli.status import Entry, end_lines, find_entries, heading, print_entry
+from retrain.cli.status import Entry, error_lines, find_entries, heading, print_entry, resume_line
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
@@ -64,5 +64,5 @@ def draw(entries: Sequence[Entry]) -> ConsoleRenderable:
     parts: list[ConsoleRenderable] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]
-        parts += [Text(heading(entry), style="bold"), draw_table(rows, "\n".join(end_lines(entry)))]
+        parts += [Text(heading(entry), style="bold"), draw_table(rows, "\n".join([*error_lines(entry), resume_line(entry)]).strip())]
     return Group(*parts)

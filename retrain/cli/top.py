@@ -64,5 +64,6 @@ def draw(entries: Sequence[Entry]) -> ConsoleRenderable:
     parts: list[ConsoleRenderable] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]
-        parts += [Text(heading(entry), style="bold"), draw_table(rows, "\n".join([*error_lines(entry), resume_line(entry)]).strip())]
+        below = "\n".join(filter(None, [*error_lines(entry), resume_line(entry)]))
+        parts += [Text(heading(entry), style="bold"), draw_table(rows, below)]
     return Group(*parts)

@@ -7,6 +7,7 @@ one file and one line in `REGISTRIES`.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from retrain.errors import PluginError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+
+# folder/module.py, with or without :attribute or .attribute
+_FILE = re.compile(r"(?:(?P<folder>.+)/)?(?P<module>[^/:]+)\.py(?:[:.](?P<attribute>\w+))?")
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Registry:
 
     def explain_unknown(self, name: str) -> str:
         """Why `name` is not a part of this kind, or "". Imports nothing."""
+        if hint := suggest_module(name, "NAME"):
+            return f"{name[:60]!r} names a file instead of a module. {hint}"
         if name in self.builtins or is_dotted_path(name) or name in self.discovered():
             return ""
         close = get_close_matches(name[:60], self.names(), n=1)
@@ -117,6 +124,16 @@ def is_dotted_path(name: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
+def suggest_module(name: str, attribute: str = "") -> str:
+    """What to write in place of a Python file; "" if `name` is none. `attribute` stands for one that it lacks."""
+    file = _FILE.fullmatch(name)
+    if file is None:
+        return ""
+    attribute = file["attribute"] or attribute
+    folder = f', and [plugins] search_paths = ["{file["folder"]}"]' if file["folder"] else ""
+    return f'Try: "{file["module"]}{f":{attribute}" if attribute else ""}"{folder}'
+
+
 def split_path(path: str) -> tuple[str, str]:
     """The module and the attribute of `module:attribute` or `module.attribute`."""
     module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
@@ -132,11 +149,11 @@ def import_path(path: str, kind: str) -> object:
         if not error.name:
             raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {error!r}") from error
         if module_name == error.name or module_name.startswith(f"{error.name}."):
-            raise PluginError(
-                f"{kind} plugin {path!r}: there is no module {module_name!r}. "
+            hint = suggest_module(path) or (
                 f"Try: put {module_name.split('.')[0]}.py into the working directory, or name its folder in "
                 '[plugins] search_paths = ["folder"].'
-            ) from error
+            )
+            raise PluginError(f"{kind} plugin {path!r}: there is no module {module_name!r}. {hint}") from error
         raise PluginError(
             f"{kind} plugin {path!r}: its module needs {error.name!r}, which is not installed."
         ) from error

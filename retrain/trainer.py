@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -22,12 +23,13 @@ from retrain.config import TrainConfig
 from retrain.datums import build_datums, rows_of
 from retrain.errors import CheckpointError
 from retrain.evaluate import Evaluation
+from retrain.isolation.tracebacks import summarize_error
 from retrain.rollout import Rollouts
 from retrain.runtime.control import raise_if_stopped
 from retrain.runtime.interrupts import Interrupts
 from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
-from retrain.storage.checkpoint import publish_adapter, read_notes, write_state_file
+from retrain.storage.checkpoint import publish_adapter, read_notes, record_failure, write_state_file
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
 from retrain.types import Datum, Group, JsonObject, StepMetrics
@@ -96,7 +98,7 @@ def train(
 
 
 def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainResult:
-    """Run the remaining steps; if they end early, save a checkpoint."""
+    """Run the remaining steps; if they end early, save a checkpoint, and why unless it was interrupted."""
     try:
         return run_steps(parts, state, interrupts)
     except BaseException as error:
@@ -112,6 +114,10 @@ def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainR
                 if not isinstance(error, Exception):
                     raise
                 parts.console.print(f"Warning: no checkpoint of step {state.step} could be saved: {failure}")
+        if isinstance(error, Exception) and not interrupts.stopping:
+            # A disk that cannot be written to must not hide what ended the run either.
+            with suppress(CheckpointError, OSError, ValueError):
+                record_failure(parts.folder.path, summarize_error(error))
         raise
 
 

@@ -22,6 +22,7 @@ from e2e.tiny import write_tokenizer
 from retrain import trainer
 from retrain.advantages import AlgorithmContext
 from retrain.assemble import Overrides, assemble
+from retrain.cli import run
 from retrain.data import ExampleOrder
 from retrain.errors import BackendError, CheckpointError, ConfigError, PluginError, RolloutError
 from retrain.runtime.control import StopRequested
@@ -606,9 +607,32 @@ def test_a_plain_error_before_training_saves_the_step_it_came_in(
         with pytest.raises(PluginError, match="out of luck"):
             train_quietly(fake_config(model, tmp_path))
     state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
-    assert (state["step"], state["status"]) == (1, "interrupted")
+    assert (state["step"], state["status"]) == (1, "failed")
+    assert "out of luck" in state["error"] and "\n" not in state["error"]
     train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs")))
     assert rows_without_times(tmp_path / "logs") == uncut
+
+
+@pytest.mark.parametrize(("fails_at", "saved"), [(0, None), (3, 2)])
+def test_an_error_in_a_training_step_is_recorded_beside_the_last_checkpoint(
+    fails_at: int, saved: int | None, model: Path, tmp_path: Path, play: type[Play], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(step: int) -> None:
+        if step == fails_at:
+            raise RuntimeError("CUDA error\nmore of it")
+
+    play.before_train = staticmethod(fail)
+    with pytest.raises(RuntimeError) as raised:
+        run_command(fake_config(model, tmp_path))
+    state = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())
+    assert (state["status"], state["error"]) == ("failed", "RuntimeError: CUDA error")
+    assert state.get("step") == saved
+    assert hasattr(raised.value, "__notes__") == (saved is not None), "there is something to resume"
+    capsys.readouterr()
+    assert run(["status", str(tmp_path / "logs")]) == 0
+    printed = capsys.readouterr().out
+    assert "logs failed: RuntimeError: CUDA error\n" in printed
+    assert ("To resume" in printed) == (saved is not None)
 
 
 def test_a_checkpoint_that_cannot_be_saved_does_not_hide_what_ended_the_run(

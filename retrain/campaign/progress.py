@@ -29,7 +29,8 @@ class RunProgress:
     """The state of a run; None where unknown."""
 
     status: str
-    """running, finished, interrupted, dead (the process disappeared), pending (not started) or unreadable.
+    """running, finished, interrupted, failed (it ended with an error), dead (the process disappeared), pending (not
+    started) or unreadable.
 
     A run of TRL is finished or unfinished: nothing in its folder says whether a process still trains it.
     """
@@ -52,6 +53,8 @@ class RunProgress:
     """Checks of the beginning and the end of its logs."""
     activity: str = ""
     """What a running run does outside of steps: loading, before the first, or evaluating, after the last."""
+    error: str = ""
+    """Why a failed run failed, in one line."""
 
     @property
     def state(self) -> str:
@@ -105,8 +108,9 @@ def _read_run(folder: Path) -> RunProgress:
     evaluations = [row for row in read_ends(folder / EVALS) if is_evaluation(row)]
     max_tokens = training.get("max_tokens")
     is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
+    status = _status(folder, state)
     return RunProgress(
-        status=_status(folder, state),
+        status=status,
         step=done,
         max_steps=max_steps,
         condition=str(last.get("condition") or state.get("condition") or ""),
@@ -118,6 +122,7 @@ def _read_run(folder: Path) -> RunProgress:
         quiet_seconds=_quiet_seconds(folder),
         health=tuple(check_health(steps, evaluations, max_tokens)) if steps else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
+        error=str(state.get("error", "")) if status == "failed" else "",
     )
 
 

@@ -81,6 +81,16 @@ _KEYS = {
 }
 
 
+# Packages that a command needs, whatever the configuration.
+_PACKAGES_OF_COMMANDS = {
+    "trl": "retrain.grpo",
+    "hydra-core": "retrain grpo",
+    "deepspeed": "retrain grpo with ZeRO",
+    "matplotlib": "retrain card",
+    "gguf": "retrain import-gguf",
+}
+
+
 @click.command(
     "doctor",
     short_help="Check this machine and show fixes.",
@@ -150,7 +160,8 @@ def _check_python() -> Check:
 
 def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
     known = requirements()
-    for name, settings in packages_by_option(config).items():
+    by_command = {name: {use: False} for name, use in _PACKAGES_OF_COMMANDS.items()}
+    for name, settings in (packages_by_option(config) | by_command).items():
         requirement = known.get(name)
         text = requirement.text if requirement else name
         found, problem = check_package(name, text)

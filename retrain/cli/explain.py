@@ -144,10 +144,10 @@ class Explanation(TypedDict):
 @click.argument("config", required=False, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @strict_option
-def command(config: str | None, as_json: bool, strict: bool, **parameters: object) -> None:
+def command(config: str | None, as_json: bool, strict: bool, **parameters: object) -> int:
     """Show what CONFIG (default: ./retrain.toml) would do.
 
-    All flags of training are accepted as well: see `retrain help`.
+    Exits with 1 if it cannot run here. All flags of training are accepted as well: see `retrain help`.
 
     \b
     The JSON has these keys, null where unknown:
@@ -178,6 +178,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
         print_json(data)
     else:
         _print(data)
+    return 1 if data["blockers"] else 0
 
 
 command.params.extend(click_options(listed=()))

@@ -159,10 +159,10 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
         unknown = f"unknown: no step has been measured, and {reason}"
-        by_card = ", ".join(f"{seconds:.0f} on {name}" for name, seconds in step["seconds_by_card"].items())
+        by_card = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_card"].items())
         rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
     else:
-        rows.append(("seconds per step", f"{step['seconds']:.2f}, from {step['seconds_from']}"))
+        rows.append(("seconds per step", f"{_format_step(step['seconds'])}, from {step['seconds_from']}"))
     if run["evaluations"] and run["evaluation_seconds"] is not None:
         rows.append(("per evaluation", f"{format_duration(run['evaluation_seconds'])}, {run['evaluations']} per run"))
     rows += _run_rows(run)
@@ -173,6 +173,13 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         total = f"{product} = {plural(campaign['total_steps'], 'step')}, {plural(campaign['workers'], 'run')} at a time"
         rows.append(("per campaign", f"{total}{wall}"))
     return rows
+
+
+def _format_step(seconds: float) -> str:
+    """The seconds of a step, with the decimals that matter."""
+    if seconds < 0.005:
+        return "< 0.01"
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def _run_rows(run: Run) -> list[tuple[str, str]]:

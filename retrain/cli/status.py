@@ -57,8 +57,9 @@ class Entry:
 def command(logs: str, as_json: bool) -> int:
     """List the runs and campaigns in LOGS (default: ./logs).
 
-    An unfinished run is `dead` if no process holds the lock on its folder. Runs of `retrain grpo` are shown as of TRL's
-    last checkpoint: finished or unfinished.
+    An unfinished run is `interrupted` if it was stopped, `failed` if it ended with an error, which is shown below the
+    table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as
+    of TRL's last checkpoint: finished or unfinished.
 
     \b
     The JSON is a list of objects with these keys:
@@ -71,7 +72,7 @@ def command(logs: str, as_json: bool) -> int:
       runs         by name: status, step, max_steps, condition, seed,
                    correct_rate, mean_reward, held_out, step_seconds,
                    quiet_seconds, turns, activity, eta_seconds, health,
-                   and for runs of a campaign: attempts,
+                   error, and for runs of a campaign: attempts,
                    elapsed_seconds (otherwise null)
     health is a list of checks: name, level, value, rule, first step.
     """
@@ -137,7 +138,14 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
         max_steps=record["max_steps"],
         elapsed_seconds=_elapsed(record, status),
         attempts=record["attempts"],
+        error=progress.error or _find_error(record.get("error") or "") if status == "failed" else "",
     )
+
+
+def _find_error(stderr: str) -> str:
+    """The line with the error among the last lines that a run printed."""
+    lines = stderr.splitlines()
+    return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), (lines or [""])[-1])
 
 
 def _elapsed(record: Record, status: str) -> float:
@@ -161,6 +169,8 @@ def print_entry(entry: Entry) -> None:
     rows = [(name, *cells(run)) for name, run in entry.runs.items()]
     if rows:
         print_table(COLUMNS, rows, header=True)
+    for text in error_lines(entry):
+        print_line(f"  {text}")
     if text := resume_line(entry):
         click.echo(f"  {text}")
     for name, run in entry.runs.items():
@@ -180,9 +190,14 @@ def heading(entry: Entry) -> str:
     return f"{entry.path}: {entry.kind}, {state}{counts}{left}"
 
 
+def error_lines(entry: Entry) -> list[str]:
+    """Why its runs failed."""
+    return [f"{name} failed: {run.error}" for name, run in entry.runs.items() if run.error]
+
+
 def resume_line(entry: Entry) -> str:
     """The command that continues what ended early; empty for anything else."""
-    if entry.status not in ("dead", "interrupted"):
+    if entry.status not in ("dead", "interrupted", "failed"):
         return ""
     if entry.kind == "run" and not Checkpoints(Path(entry.path), 1, print).steps():
         return "It ended before its first checkpoint: start it again."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.campaign.screen import cells, draw_table
-from retrain.cli.status import Entry, find_entries, heading, print_entry, resume_line
+from retrain.cli.status import Entry, error_lines, find_entries, heading, print_entry, resume_line
 
 if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
@@ -64,5 +64,6 @@ def draw(entries: Sequence[Entry]) -> ConsoleRenderable:
     parts: list[ConsoleRenderable] = []
     for entry in entries:
         rows = [(name, *cells(run)) for name, run in entry.runs.items() if run.status != "pending"]
-        parts += [Text(heading(entry), style="bold"), draw_table(rows, resume_line(entry))]
+        below = "\n".join(filter(None, [*error_lines(entry), resume_line(entry)]))
+        parts += [Text(heading(entry), style="bold"), draw_table(rows, below)]
     return Group(*parts)

@@ -219,8 +219,10 @@ def _train(config: TrainConfig, force_resume: bool, rank_info: RankInfo | None) 
 
 def resume_hint(config: TrainConfig) -> str:
     """The command that resumes the run, or "" when nothing was saved."""
+    from retrain.storage.checkpoint import Checkpoints  # noqa: PLC0415  (only a run that ended early needs it)
+
     log_dir = Path(config.logging.log_dir).expanduser()
-    saved = (log_dir / "trainer_state.json").exists()
+    saved = Checkpoints(log_dir, 1, _echo).steps()
     rank_info = find_rank_info()
     command = f"retrain launch --processes {rank_info.world}" if rank_info is not None else "retrain"
     return f"To resume: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""

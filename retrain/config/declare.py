@@ -48,7 +48,7 @@ class Facets:
     flag: str | None = None
     """Command-line flag, where it is not derived from the key."""
     synonyms: tuple[str, ...] | None = None
-    """Its names in other tools, to suggest this option for."""
+    """Its names in other tools, to suggest this option for; `table.key` for a name in that table only."""
     kind: str | None = None
     """Plugin registry that its value is looked up in."""
     package: str | Mapping[str, str] | None = None

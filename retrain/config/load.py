@@ -151,8 +151,9 @@ def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[T
         if path not in options_by_path():
             issues.append(_unknown_key(section, key or path))
         elif section in OPTIONAL_SECTIONS and section not in merged:
-            text, hint = "was set, but the file has no such table.", f"Try: add a [{section}] table"
-            issues.append(option_issue(path, text, hint, (section,)))
+            meant = find_synonym(key)
+            hint = f"Did you mean {meant.where} ({meant.flag})?" if meant else f"Try: add a [{section}] table"
+            issues.append(option_issue(path, "was set, but the file has no such table.", hint, (section,)))
         elif isinstance(merged.setdefault(section, {}), dict):
             merged[section][key] = value
     return merged, issues
@@ -313,9 +314,11 @@ def _unknown_key(section: str, key: str) -> ConfigIssue:
 def _find_meant(section: str, key: str) -> Option | None:
     """The option most likely meant: a synonym or the same key, then a similar key in the same table, then anywhere."""
     options = all_options()
-    synonym = find_synonym(key)
+    synonym = find_synonym(f"{section}.{key}")
     exact = [option for option in options if option.key == key]
-    if synonym is not None and (synonym.section == section or not exact):
+    # A [squeeze] or [campaign] table that was not asked for would turn the file into something else.
+    is_common = any(option.section not in OPTIONAL_SECTIONS for option in exact)
+    if synonym is not None and (synonym.section == section or not is_common):
         return synonym
     if exact or key in TrainConfig.model_fields:
         return exact[0] if exact else None

@@ -10,12 +10,13 @@ from retrain.config.options import Option, all_options
 
 @cache
 def synonyms() -> dict[str, Option]:
-    """Options by their names in other tools."""
+    """Options by their names in other tools; a name with a table, such as `model.name`, is one in that table only."""
     return {name: option for option in all_options() for name in option.facets.synonyms or ()}
 
 
 def find_synonym(name: str) -> Option | None:
-    """The option that a key or a flag of another tool stands for."""
-    key = name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    """The option that a key or a flag of another tool stands for, with or without its table."""
+    path = name.lstrip("-").replace("-", "_")
+    key = path if path in synonyms() else path.rpartition(".")[2]
     close = get_close_matches(key[:60], synonyms(), n=1, cutoff=0.9)
     return synonyms()[close[0]] if close else None

@@ -16,6 +16,9 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _POSITION = re.compile(r"\(at line (\d+), column (\d+)\)")
+# tomllib's words for a key and for a table that were already there; the position is behind the second one.
+_TWICE = ("Cannot overwrite a value", "Cannot declare ")
+_NAMED = re.compile(r"\s*(?:\[\s*(?P<table>[^\[\]]+?)\s*\]|(?P<key>[^\s=#\[\]][^=#]*?)\s*=)")
 # tomllib needs quadratic time and memory for dotted keys, so a long one is rejected before parsing.
 _LONG_DOTTED_KEY = re.compile(r"(?<![^\s=#\[\]{},])(?:[^\s.=#\[\]{},]+\.){200}")
 _LONG_NUMBER = re.compile(r"[0-9](?:_?[0-9]){4299}")
@@ -93,6 +96,8 @@ def _point_at(text: str, message: str) -> str:
     reason = _POSITION.sub("", message).replace("(at end of document)", "at the end of the file").strip()
     if line > len(lines):
         line, column = len(lines), len(lines[-1]) + 1
+    if reason.startswith(_TWICE):
+        reason, line, column = _explain_twice(lines, line) or (reason, line, column)
     # A control character would move the cursor and misplace the caret.
     shown = "".join(
         char if char.isprintable() or char == "\t" else "\N{REPLACEMENT CHARACTER}" for char in lines[line - 1]
@@ -102,6 +107,16 @@ def _point_at(text: str, message: str) -> str:
     indent = re.sub(r"[^\t]", " ", shown[start : column - 1])
     margin = f"  {line} | "
     return f"{reason} (line {line})\n{margin}{shown[start : start + _SHOWN_LINE]}\n{' ' * len(margin)}{indent}^"
+
+
+def _explain_twice(lines: list[str], line: int) -> tuple[str, int, int] | None:
+    """The key or table that is set twice, with the line and column of its name; None if it cannot be found."""
+    # A value may span several lines.
+    for number in range(line, 0, -1):
+        if named := _NAMED.match(lines[number - 1][:_SHOWN_LINE]):
+            reason = f"{named['key']} is set twice" if named["key"] else f"the table [{named['table']}] appears twice"
+            return reason, number, named.start("key" if named["key"] else "table") + 1
+    return None
 
 
 def is_too_deep(value: object, limit: int = MAX_DEPTH) -> bool:

@@ -17,6 +17,7 @@ from retrain.environments.template import ChatTemplate
 from retrain.environments.turns import EventLoop, TurnQueue, play
 from retrain.errors import RetrainError, RolloutError
 from retrain.inference_engine import InferenceEngine, Progress
+from retrain.isolation.tracebacks import describe_error
 from retrain.rewards import outcome_of
 from retrain.rewards.batch import CORRECT_FROM
 from retrain.rewards.custom import LARGEST_REWARD
@@ -256,7 +257,7 @@ def _score(outcome: object, chat: PolicyChat, correct_from: float) -> Score:
 
 
 def _failed(error: BaseException) -> Score:
-    return Score(0.0, "error", str(error) if isinstance(error, RetrainError) else f"{type(error).__name__}: {error}")
+    return Score(0.0, "error", describe_error(error))
 
 
 def _group(example: Example, results: Sequence[tuple[PolicyChat, Score]]) -> Group:

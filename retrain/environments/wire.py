@@ -16,6 +16,7 @@ from retrain.config import schema
 from retrain.environments import Message, Outcome, Reply, Tool, ToolCall
 from retrain.errors import BackendError, ConfigError, MissingExtraError, PluginError, RetrainError, RolloutError
 from retrain.isolation.framing import frame
+from retrain.isolation.tracebacks import describe_error
 from retrain.types import Example
 
 _ERRORS = {kind.__name__: kind for kind in (BackendError, ConfigError, MissingExtraError, PluginError, RolloutError)}
@@ -52,11 +53,9 @@ def pack_reply(kind: str, number: int = 0, **fields: object) -> bytes:
     return frame(json.dumps({"kind": kind, "number": number, **fields}).encode())
 
 
-def describe_error(error: BaseException) -> dict[str, str]:
+def error_fields(error: BaseException) -> dict[str, str]:
     """An error as fields of a reply. Errors of retrain keep their type."""
-    if isinstance(error, RetrainError):
-        return {"error": type(error).__name__, "detail": str(error)}
-    return {"error": "", "detail": f"{type(error).__name__}: {error}"}
+    return {"error": type(error).__name__ if isinstance(error, RetrainError) else "", "detail": describe_error(error)}
 
 
 def restore_error(reply: WireReply, unknown: type[RetrainError]) -> RetrainError:

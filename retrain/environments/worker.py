@@ -34,7 +34,7 @@ from retrain.environments.liveness import Liveness
 from retrain.environments.wire import (
     Request,
     Start,
-    describe_error,
+    error_fields,
     example_fields,
     outcome_fields,
     pack_reply,
@@ -68,7 +68,7 @@ def main() -> None:
     try:
         worker = EnvironmentWorker(start, replies)
     except BaseException as error:
-        replies.send("failed", 0, **describe_error(error))
+        replies.send("failed", 0, **error_fields(error))
         return
     asyncio.run(worker.serve(requests, Liveness(int(sys.argv[3]))))
 
@@ -171,7 +171,7 @@ class EnvironmentWorker:
         try:
             self.replies.send("result", request.number, value=await self._do(request.kind, *request.arguments))
         except BaseException as error:
-            self.replies.send("error", request.number, **describe_error(error))
+            self.replies.send("error", request.number, **error_fields(error))
         finally:
             del self.tasks[request.number]
 
@@ -215,7 +215,7 @@ class EnvironmentWorker:
             self.replies.send("over", number, detail=str(over))
         except BaseException as error:
             # SystemExit and the like must not stop the event loop and all other rollouts.
-            self.replies.send("error", number, **describe_error(error))
+            self.replies.send("error", number, **error_fields(error))
         finally:
             del self.tasks[number]
 

@@ -7,6 +7,7 @@ either way the result is one table, in which the run file overrides the groups a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from retrain.runtime.packages import missing
 try:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -45,11 +46,23 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_dir(version_base="1.3", config_dir=str(root)):
             composed = compose(config_name=name, overrides=words)
         tables = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingConfigException as error:
+        raise _explain_missing(error, path, root) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         reason = " ".join(str(error).split()) or f"{type(error).__name__}, perhaps a key that is not text"
         raise ConfigError(f"{path} cannot be composed: {reason}") from error
     assert isinstance(tables, dict)
     return flatten(tables)
+
+
+def _explain_missing(error: MissingConfigException, path: Path, root: Path) -> ConfigError:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    if not group or not (root / group).is_dir():
+        return ConfigError(f"{path} cannot be composed: {' '.join(str(error).split())}")
+    known = sorted(file.stem for file in (root / group).glob("*.yaml"))
+    close = get_close_matches(name[:60], known, n=1)
+    hint = f"Did you mean {group}={close[0]}?" if close else f"Known: {', '.join(known)}."
+    return ConfigError(f"{group}={name}: there is no file {group}/{name}.yaml.  {hint}")
 
 
 def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:

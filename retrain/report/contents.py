@@ -91,6 +91,7 @@ def describe_run(run: RunRecord, log: RunLog) -> Data:
         "condition": run.condition,
         "seed": run.seed,
         "status": run.status or progress.status,
+        "error": progress.error,
         "done": max(progress.step, columns.steps[-1] + 1) if len(columns) else 0,
         "max_steps": progress.max_steps,
         "max_tokens": run.config.training.max_tokens,

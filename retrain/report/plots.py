@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from retrain.errors import MissingExtraError
 from retrain.runtime.packages import install_command
 from retrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CURVES = {
     "correct_rate": "Correct rate of the training batch",
@@ -20,6 +25,11 @@ CURVES = {
     "sepa_lambda": "SEPA λ",
     "tokens_per_s": "Sampled tokens per second",
 }
+
+HEIGHT = 3.6
+"""Of a plot without its legend, in inches."""
+LEGEND_ENTRIES = 8
+LABEL_CHARACTERS = 76
 
 
 def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Path]:
@@ -39,20 +49,15 @@ def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Pat
 def _plot(data: JsonObject, key: str, title: str, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6, HEIGHT), layout="constrained")
     for condition in dict.fromkeys(run["condition"] for run in data["runs"]):
         steps, low, mean, high = band([run for run in data["runs"] if run["condition"] == condition], key)
         if len(steps):
             (line,) = axes.plot(steps, mean, label=condition)
             axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
-    drawn = bool(axes.lines)
-    if drawn:
-        axes.set(title=title, xlabel="step")
-        axes.legend()
-        figure.savefig(folder / f"{key}.png", dpi=150)
+    if axes.lines:
+        yield _save(figure, axes, title, folder / f"{key}.png")
     pyplot.close(figure)
-    if drawn:
-        yield folder / f"{key}.png"
 
 
 def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
@@ -61,7 +66,7 @@ def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
     runs = [run for run in data["runs"] if run["evals"]]
     if not runs:
         return
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6, HEIGHT), layout="constrained")
     names = list(dict.fromkeys(run["condition"] for run in runs))
     named: set[str] = set()
     for run in runs:
@@ -72,11 +77,32 @@ def _plot_evaluation(data: JsonObject, folder: Path) -> Iterator[Path]:
         label = None if run["condition"] in named else run["condition"]
         named.add(run["condition"])
         axes.errorbar(steps, means, yerr=reach, capsize=2, color=color, alpha=0.8, label=label)
-    axes.set(title="Held-out pass@1, 95% intervals", xlabel="step")
-    axes.legend(fontsize="small")
-    figure.savefig(folder / "eval_pass_at_1.png", dpi=150)
+    yield _save(figure, axes, "Held-out pass@1, 95% intervals", folder / "eval_pass_at_1.png")
     pyplot.close(figure)
-    yield folder / "eval_pass_at_1.png"
+
+
+def _save(figure: Figure, axes: Axes, title: str, path: Path) -> Path:
+    """Save a plot with its legend below, where it covers no curve however many and long its entries are."""
+    from matplotlib.lines import Line2D  # noqa: PLC0415  (an extra)
+
+    axes.set(title=title, xlabel="step")
+    handles, labels = axes.get_legend_handles_labels()
+    shown = legend_labels(labels)
+    # The entry that counts the others has no line.
+    handles = [*handles[:LEGEND_ENTRIES], Line2D([], [], linestyle="none")][: len(shown)]
+    figure.legend(handles, shown, loc="outside lower left", fontsize="small", frameon=False)
+    figure.set_figheight(HEIGHT + 0.2 * len(shown))
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def legend_labels(labels: Sequence[str]) -> list[str]:
+    """The entries of a legend that fits below a plot: the first ones, without the middle of a long one."""
+    half = LABEL_CHARACTERS // 2
+    short = [each if len(each) <= LABEL_CHARACTERS else f"{each[:half]}…{each[-half:]}" for each in labels]
+    more = [f"… {len(labels) - LEGEND_ENTRIES} more"] if len(labels) > LEGEND_ENTRIES else []
+    # Two dollar signs would begin and end a formula.
+    return [each.replace("$", r"\$") for each in short[:LEGEND_ENTRIES]] + more
 
 
 def band(runs: list[JsonObject], key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -11,22 +11,17 @@ import os
 import resource
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 
 from retrain.errors import RetrainError
-from retrain.isolation.redaction import redact
+from retrain.isolation.tracebacks import describe_error
 from retrain.rewards import load_reward
 from retrain.rewards.custom import call_reward, extras_of
 from retrain.rewards.weighted import Term, WeightedReward
 from retrain.rewards.wire import Reply, RewardSpec, Start, Work, pack_reply, read_tail, unpack_request
 
-_OWN_FOLDER = str(Path(__file__).parent)
-_LONGEST_TRACEBACK = 4000
 _KEPT_LINES = 12
 
 Evaluate = Callable[[str, str, Mapping[str, object]], Reply]
@@ -113,12 +108,7 @@ def _prepare(spec: RewardSpec) -> tuple[Evaluate | None, Reply]:
     try:
         evaluate, extras = _build_evaluate(spec)
     except RetrainError as error:
-        cause = error.__cause__
-        # A traceback helps for errors inside the user's module, not for a missing module.
-        plain = cause is None or isinstance(cause, ModuleNotFoundError | AttributeError)
-        return None, Reply(
-            "failed", detail=str(error) if plain or cause is None else f"{error}\n{_format_error(cause)}"
-        )
+        return None, Reply("failed", detail=describe_error(error))
     except BaseException as error:
         return None, Reply("failed", detail=_describe(error))
     return evaluate, Reply("ready", extras=extras)
@@ -155,20 +145,6 @@ def _guard(evaluate: Evaluate) -> Evaluate:
 
 
 def _describe(error: BaseException) -> str:
-    """The error in one line, the traceback without our frames, and the printed output."""
-    summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    """The error with its traceback, and the printed output."""
     printed = read_tail(2).splitlines()[-_KEPT_LINES:]
-    return "\n".join([summary, _format_error(error), *(["printed:", *printed] if printed else [])])
-
-
-def _format_error(error: BaseException) -> str:
-    lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
-    text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
-    return text if len(text) <= _LONGEST_TRACEBACK else f"…{text[-_LONGEST_TRACEBACK:]}"
-
-
-def _user_frames(frames: TracebackType | None) -> TracebackType | None:
-    rest = frames
-    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
-        rest = rest.tb_next
-    return rest if rest is not None else frames
+    return "\n".join([describe_error(error), *(["printed:", *printed] if printed else [])])

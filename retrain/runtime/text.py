@@ -23,7 +23,7 @@ def format_duration(seconds: float) -> str:
     for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.0f} s"
+    return "< 1 s" if 0 < seconds < 0.5 else f"{seconds:.0f} s"
 
 
 def format_clock(seconds: float) -> str:

@@ -121,6 +121,13 @@ def write_state_file(log_dir: Path, state: JsonObject) -> None:
         raise explain_write_error(error, log_dir) from error
 
 
+def record_failure(log_dir: Path, reason: str) -> None:
+    """Note in trainer_state.json what ended a run; the rest of it, if any, still describes the newest checkpoint."""
+    path = log_dir / STATE_FILE
+    state: JsonObject = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_state_file(log_dir, state | {"status": "failed", "error": reason})
+
+
 def read_notes(checkpoint: Path) -> JsonObject:
     """A backend's notes on a checkpoint for trainer_state.json, e.g. where a service keeps the weights."""
     path = checkpoint / NOTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -40,6 +41,8 @@ class RunFolder:
         self.log = log
         self.checkpoint: Checkpoint | None = None
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
+        self._new = [each for each in (self.path / LOCK_FILE, self.path, *self.path.parents) if not each.exists()]
+        """What did not exist before, inside out; removed again by a run that is rejected before it begins."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(self.path)
@@ -51,15 +54,19 @@ class RunFolder:
                 self._find_checkpoint(config, force_resume) if self.resumed else _with_seed(config, fresh_seed())
             )
         except BaseException:
-            self.lock.close()
+            self.close()
             raise
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock; a folder that was never prepared is removed."""
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
+            for each in self._new:
+                each.unlink() if each.name == LOCK_FILE else each.rmdir()
         self.lock.close()
 
     def settle(self) -> None:
         """Prepare the folder, once every component has loaded; nothing in it changes before."""
+        self._new = []
         try:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():

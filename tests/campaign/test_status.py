@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.console
 from folders import write_run
 
 from retrain.campaign.progress import (
@@ -22,6 +24,7 @@ from retrain.campaign.progress import (
 from retrain.cli import run
 from retrain.cli.status import find_entries
 from retrain.cli.top import choose, draw
+from retrain.report.contents import collect
 from retrain.storage.folder import lock_folder
 
 from .campaigns import FakeExecutor, campaign_config, planned, run_with, write_result
@@ -173,6 +176,24 @@ def test_the_steps_of_a_run_of_epochs_are_those_of_its_data(tmp_path: Path) -> N
     assert read_progress(tmp_path).max_steps is None
     (tmp_path / "trainer_state.json").write_text('{"step": 2, "max_steps": 2, "status": "finished"}')
     assert read_progress(tmp_path).max_steps == 2
+
+
+def test_a_failed_run_says_why(tmp_path: Path, capsys: Captured) -> None:
+    folder = write_run(tmp_path / "train", [0.1], status="failed", training__max_steps=10)
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps(state | {"error": "scoring failed for 9 of 9 completions"}))
+    assert run(["status", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{folder}: run, failed" in printed
+    assert "  train failed: scoring failed for 9 of 9 completions\n" in printed
+    (entry,) = find_entries(tmp_path)
+    drawn = io.StringIO()
+    rich.console.Console(file=drawn, width=120).print(draw([entry]))
+    assert "train failed: scoring failed for 9 of 9 completions" in drawn.getvalue()
+    assert collect([folder])["runs"][0]["error"] == "scoring failed for 9 of 9 completions"
+    # A resumed run is running, whatever ended it before.
+    with lock_folder(folder):
+        assert (read_progress(folder).status, read_progress(folder).error) == ("running", "")
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

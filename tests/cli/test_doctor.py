@@ -68,6 +68,18 @@ def test_without_a_configuration_only_the_installation_is_checked(capsys: pytest
     assert "model" not in checks
 
 
+def test_the_packages_of_every_extra_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _hide_package(monkeypatch, "gguf")
+    _, checks = _examine(capsys)
+    extras = {name for name, found in packages.requirements().items() if found.extra not in ("", "dev", "docs")}
+    assert extras and extras <= checks.keys()
+    assert checks["gguf"]["status"] == "unused"
+    assert checks["gguf"]["detail"] == "not installed; for retrain import-gguf"
+    assert "gguf]" in checks["gguf"]["fix"]
+
+
 def test_a_cpu_configuration_on_a_machine_without_gpu_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     _write('[backend]\ndevices = "cpu"\n')
     code, checks = _examine(capsys)

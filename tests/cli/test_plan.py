@@ -287,6 +287,21 @@ def test_a_gpu_that_is_named_needs_the_shape_of_the_model_and_no_run(
     assert "CPU" not in text
 
 
+def test_a_step_that_takes_milliseconds_does_not_take_no_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write(
+        '[model]\nmodel = "builtin:tiny"\n[training]\nmax_steps = 12\nmax_tokens = 64\nbatch_size = 4\ngroup_size = 8\n'
+    )
+    assert run(["plan", "--card", "H100"]) == 0
+    text = capsys.readouterr().out
+    assert "seconds per step  < 0.01, from the roofline of H100" in text
+    assert "12 steps, < 1 s" in text
+    assert run(["plan", "--memory", "80"]) == 0
+    assert "< 0.01 on H100" in capsys.readouterr().out
+
+
 def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     data = plan(capsys, "--card", "H100")
     assert run(["plan", "--help"]) == 0

@@ -184,8 +184,7 @@ def test_the_resume_command_can_be_pasted_into_a_shell(folder: Path) -> None:
     log_dir = str(folder / "it's my; run")
     config = load_config(None, {"logging.log_dir": log_dir})
     assert train_command.resume_hint(config) == ""
-    Path(log_dir).mkdir()
-    (Path(log_dir) / "trainer_state.json").write_text("{}")
+    (Path(log_dir) / "checkpoints" / "step_000002").mkdir(parents=True)
     before, _, typed = train_command.resume_hint(config).partition(": ")
     assert before == "To resume"
     assert shlex.split(typed) == ["retrain", "--resume", log_dir]

@@ -142,9 +142,14 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "\x1b" not in message_of("lr = \x1b[31m")
 
 
-def test_a_key_given_twice_is_an_error_with_its_line() -> None:
-    assert "line 3" in message_of("[training]\nlr = 1\nlr = 2\n")
-    assert "line 3" in message_of("[training]\nlr = 1\n[training]\n")
+def test_a_key_or_table_given_twice_is_named_with_its_line() -> None:
+    assert message_of("[training]\nlr = 1\nlr = 2\n").splitlines() == [
+        "run.toml is not valid TOML: lr is set twice (line 3)",
+        "  3 | lr = 2",
+        "      ^",
+    ]
+    assert "the table [training] appears twice (line 3)" in message_of("[training]\nlr = 1\n[training]\n")
+    assert "tags is set twice (line 2)" in message_of('tags = []\ntags = [\n"a",\n]\n')
 
 
 @pytest.mark.parametrize(

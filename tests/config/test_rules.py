@@ -226,6 +226,26 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("check_custom_rewards", {"reward": {"type": "custom"}}, "[reward] custom_module is empty"),
     ("check_custom_rewards", {"reward": {"terms": [{"type": "custom"}]}}, "[reward] terms[0].custom_module is empty"),
+    (
+        "check_custom_rewards",
+        {"reward": {"type": "custom", "custom_module": "my_rewards.py"}},
+        '[reward] custom_module = "my_rewards.py" names a file instead of a module.  Try: "my_rewards"',
+    ),
+    (
+        "check_custom_rewards",
+        {"reward": {"terms": [{"type": "custom", "custom_module": "mine/scores.py"}]}},
+        'names a file instead of a module.  Try: "scores", and [plugins] search_paths = ["mine"]',
+    ),
+    (
+        "check_names",
+        {"loss": {"type": "my_loss.py:Mine"}},
+        "[loss] type 'my_loss.py:Mine' names a file instead of a module. Try: \"my_loss:Mine\"",
+    ),
+    (
+        "check_names",
+        {"environment": {"provider": "two_turns.py"}},
+        "[environment] provider 'two_turns.py' names a file instead of a module. Try: \"two_turns:NAME\"",
+    ),
     ("check_environment", {"environment": {"provider": "verifiers"}}, "[environment] id is empty"),
     ("check_environment", {"environment": {"max_turns": 0}}, "[environment] max_turns must be -1 or at least 1"),
     ("check_data_source", {"data": {"source": "jsonl"}}, "[data] path is empty"),

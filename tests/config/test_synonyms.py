@@ -6,14 +6,15 @@ import pytest
 
 from retrain.cli import run
 from retrain.config import build_config
-from retrain.config.options import all_options
+from retrain.config.flags import load_with_flags
+from retrain.config.options import OPTIONAL_SECTIONS, all_options
 from retrain.config.synonyms import synonyms
 from retrain.errors import ConfigError
 
 
-def test_a_synonym_is_of_one_option_and_no_flag() -> None:
+def test_a_synonym_is_of_one_option_and_no_flag_of_a_training_run() -> None:
     assert sum(len(option.facets.synonyms or ()) for option in all_options()) == len(synonyms()) > 50
-    flags = {option.flag for option in all_options()}
+    flags = {option.flag for option in all_options() if option.section not in OPTIONAL_SECTIONS}
     assert not {f"--{name.replace('_', '-')}" for name in synonyms()} & flags
 
 
@@ -47,6 +48,27 @@ def test_a_key_of_another_tool_is_answered_with_ours(table: dict[str, float], hi
     with pytest.raises(ConfigError) as raised:
         build_config({"training": table}, {}, "run.toml")
     assert hint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "hint"),
+    [
+        ("backend", "device", "Did you mean devices?"),
+        ("training", "device", "Did you mean [backend] devices?"),
+        ("model", "name", "Did you mean model?"),
+        ("logging", "name", "`retrain help` lists every option."),
+    ],
+)
+def test_a_key_in_the_wrong_table_or_without_its_s_is_answered_with_ours(table: str, key: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config({table: {key: "x"}}, {}, "run.toml")
+    assert str(raised.value).endswith(f"unknown option [{table}] {key}.  {hint}")
+
+
+def test_the_device_flag_of_squeeze_is_answered_with_devices_in_other_files() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_with_flags(None, {"squeeze.device": "cpu"})
+    assert str(raised.value).endswith("the file has no such table.  Did you mean [backend] devices (--devices)?")
 
 
 @pytest.mark.parametrize("rest", [[], ["small.toml"], ["--max-steps", "1"]])

@@ -72,6 +72,13 @@ class Cases:
             subprocess.run(["sh", "-c", "setsid sleep 605 >/dev/null 2>&1 &"])
 
 
+class Broken(Cases):
+    """Cannot be built."""
+
+    def __init__(self, section: Any, log: Any) -> None:
+        super().__init__({}["path"], log)
+
+
 class Slow(list[Example]):
     """Examples of which all but the first few take for ever."""
 

@@ -123,6 +123,25 @@ def test_a_rollout_that_ends_its_process_is_an_error_of_its_own(when: str, detai
     assert groups[0].scores_G[0].detail.startswith(detail)
 
 
+def test_an_exception_shows_where_it_was_raised_without_our_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    with cases("leak") as own:
+        groups = sample(own)
+    summary, *trace = groups[0].scores_G[0].detail.splitlines()
+    assert summary == trace[-1] == "RuntimeError: could not reach https://***@host.example"
+    assert trace[0] == "Traceback (most recent call last):"
+    frames = [line for line in trace if line.startswith("  File ")]
+    assert all("remote_cases.py" in frame for frame in frames) and frames[-1].endswith("in _misbehave")
+
+
+def test_an_exception_in_the_constructor_shows_where_it_was_raised() -> None:
+    with pytest.raises(PluginError) as raised, remote(provider="remote_cases.Broken"):
+        pass
+    message, *trace = str(raised.value).splitlines()
+    assert message == "environment provider 'remote_cases.Broken' raised KeyError('path') when it was built."
+    assert 'remote_cases.py", line' in trace[1] and trace[-1] == "KeyError: 'path'"
+
+
 def test_a_rollout_that_only_waits_is_cancelled_and_its_process_lives_on() -> None:
     logged: list[str] = []
     with cases("never", logged.append) as own:

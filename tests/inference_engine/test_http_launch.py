@@ -147,7 +147,7 @@ def test_a_server_that_dies_on_the_way_ends_the_run_with_a_checkpoint(
         train_quietly(config)
     thread.join()
     state = json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())
-    assert state["status"] == "interrupted"
+    assert state["status"] == "failed"
     assert_gone(tmp_path)
 
 

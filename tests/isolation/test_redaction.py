@@ -12,7 +12,7 @@ import pytest
 from retrain.cli import run
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import public_environment, redact, redact_all
-from retrain.rewards import worker
+from retrain.isolation.tracebacks import format_traceback
 from retrain.rewards.custom import to_value
 from retrain.rewards.wire import read_tail
 from retrain.tracking import completions_table
@@ -62,7 +62,7 @@ def test_text_of_a_reward_is_redacted_before_it_is_cut(tmp_path: Path, monkeypat
     with pytest.raises(TypeError, match=r"returned 'x{70}\*\*\*' \(str\)"):
         to_value("x" * 70 + "opensesame99")
     error = RuntimeError("opensesame99" + "x" * 3995)
-    assert "same99" not in worker._format_error(error)
+    assert "same99" not in format_traceback(error)
     printed = tmp_path / "printed"
     printed.write_text("opensesame99" + "x" * 3995)
     with printed.open("rb") as file:

@@ -84,4 +84,4 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint(server: Served, tiny: Pa
     with pytest.raises(RolloutError, match="no inference server is available"):
         train_quietly(config)
     thread.join()
-    assert json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())["status"] == "interrupted"
+    assert json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())["status"] == "failed"

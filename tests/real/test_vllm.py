@@ -80,7 +80,7 @@ def test_a_killed_server_ends_the_run_with_a_checkpoint_and_a_new_one_continues(
         train_quietly(config)
     thread.join()
     state = json.loads((Path(config.logging.log_dir) / "trainer_state.json").read_text())
-    assert state["status"] == "interrupted"
+    assert state["status"] == "failed"
     assert 2 <= state["step"] < 5
     server.start()
     train_quietly(run_on("vllm", server.url, tiny, tmp_path, resume__from=config.logging.log_dir))

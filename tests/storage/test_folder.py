@@ -66,6 +66,21 @@ def test_a_run_that_fails_to_start_leaves_the_earlier_one_where_it_was(run_folde
     assert not Path(f"{logs}.1").exists()
 
 
+def test_a_run_that_is_rejected_while_it_loads_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    rows_file, log_dir = tmp_path / "rows.jsonl", str(tmp_path / "new" / "logs")
+    config = fake_config(model, tmp_path, data__path=str(rows_file), logging__log_dir=log_dir)
+    rows_file.write_text('{"question": "1+1"}\n')
+    with pytest.raises(ConfigError, match="invalid row"):
+        train_quietly(config)
+    assert not (tmp_path / "new").exists()
+    # A folder that was there before stays, with what it contains.
+    Path(log_dir).mkdir(parents=True)
+    (Path(log_dir) / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="invalid row"):
+        train_quietly(config)
+    assert [path.name for path in Path(log_dir).iterdir()] == ["notes.txt"]
+
+
 def test_checkpoints_without_logs_are_an_earlier_run_too(run_folder: Path) -> None:
     logs = run_folder / "logs"
     for path in [path for path in logs.iterdir() if path.name != "checkpoints"]:

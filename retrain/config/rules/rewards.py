@@ -9,11 +9,11 @@ from retrain.config.options import option_issue
 from retrain.config.schema import Reward, RewardTerm, TrainConfig
 from retrain.config.toml import show_value
 from retrain.errors import ConfigIssue
-from retrain.plugins import REGISTRIES, is_dotted_path
+from retrain.plugins import REGISTRIES, is_dotted_path, suggest_module
 
 
 def check_custom_rewards(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """A custom reward, or a custom term, names its module."""
+    """A custom reward, or a custom term, names its module, not a file."""
     reward = config.reward
     for index, term in enumerate(reward.terms):
         yield from _check_custom(f"[reward] terms[{index}].", term)
@@ -24,6 +24,9 @@ def check_custom_rewards(config: TrainConfig) -> Iterator[ConfigIssue]:
 def _check_custom(where: str, reward: Reward | RewardTerm) -> Iterator[ConfigIssue]:
     if reward.type == "custom" and not reward.custom_module:
         text, hint = 'is empty, but type is "custom".', 'Try: custom_module = "my_rewards"'
+        yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
+    elif reward.type == "custom" and (hint := suggest_module(reward.custom_module)):
+        text = f"= {show_value(reward.custom_module)} names a file instead of a module."
         yield ConfigIssue(f"{where}custom_module", text, hint, ("reward",))
 
 

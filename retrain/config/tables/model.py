@@ -23,6 +23,7 @@ class Backend(Section):
         on_tinker=IGNORED,
         shared_model=True,
         step_time=True,
+        synonyms=("device",),
     )
     adapter_path: str = option(
         "/tmp/retrain_adapter",
@@ -63,7 +64,7 @@ class Model(Section):
         min_length=1,
         flag="--model",
         path="or_id",
-        synonyms=("model_name", "model_name_or_path"),
+        synonyms=("model_name", "model_name_or_path", "model.name"),
     )
     base_url: str = option(
         "",

@@ -105,7 +105,7 @@ function badge() {
   const slow = running.length && age > 10 * Math.max(30, ...running.map((run) => run.median_step_s || 0));
   node.hidden = false;
   node.className = clock.failed ? "badge lost" : slow ? "badge slow" : running.length ? "badge running" : "badge";
-  const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? (data.runs.every((run) => run.status === "finished") ? "Finished" : "Not running") : data.head_version ? "Waiting for the first step" : "Loading …";
+  const state = clock.failed ? "Connection lost, showing the last data" : running.length ? "Live" : data.runs.length ? (data.runs.every((run) => run.status === "finished") ? "Finished" : data.runs.some((run) => run.status === "failed") ? "Failed" : "Not running") : data.head_version ? "Waiting for the first step" : "Loading …";
   const loading = Math.min(1, ...data.runs.map((run) => run.loading ?? 1));
   node.textContent = [state, latest ? `last step ${duration(age)} ago` : "", loading < 1 ? `reading ${Math.floor(100 * loading)}%` : ""].filter(Boolean).join(" · ");
 }

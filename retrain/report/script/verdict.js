@@ -183,8 +183,9 @@ function renderRuns() {
   const rows = data.runs.map((run) => [run.name, make("span", {}, swatch(run.condition), run.condition), String(run.seed), run.status,
     run.max_steps ? `${show(run.done)} of ${show(run.max_steps)}` : show(run.done), percent(run.late_correct_rate),
     run.last_eval ? `${percent(run.last_eval.y)} (${percent(run.last_eval.low)} to ${percent(run.last_eval.high)})` : "–", deadGroups(run), show(run.median_step_s, run.median_step_s < 10 ? 2 : 1)]);
+  const errors = data.runs.filter((run) => run.error).map((run) => make("p", {}, `${run.name} failed: ${run.error}`));
   document.getElementById("runs").replaceChildren(table(
-    ["run", "condition", "seed", "status", "steps", "correct, last 10%", "held-out pass@1", "dead groups", "s/step"], rows, [2, 4, 5, 6, 7, 8]));
+    ["run", "condition", "seed", "status", "steps", "correct, last 10%", "held-out pass@1", "dead groups", "s/step"], rows, [2, 4, 5, 6, 7, 8]), ...errors);
 }
 
 function deadGroups(run) {

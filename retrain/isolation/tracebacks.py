@@ -1,0 +1,49 @@
+"""Errors of the user's code as text: a line that says what was raised, and where."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from retrain.errors import PluginError, RetrainError
+from retrain.isolation.redaction import redact
+
+_OWN_FOLDER = str(Path(__file__).parents[1])
+_LONGEST = 4000
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in one line; if the user's code raised it, the traceback follows."""
+    if isinstance(error, RetrainError):
+        cause = error.__cause__ if isinstance(error, PluginError) else None
+        return str(error) if cause is None or _says_all(cause) else f"{error}\n{format_traceback(cause)}"
+    return f"{summarize_error(error)}\n{format_traceback(error)}"
+
+
+def summarize_error(error: BaseException) -> str:
+    """The error in one line."""
+    text = str(error) if isinstance(error, RetrainError) else "".join(traceback.format_exception_only(error))
+    return redact(text).strip().partition("\n")[0]
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of the user's code; of a long one, the end."""
+    lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
+    text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
+    return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether the message suffices: a module was not found, or none of the user's code had a part in it."""
+    return isinstance(error, ModuleNotFoundError) or _after_own(error.__traceback__) is None
+
+
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
+    return _after_own(frames) or frames
+
+
+def _after_own(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frames = frames.tb_next
+    return frames

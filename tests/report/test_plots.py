@@ -1,0 +1,13 @@
+"""Legends of plots; tests/real draws them."""
+
+from __future__ import annotations
+
+from retrain.report.plots import LABEL_CHARACTERS, LEGEND_ENTRIES, legend_labels
+
+
+def test_a_legend_has_a_few_short_entries_and_counts_the_others() -> None:
+    assert legend_labels(["grpo+none", "maxrl+none,cost=1$"]) == ["grpo+none", r"maxrl+none,cost=1\$"]
+    many = legend_labels([f"grpo+none in logs/{'long/' * 20}run_{n}" for n in range(13)])
+    assert len(many) == LEGEND_ENTRIES + 1 and many[-1] == "… 5 more"
+    assert many[0].startswith("grpo+none in logs/long") and many[0].endswith("long/run_0")
+    assert max(map(len, many)) == LABEL_CHARACTERS + 1

@@ -77,21 +77,25 @@ def test_a_fresh_adapter_is_the_one_that_loading_with_that_seed_gives(model: Pat
     assert list(first.adapter_state()) == list(second.adapter_state())
 
 
-def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) -> None:
-    config = config_with(model, tmp_path)
-    shared = plan_runs(config, tmp_path / "shared", "c.toml")
-    alone = plan_runs(config, tmp_path / "alone", "c.toml")
+def pairs_of_shared_and_alone(config: TrainConfig, folder: Path) -> list[tuple[Run, Run]]:
+    """Every run twice: in one process with the others, and by itself; their metrics are equal."""
+    shared, alone = (plan_runs(config, folder / name, "c.toml") for name in ("shared", "alone"))
     assert run_shared(shared) == dict.fromkeys((run.name for run in shared), 0)
     for one, other in zip(alone, shared, strict=True):
         prepare_folder(one)
         train(one.config, console=Console(io.StringIO()))
         assert rows_without_times(one.folder) == rows_without_times(other.folder)
-        for name in ("learner.safetensors", "adapter/adapter_model.safetensors"):
-            a, b = (load_file(run.folder / "checkpoints" / "step_000004" / name) for run in (one, other))
-            assert a.keys() == b.keys()
-            assert all(a[key].equal(b[key]) for key in a)
     losses = [rows(run.folder)[-1]["loss"] for run in shared]
     assert len(set(losses)) == len(losses)
+    return list(zip(shared, alone, strict=True))
+
+
+def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) -> None:
+    for pair in pairs_of_shared_and_alone(config_with(model, tmp_path), tmp_path):
+        for name in ("learner.safetensors", "adapter/adapter_model.safetensors"):
+            a, b = (load_file(run.folder / "checkpoints" / "step_000004" / name) for run in pair)
+            assert a.keys() == b.keys()
+            assert all(a[key].equal(b[key]) for key in a)
 
 
 @pytest.mark.parametrize("every", [0, *slow(3)])

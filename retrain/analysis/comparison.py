@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from retrain.analysis.runs import (
-    MANIFEST,
     Measured,
     RunRecord,
     default_metric,
@@ -31,6 +30,7 @@ from retrain.analysis.stats import (
 )
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
+from retrain.storage.logs import MANIFEST
 from retrain.types import JsonObject
 
 # Metrics where lower is better.

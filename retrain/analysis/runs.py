@@ -21,10 +21,8 @@ from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
-from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
+from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)

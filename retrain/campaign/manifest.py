@@ -18,9 +18,9 @@ from retrain.config import TrainConfig
 from retrain.errors import CheckpointError
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.logs import MANIFEST
 from retrain.types import JsonObject
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 # Packages whose version can change results.
 _PACKAGES = ("torch", "transformers", "peft", "numpy", "datasets", "math-verify", "verifiers", "tinker", "ray")

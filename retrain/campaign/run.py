@@ -13,7 +13,7 @@ from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarize
-from retrain.campaign.manifest import MANIFEST, Manifest, now
+from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
@@ -39,7 +39,7 @@ from retrain.runtime.text import plural
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
-from retrain.storage.logs import EVALS, METRICS
+from retrain.storage.logs import EVALS, MANIFEST, METRICS
 from retrain.types import JsonObject
 
 INTERRUPTED = 130

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from io import TextIOWrapper
 from types import TracebackType
 
 import click
@@ -151,6 +152,9 @@ def _suggest_file(word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 the run failed, 2 invalid input, 130 interrupted."""
     sys.excepthook = _show_bug
+    if isinstance(sys.stdout, TextIOWrapper):
+        # As for standard error: texts of rewards and data may have characters that the output cannot encode.
+        sys.stdout.reconfigure(errors="backslashreplace")
     limit_openmp_spinning()
     sys.exit(run(arguments))
 

@@ -67,7 +67,8 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
 
 def find_side(given: str) -> list[RunRecord]:
     """The runs of a folder or of CAMPAIGN/CONDITION; all must have the same condition."""
-    from retrain.analysis.runs import MANIFEST, find_runs  # noqa: PLC0415  (slow to import)
+    from retrain.analysis.runs import find_runs  # noqa: PLC0415  (slow to import)
+    from retrain.storage.logs import MANIFEST  # noqa: PLC0415
 
     path = Path(given)
     if path.is_dir():

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from retrain.analysis.health import help_line, summary
-from retrain.campaign.manifest import MANIFEST, Record, read_table
+from retrain.campaign.manifest import Record, read_table
 from retrain.campaign.progress import (
     RunProgress,
     is_locked,
@@ -27,6 +27,7 @@ from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
+from retrain.storage.logs import MANIFEST
 
 
 @dataclass(frozen=True)

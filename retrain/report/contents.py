@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.analysis.change import Row, comparable
-from retrain.analysis.runs import MANIFEST, RunRecord, find_runs, read_manifest
+from retrain.analysis.runs import RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
@@ -19,7 +19,7 @@ from retrain.errors import CheckpointError
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
-from retrain.storage.logs import EVAL_PROBLEMS, parse_rows
+from retrain.storage.logs import EVAL_PROBLEMS, MANIFEST, parse_rows
 from retrain.storage.recording import find_recordings
 from retrain.types import JsonObject
 

@@ -10,6 +10,7 @@ a digest of every file; a checkpoint that does not match is skipped for an older
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,13 @@ MANIFEST = "checkpoint.json"
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
 NOTES = "notes.json"
+_ADVICE = {
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "make it writable",
+}
 
 
 @dataclass(frozen=True)
@@ -138,9 +146,13 @@ def read_notes(checkpoint: Path) -> JsonObject:
 def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     """Explain a write error such as a full disk; exit code 1, since the configuration is fine."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    # Errors of safetensors have the system's number in their text only.
+    found = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else 0
     explained = CheckpointError(
         f"could not write to {where}: {reason}. Earlier checkpoints are intact.  "
-        "Try: free some space, then resume from the last checkpoint, or start again if there is none yet."
+        f"Try: {_ADVICE.get(number or 0, 'free some space')}, then resume from the last checkpoint, or start again if there "
+        "is none yet."
     )
     explained.exit_code = 1
     return explained

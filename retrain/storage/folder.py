@@ -17,9 +17,9 @@ from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
-from retrain.storage.logs import EVAL_PROBLEMS, FILES, cut_logs, restore_logs
+from retrain.storage.logs import EVAL_PROBLEMS, FILES, MANIFEST, cut_logs, restore_logs
 from retrain.storage.publishing import may_replace, other_run
-from retrain.storage.recording import drop_recordings
+from retrain.storage.recording import drop_recordings, find_recordings
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -75,7 +75,7 @@ class RunFolder:
                 restore_logs(self.path, changed, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
-            elif any(_is_not_empty(self.path / name) for name in RUN_FILES):
+            elif any(_is_not_empty(self.path / name) for name in (*RUN_FILES, MANIFEST)):
                 self._step_aside_earlier_run()
             draft = self.path / f".{CONFIG_FILE}"
             draft.write_text(self.settings(), encoding="utf-8")
@@ -104,12 +104,13 @@ class RunFolder:
             )
 
     def _step_aside_earlier_run(self) -> None:
-        """Rename the folder of an earlier run."""
+        """Rename the folder of an earlier run or campaign."""
+        held = "a campaign" if (self.path / MANIFEST).exists() else "an earlier run"
         aside = step_aside(self.path)
         self.path.mkdir()
         earlier, self.lock = self.lock, lock_folder(self.path)
         earlier.close()
-        self.log(f"{self.path} held an earlier run; it is now {aside} (to resume it: --resume {aside}).")
+        self.log(f"{self.path} held {held}; it is now {aside} (to resume it: --resume {aside}).")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         assert self.resumed is not None
@@ -165,16 +166,16 @@ def restore_config(folder: Path, log: Callable[[str], None]) -> None:
 
 
 def step_aside(path: Path) -> str:
-    """Rename the folder of an earlier run; returns its new name."""
-    number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
-    aside = f"{path}.{number}"
+    """Rename the folder of an earlier run or campaign; returns its new name."""
     try:
-        os.rename(path, aside)
+        # A name that is too long fails here already.
+        number = next(n for n in range(1, 1_000_000) if not Path(f"{path}.{n}").exists())
+        os.rename(path, f"{path}.{number}")
     except OSError as error:
         raise ConfigError(
             f"{path} holds an earlier run and cannot be renamed ({error.strerror}).  Try: another --log-dir"
         ) from error
-    return aside
+    return f"{path}.{number}"
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -248,11 +249,13 @@ def _is_not_empty(path: Path) -> bool:
 
 
 def _copy_logs(source: Path, target: Path) -> None:
-    if any(_is_not_empty(target / name) for name in (*FILES, "checkpoints", "rollouts")):
+    if any(_is_not_empty(target / name) for name in (*FILES, "checkpoints", "rollouts", MANIFEST)):
         raise ConfigError(
-            f"{target} already holds a run, so the run of {source} cannot continue there.  Try: another --log-dir"
+            f"{target} already holds a run or a campaign, so the run of {source} cannot continue there.  "
+            "Try: another --log-dir"
         )
-    for name in FILES:
+    recordings = [str(path.relative_to(source)) for path in find_recordings(source).values()]
+    for name in (*FILES, *recordings):
         if (source / name).exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)

@@ -22,6 +22,8 @@ METRICS, STEPS, GENERATIONS, EVALS, DEBUG = (
 )
 FILES = (METRICS, STEPS, GENERATIONS, EVALS, DEBUG)
 EVAL_PROBLEMS = "eval_problems.jsonl"
+# Only the folder of a campaign has it.
+MANIFEST = "manifest.json"
 # Logs of retrain have no NaN and no infinity; those of other writers become null.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 _MOST_STEPS = 1 << 53

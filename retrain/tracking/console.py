@@ -121,9 +121,14 @@ class Console:
         """Write; a closed output does not end the run."""
         if self.stream is None:
             return
+        # Rewards, environments and servers write much of it.
+        text = redact(text)
         try:
-            # Rewards, environments and servers write much of it.
-            self.stream.write(redact(text))
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError as error:
+                # Nothing of it was written.
+                self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             self.stream.flush()
         except (OSError, ValueError):
             self.stream = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,15 @@ def test_scripts_that_import_the_trainer_first_have_the_same_threads() -> None:
     given = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["10000", "False"]
+
+
+def test_a_character_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "√.toml").write_text('[model]\nmodel = "builtin:tiny"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "retrain", "explain", "√.toml"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout.startswith(rb"\u221a.toml: a training run")

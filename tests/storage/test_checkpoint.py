@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from retrain.errors import CheckpointError
-from retrain.storage.checkpoint import Checkpoints, publish_adapter, write_state_file
+from retrain.storage.checkpoint import Checkpoints, explain_write_error, publish_adapter, write_state_file
 
 
 def write(path: Path) -> None:
@@ -71,6 +71,19 @@ def test_a_writer_that_fails_midway_leaves_the_old_one(checkpoints: Checkpoints,
     assert caught.value.exit_code == 1, "the run failed; its input was not wrong"
     assert names(checkpoints) == ["step_000002"], "no half-written leftover fills the disk further"
     assert checkpoints.newest().state == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("failure", "advice"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space"),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), "use a shorter path"),
+        (SafetensorError("Io: File too large (os error 27)"), "raise the limit on the size of files (ulimit -f)"),
+        (OSError(errno.EROFS, "Read-only file system"), "make it writable"),
+    ],
+)
+def test_the_advice_after_a_write_error_fits_its_cause(failure: Exception, advice: str, tmp_path: Path) -> None:
+    assert f"  Try: {advice}, then resume" in str(explain_write_error(failure, tmp_path))
 
 
 def test_a_disk_that_fills_while_syncing_leaves_the_old_one(

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign.campaigns import FakeExecutor, campaign_config, run_with
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_model, write_tokenizer
 
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
-from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, with_absolute_paths
+from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
+from retrain.storage.recording import find_recordings
 
 
 @pytest.fixture(scope="session")
@@ -98,6 +100,52 @@ def test_empty_logs_are_no_earlier_run(tmp_path: Path) -> None:
         (logs / name).touch()
     assert open_folder(logs) == []
     assert not (tmp_path / "logs.1").exists()
+
+
+def test_a_run_in_the_folder_of_a_campaign_moves_it_and_the_campaign_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    folder = tmp_path / "logs"
+    config = campaign_config(folder)
+    run_with(FakeExecutor(codes={"maxrl+none_s2": 1}), config, monkeypatch)
+    before = (folder / "config.toml").read_text()
+    logged = open_folder(folder)
+    assert logged[0] == f"{folder} held a campaign; it is now {folder}.1 (to resume it: --resume {folder}.1)."
+    aside = Path(f"{folder}.1")
+    assert (aside / "config.toml").read_text() == before
+    executor = FakeExecutor()
+    resumed = load_config(aside / "config.toml", {"resume.from": str(aside), "logging.log_dir": str(aside)})
+    assert run_with(executor, resumed, monkeypatch) == 0
+    assert executor.started == ["maxrl+none_s2"]
+
+
+def test_a_resume_into_the_folder_of_a_campaign_is_rejected(model: Path, run_folder: Path) -> None:
+    (run_folder / "campaign").mkdir()
+    (run_folder / "campaign" / "manifest.json").write_text("{}")
+    config = fake_config(
+        model, run_folder, training__max_steps=5, resume__from=str(run_folder / "logs"),
+        logging__log_dir=str(run_folder / "campaign"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="already holds a run or a campaign"):
+        train_quietly(config)
+
+
+def test_recordings_are_copied_by_a_resume_into_another_folder(model: Path, tmp_path: Path) -> None:
+    train_quietly(fake_config(model, tmp_path, training__record=True, training__max_steps=2))
+    config = fake_config(
+        model, tmp_path, training__record=True, training__max_steps=3, resume__from=str(tmp_path / "logs"),
+        logging__log_dir=str(tmp_path / "branch"),
+    )  # fmt: skip
+    train_quietly(config)
+    assert list(find_recordings(tmp_path / "branch")) == [0, 1, 2]
+    assert list(find_recordings(tmp_path / "logs")) == [0, 1]
+
+
+def test_an_earlier_run_whose_new_name_would_be_too_long_is_an_error(tmp_path: Path) -> None:
+    logs = tmp_path / ("y" * 255)
+    logs.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be renamed \(File name too long\)\.  Try: another --log-dir"):
+        step_aside(logs)
 
 
 def test_an_earlier_run_behind_a_link_steps_aside_and_the_link_stays(run_folder: Path) -> None:

@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ def test_the_step_line_is_the_documented_one() -> None:
         "Step 0 [maxrl+gtpo_sepa] | loss=-0.0012 | reward=0.188 | correct=18.8% | datums=16 | bs=4 | gs=8 "
         "| sepa_l=0.0000 | time=45.2s"
     )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "shown"), [("ascii", "4 ×", r"4 \xd7"), ("utf-8", "bad \ud83d half", r"bad \ud83d half")]
+)
+def test_a_character_that_the_output_cannot_encode_is_escaped_and_the_rest_is_shown(
+    encoding: str, text: str, shown: str
+) -> None:
+    written = BytesIO()
+    console = Console(TextIOWrapper(written, encoding=encoding))
+    console.print(text)
+    console.print("the next line")
+    assert written.getvalue().decode() == f"{shown}\nthe next line\n"
 
 
 def test_a_loss_that_is_reported_late_is_marked() -> None:

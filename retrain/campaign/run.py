@@ -109,8 +109,9 @@ class Campaign:
         """Run until everything is done or a signal arrives."""
         self._announce()
         self._skip_decided()
+        self._begin_missing_analysis()
         try:
-            while (self.pending or self.running) and not signals:
+            while (self.pending or self.running or self.squeeze.is_running) and not signals:
                 self._start_some()
                 for exited in self.executor.poll():
                     self._record_exit(exited)
@@ -135,6 +136,14 @@ class Campaign:
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
+
+    def _begin_missing_analysis(self) -> None:
+        """Analyze the first run that finished in an earlier session, if that session ended before its analysis."""
+        finished = [name for name in self.runs if self.manifest[name]["status"] == "finished"]
+        if finished:
+            # A run that ended after its session was killed has no time.
+            first = min(finished, key=lambda name: self.manifest[name].get("ended") or now())
+            self.squeeze.begin(self.runs[first])
 
     def _start_some(self) -> None:
         while self.pending and len(self.running) < self.slots and time.monotonic() >= self.next_start:
@@ -233,12 +242,12 @@ class Campaign:
     def _conclude(self, stopped: bool) -> int:
         statuses = [self.manifest[name]["status"] for name in self.runs]
         failed = [name for name in self.runs if self.manifest[name]["status"] == "failed"]
-        complete = all(status in ("finished", "skipped") for status in statuses)
-        self.manifest.end("interrupted" if stopped else "finished" if complete else "failed")
+        self.squeeze.collect(self.screen.log)
+        complete = all(status in ("finished", "skipped") for status in statuses) and not self.squeeze.is_running
+        self.manifest.end("finished" if complete else "interrupted" if stopped else "failed")
         self._show(force=True)
         folder = self.manifest.folder
         if not stopped:
-            self.squeeze.collect(self.screen.log, wait=True)
             for line in (*summarize(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
                 self.screen.log(line)
         if complete:
@@ -247,6 +256,8 @@ class Campaign:
             return 0
         if failed:
             self.screen.log(f"{len(failed)} of {plural(len(statuses), 'run')} failed: {', '.join(failed)}.")
+        if self.squeeze.is_running:
+            self.screen.log("The LoRA rank analysis is not finished; a resume begins it again.")
         self.screen.log(f"To resume: retrain --resume {folder}")
         return INTERRUPTED if stopped else 1
 

@@ -31,9 +31,14 @@ class FirstRunAnalysis:
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self.thread.start()
 
-    def collect(self, log: Callable[[str], None], wait: bool = False) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether an analysis has begun and not ended."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def collect(self, log: Callable[[str], None]) -> None:
         """Print and record the result once it is there."""
-        if self.thread is None or (self.thread.is_alive() and not wait):
+        if self.thread is None or self.is_running:
             return
         self.thread.join()
         while self.lines:

@@ -151,8 +151,8 @@ def explain_write_error(error: Exception, where: Path) -> CheckpointError:
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else 0
     explained = CheckpointError(
         f"could not write to {where}: {reason}. Earlier checkpoints are intact.  "
-        f"Try: {_ADVICE.get(number or 0, 'free some space')}, then resume from the last checkpoint, or start again if there "
-        "is none yet."
+        f"Try: {_ADVICE.get(number or 0, 'free some space')}, then resume from the last checkpoint, or start again if "
+        "there is none yet."
     )
     explained.exit_code = 1
     return explained

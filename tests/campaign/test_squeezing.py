@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 from squeeze.adapters import random_factors, write_adapter
 
 from retrain.campaign.plan import Run
-from retrain.campaign.squeezing import adapter_of
+from retrain.campaign.squeezing import FirstRunAnalysis, adapter_of
 
-from .campaigns import FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
+from .campaigns import GRPO, FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
 
 Captured = pytest.CaptureFixture[str]
 
@@ -40,6 +43,44 @@ def test_the_table_is_printed_once_and_the_rank_recorded(
     again = FakeExecutor(with_adapter, codes={"maxrl+none_s2": 1})
     run_with(again, config, monkeypatch)
     assert "Mean Var%" not in capsys.readouterr().out
+
+
+def test_an_analysis_that_was_interrupted_is_done_by_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    config = campaign_config(tmp_path / "c", {"squeeze": {}, "model": {"lora_rank": 8}}, seeds=[1], conditions=[GRPO])
+    begun, release = threading.Event(), threading.Event()
+    analyze = FirstRunAnalysis._work
+
+    def wait(self: FirstRunAnalysis, run: Run) -> None:
+        begun.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait()
+
+    monkeypatch.setattr(FirstRunAnalysis, "_work", wait)
+    assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 130
+    release.set()
+    printed = capsys.readouterr().out
+    assert begun.is_set() and "Done" not in printed
+    assert printed.splitlines()[-2:] == [
+        "The LoRA rank analysis is not finished; a resume begins it again.",
+        f"To resume: retrain --resume {tmp_path / 'c'}",
+    ]
+    assert manifest_of(tmp_path / "c")["status"] == "interrupted"
+    monkeypatch.setattr(FirstRunAnalysis, "_work", analyze)
+    executor = FakeExecutor(with_adapter)
+    assert run_with(executor, config, monkeypatch) == 0
+    assert executor.started == []
+    assert manifest_of(tmp_path / "c")["squeeze"]["run"] == "grpo+none_s1"
+    assert capsys.readouterr().out.count("Mean Var%") == 1
+
+
+def test_a_resume_analyses_the_first_run_that_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = campaign_config(tmp_path, {"model": {"lora_rank": 8}})
+    run_with(FakeExecutor(with_adapter, codes={"grpo+none_s1": 1}), config, monkeypatch)
+    config = campaign_config(tmp_path, {"squeeze": {}, "model": {"lora_rank": 8}})
+    assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
+    assert manifest_of(tmp_path)["squeeze"]["run"] == "maxrl+none_s1"
 
 
 def test_an_adapter_that_cannot_be_analysed_fails_nothing(

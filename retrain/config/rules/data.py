@@ -16,7 +16,9 @@ _EXAMPLES = {"path": 'Try: path = "problems.{source}"', "id": 'Try: id = "openai
 
 
 def check_data_source(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Options that a source requires are set."""
+    """Options that a source requires are set; an environment has its own problems."""
+    if config.environment.provider:
+        return
     values = values_of(config)
     for section, source in (("data", config.data.source), ("eval", config.eval.source)):
         for key in SOURCES.facts(source).requires:
@@ -60,7 +62,7 @@ def check_greedy_samples(config: TrainConfig) -> Iterator[ConfigIssue]:
 def check_held_out_file(config: TrainConfig) -> Iterator[ConfigIssue]:
     """A file has no splits, so evaluation needs another one."""
     source = config.data.source
-    needs_file = "path" in SOURCES.facts(source).requires
+    needs_file = "path" in SOURCES.facts(source).requires and not config.environment.provider
     if config.eval.every and not config.eval.source and needs_file and not config.eval.path:
         yield option_issue(
             "eval.path",
@@ -73,6 +75,12 @@ def check_held_out_file(config: TrainConfig) -> Iterator[ConfigIssue]:
 def check_held_out_split(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Evaluation does not use the training problems."""
     data, held_out = config.data, config.eval
+    if config.environment.provider:
+        # Environments train on their split "train", whatever [data] says.
+        if held_out.every and held_out.split == "train":
+            text = '= "train" holds the problems that the environment trains on.'
+            yield option_issue("eval.split", text, 'Try: split = "test"', ("eval", "environment"))
+        return
     if not held_out.every or config.held_out_source != data.source:
         return
     # Without its own source or path, evaluation reads the file of [data], with another split.

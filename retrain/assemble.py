@@ -16,7 +16,7 @@ from retrain.checks.unsupported import check_supported
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
-from retrain.data import Endless, ExampleOrder, build_source, count_steps, load_examples
+from retrain.data import Endless, ExampleOrder, build_source, count_examples, count_steps, load_examples, load_held_out
 from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -98,6 +98,8 @@ class Parts:
     control: RunControl
     code_digests: Mapping[str, str]
     """Of the source files that the configuration names, as they were loaded."""
+    total_examples: int | None = None
+    """Where back pressure decides the number of steps, the examples of all epochs; None ends after max_steps."""
 
 
 @contextmanager
@@ -146,7 +148,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     _check_batch(config, examples, console.print)
     steps = count_steps(config.training, examples)
     config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
-    _check_sepa(config, credit, console.print)
+    total = _count_total(config, examples)
+    _check_schedules(config, credit, total, console.print)
 
     def progress(phase: str, done: int, total: int) -> None:
         # Engines report while they sample; a stop request ends the step here, before it is trained on.
@@ -182,6 +185,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         console=console,
         control=overrides.control,
         code_digests=code,
+        total_examples=total,
     )
 
 
@@ -202,11 +206,26 @@ def _check_batch(config: TrainConfig, examples: Sequence[Example], log: Callable
         log(f"Note: [training] batch_size = {size} repeats prompts within a step: there {verb} only {some}.")
 
 
-def _check_sepa(config: TrainConfig, credit: CreditAssigner, log: Callable[[str], None]) -> None:
-    """Report a run that ends before SEPA begins."""
-    reason = why_off(config.sepa, config.training.max_steps)
+def _count_total(config: TrainConfig, examples: Sequence[Example]) -> int | None:
+    """The examples that end a run with epochs and back pressure, whose steps differ in size."""
+    ends_by_examples = config.backpressure.enabled and config.training.epochs
+    return count_examples(config.training, examples) if ends_by_examples else None
+
+
+def _check_schedules(
+    config: TrainConfig, credit: CreditAssigner, total: int | None, log: Callable[[str], None]
+) -> None:
+    """Report a run that ends before SEPA begins, and schedules over a number of steps that is not known."""
+    training = config.training
+    reason = why_off(config.sepa, training.max_steps)
     if credit.uses_sepa and reason:
         log(f"Note: {reason}")
+    if total is not None:
+        log(
+            f"Note: [training] epochs = {training.epochs:g} ends the run after {plural(total, 'example', form='d')}, "
+            f"since [backpressure] changes the batch size. Schedules assume {plural(training.max_steps, 'step')} of "
+            f"batch_size = {training.batch_size}."
+        )
 
 
 def _build_collector(
@@ -236,7 +255,7 @@ class DataTasks:
         config, log = self.config, self.console.print
         self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
         self.examples = _load_training_examples(config, self.encoder, log)
-        self.held_out = _load_held_out(config)
+        self.held_out = load_held_out(config)
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
             _check_context(config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
@@ -278,20 +297,6 @@ def _load_training_examples(
 def _sample_of(examples: Sequence[Example]) -> Sequence[Example]:
     """All examples, or enough of an endless source to estimate prompt lengths."""
     return examples[:512] if isinstance(examples, Endless) else examples
-
-
-def _load_held_out(config: TrainConfig) -> Sequence[Example]:
-    """Examples for evaluation; none if it is off."""
-    if not config.eval.every:
-        return []
-    changes = {"split": config.eval.split}
-    if config.eval.source or config.eval.path:
-        changes |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
-    held_out = load_examples(config.data.model_copy(update=changes), config.plugins.search_paths)
-    if isinstance(held_out, Endless):
-        # The same examples for every seed, so that runs are comparable.
-        held_out = held_out.reseed(0)
-    return held_out[: config.eval.max_examples]
 
 
 def _find_backend(config: TrainConfig) -> MakeBackend:

@@ -6,6 +6,7 @@ interrupted.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -124,7 +125,7 @@ def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainR
 def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainResult:
     """Run the remaining steps."""
     first = None
-    while state.step < parts.config.training.max_steps:
+    while not is_done(parts, state):
         raise_if_stopped(parts.control)
         step, started = state.step, time.perf_counter()
         order, sepa = parts.order.state_dict(), parts.sepa.state_dict()
@@ -163,12 +164,31 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
     return TrainResult(str(parts.folder.path), state.step, right, first, last, weights, adapter)
 
 
+def is_done(parts: Parts, state: RunState) -> bool:
+    """Whether the run has made its steps, or its passes over the examples."""
+    left = examples_left(parts)
+    return state.step >= parts.config.training.max_steps if left is None else left == 0
+
+
+def examples_left(parts: Parts) -> int | None:
+    """Examples until the end of the last epoch; None if the number of steps is known."""
+    return None if parts.total_examples is None else max(0, parts.total_examples - parts.order.position)
+
+
+def expected_steps(parts: Parts, state: RunState) -> int:
+    """Steps of the run, at the current batch size if that may change."""
+    left = examples_left(parts)
+    return parts.config.training.max_steps if left is None else state.step + math.ceil(left / state.batch_size)
+
+
 def collect_batch(parts: Parts, state: RunState) -> StepBatch:
     """Evaluate if due, sample and score the step's prompts, and assign credit.
 
     In an overlapped step, the backend meanwhile computes the gradients of the groups that are complete.
     """
     config, step = parts.config, state.step
+    # The last batch does not go beyond the last epoch.
+    state.batch_size = min(state.batch_size, examples_left(parts) or state.batch_size)
     seed_everything(config.training.seed, step)
     engine = parts.backend.sampler(step)
     evaluation = parts.evaluator.run(engine) if parts.evaluator.due(step) else None
@@ -207,7 +227,8 @@ def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics
         write_recording(parts.folder.path, step, groups)
     parts.tracker.log(step, metrics, batch.credit.of(groups))
     state.step += 1
-    if state.step % training.save_every == 0 or state.step == training.max_steps:
+    parts.console.expect(expected_steps(parts, state))
+    if state.step % training.save_every == 0 or is_done(parts, state):
         save(parts, state, "running")
 
 
@@ -375,7 +396,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         parts.folder.path,
         {
             "step": state.step,
-            "max_steps": parts.config.training.max_steps,
+            "max_steps": expected_steps(parts, state),
             "status": status,
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{state.step:06d}",
@@ -383,7 +404,8 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
             **read_notes(path),
         },
     )
-    return publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print)
+    # The last checkpoint is published after its step and again at the end.
+    return publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print_once)
 
 
 def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | None]:

@@ -792,6 +792,24 @@ def test_epochs_count_passes_over_max_examples(model: Path, tmp_path: Path, exam
             pass
 
 
+@pytest.mark.parametrize("batch_size", [2, 64])
+def test_epochs_are_passes_whatever_batch_sizes_back_pressure_chooses(
+    model: Path, tmp_path: Path, batch_size: int
+) -> None:
+    sizes = {"backpressure__enabled": True, "backpressure__max_batch_size": 16, "training__batch_size": batch_size}
+    config = fake_config(model, tmp_path, training__epochs=4.0, **sizes)
+    result, printed = train_quietly(config)
+    # Four passes over 7 examples.
+    assert sum(row["batch_size"] for row in rows(result.log_dir)) == 28
+    assert sum(row["groups_sampled"] for row in rows(result.log_dir)) == 28
+    assert "epochs = 4 ends the run after 28 examples, since [backpressure] changes the batch size" in printed
+    state = json.loads((Path(result.log_dir) / "trainer_state.json").read_text())
+    assert state["step"] == state["max_steps"] == len(rows(result.log_dir))
+    resumed = {"resume__from": result.log_dir, "training__epochs": 6.0}
+    train_quietly(fake_config(model, tmp_path, **sizes | resumed))
+    assert sum(row["batch_size"] for row in rows(result.log_dir)) == 42
+
+
 @pytest.mark.parametrize(("wanted", "used"), [(-1.0, 0.7), (0.0, 0.0), (0.2, 0.2)])
 def test_the_temperature_of_an_evaluation_is_its_own_or_that_of_training(
     model: Path, tmp_path: Path, wanted: float, used: float
@@ -903,7 +921,8 @@ def test_an_adapter_path_that_holds_something_else_is_left_alone(model: Path, tm
     (tmp_path / "adapter" / "thesis.tex").write_text("irreplaceable")
     _, printed = train_quietly(fake_config(model, tmp_path))
     assert (tmp_path / "adapter" / "thesis.tex").read_text() == "irreplaceable"
-    assert "holds files that retrain did not write, so it is left alone" in printed
+    (last,) = (line for line in printed.splitlines() if "so it is left alone" in line and "step_000004" in line)
+    assert last.startswith(f"Warning: {tmp_path / 'adapter'} holds files that retrain did not write")
 
 
 @dataclass

@@ -46,9 +46,9 @@ class Tokens:
         return billed / MILLION
 
 
-def max_tokens_per_step(work: Workload) -> Tokens:
-    """A step in which every completion reaches `max_tokens` and every group is trained on."""
-    sampled = work.completions * work.max_tokens
+def max_tokens_per_step(work: Workload, turns: int = 1) -> Tokens:
+    """A step in which every turn of every completion reaches `max_tokens` and every group is trained on."""
+    sampled = work.completions * work.max_tokens * turns
     return Tokens(work.prompts * work.prompt_tokens, sampled, sampled + work.completions * work.prompt_tokens)
 
 
@@ -59,14 +59,22 @@ def logged_prompt_tokens(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return round(sum(known) / len(known)) if known and len(known) == len(lengths) else None
 
 
+def logged_groups(rows: Sequence[Mapping[str, Any]], work: Workload) -> float:
+    """Mean groups per logged step, which resampling adds to; those of `work` if a step does not have them."""
+    counts = [row.get("groups_sampled") for row in rows]
+    known = [float(count) for count in counts if isinstance(count, int | float)]
+    return sum(known) / len(known) if known and len(known) == len(counts) else work.prompts
+
+
 def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens | None:
     """Mean over logged steps, with prompt tokens from `work`; None without enough data."""
     if not rows or not all(isinstance(row.get(key), int | float) for row in rows for key in _COUNTED):
         return None
     sampled = sum(float(row["tokens_per_s"]) * float(row["sample_time_s"]) for row in rows) / len(rows)
     trained_rows = sum(float(row["num_datums"]) for row in rows) / len(rows)
-    completion = sampled / work.completions
-    return Tokens(work.prompts * work.prompt_tokens, sampled, trained_rows * (work.prompt_tokens + completion))
+    groups = logged_groups(rows, work)
+    completion = sampled / max(1.0, groups * work.group)
+    return Tokens(groups * work.prompt_tokens, sampled, trained_rows * (work.prompt_tokens + completion))
 
 
 def count_evaluations(config: TrainConfig, steps: int) -> int:
@@ -74,8 +82,6 @@ def count_evaluations(config: TrainConfig, steps: int) -> int:
     return math.ceil(steps / config.eval.every) + 1 if config.eval.every else 0
 
 
-def evaluation_tokens(config: TrainConfig, work: Workload, step: Tokens, steps: int) -> Tokens:
-    """All evaluations of a run."""
-    problems, completion = config.eval.max_examples, step.sample / work.completions
-    once = Tokens(problems * work.prompt_tokens, problems * config.eval.samples * completion, 0)
-    return once.times(count_evaluations(config, steps))
+def evaluation_tokens(config: TrainConfig, problems: int, prompt: float, completion: float) -> Tokens:
+    """One evaluation of this many problems, with prompts and completions of these lengths."""
+    return Tokens(problems * prompt, problems * config.eval.samples * completion, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from retrain.capacity.memory import Workload
 from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path, paths_where, values_of
-from retrain.data import count_steps, load_examples
+from retrain.data import count_steps, load_examples, load_held_out
 from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
@@ -53,14 +54,54 @@ def steps_per_run(config: TrainConfig) -> int | None:
         return config.campaign.max_steps
     if not config.training.epochs:
         return config.training.max_steps
-    source = config.data.source
-    # Nothing is downloaded for an estimate, and no plugin runs.
-    if config.environment.provider or is_plugin("data", source) or REGISTRIES["data"].facts(source).from_hub:
+    if not _is_at_hand(config, config.data.source):
         return None
     try:
         return count_steps(config.training, load_examples(config.data))
     except RetrainError:
         return None  # training explains it
+
+
+def count_held_out(config: TrainConfig) -> int | None:
+    """Problems of an evaluation; None if only loading the data or environment would show how many there are."""
+    for folder in _find_folders(config)[0]:
+        # step_time: the environment.
+        if not _find_differing(folder, config) & (paths_where("held_out") | paths_where("step_time")):
+            with suppress(OSError, ValueError, KeyError, TypeError), (folder / "eval.jsonl").open() as file:
+                return len(json.loads(file.readline())["counted"])
+    if not _is_at_hand(config, config.held_out_source):
+        return None
+    try:
+        return len(load_held_out(config))
+    except RetrainError:
+        return None
+
+
+def _is_at_hand(config: TrainConfig, source: str) -> bool:
+    """Whether problems can be counted: nothing is downloaded for an estimate, and no plugin runs."""
+    is_foreign = is_plugin("data", source) or REGISTRIES["data"].facts(source).from_hub
+    return not config.environment.provider and not is_foreign
+
+
+def max_turns(config: TrainConfig) -> int | None:
+    """Maximum turns of a completion; None if the environment decides."""
+    if not config.environment.provider:
+        return 1
+    return config.environment.max_turns if config.environment.max_turns > 0 else None
+
+
+def find_assumptions(config: TrainConfig) -> list[str]:
+    """What is not in the numbers of an estimate."""
+    notes, limits, training = [], config.backpressure, config.training
+    if limits.enabled:
+        steps = "; epochs take more or fewer steps accordingly" if training.epochs else ""
+        notes.append(
+            f"[backpressure] changes the batch size, from {limits.min_batch_size} to {limits.max_batch_size} prompts; "
+            f"memory, tokens and time are those of batch_size = {training.batch_size}{steps}"
+        )
+    if max_turns(config) != 1:
+        notes.append("the environment may take several turns; memory and prompt tokens are those of the first turn")
+    return notes
 
 
 def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) -> MemoryPlan | None:
@@ -102,15 +143,19 @@ def logged_steps(config: TrainConfig) -> tuple[list[LoggedStep], str]:
     return [step for log in logs for step in log[-_MEASURED_STEPS:]], where
 
 
-def _read_logs(config: TrainConfig) -> tuple[list[list[LoggedStep]], str]:
-    """The logs of runs with the same model, engine, device and step size, and where they are."""
+def _find_folders(config: TrainConfig) -> tuple[list[Path], str]:
+    """The folders of earlier runs, and a name for them."""
     log_dir = Path(config.logging.log_dir).expanduser()
     if config.campaign is None:
-        folders, where = [log_dir], str(log_dir / "metrics.jsonl")
-    elif config.logging.log_dir != options_by_path()["logging.log_dir"].default:
-        folders, where = sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
-    else:
-        folders, where = sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
+        return [log_dir], str(log_dir / "metrics.jsonl")
+    if config.logging.log_dir != options_by_path()["logging.log_dir"].default:
+        return sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
+    return sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
+
+
+def _read_logs(config: TrainConfig) -> tuple[list[list[LoggedStep]], str]:
+    """The logs of runs with the same model, engine, device and step size, and where they are."""
+    folders, where = _find_folders(config)
     differing = {folder: _find_differing(folder, config) for folder in folders}
     return [
         list(_read_steps(folder, config, evaluates_alike=not other & paths_where("held_out")))

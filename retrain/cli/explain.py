@@ -21,7 +21,9 @@ from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     MEMORY_LABELS,
     UNKNOWN_STEPS,
+    find_assumptions,
     list_runs,
+    max_turns,
     measure_time,
     memory_plan,
     runs_at_once,
@@ -95,6 +97,7 @@ class Step(TypedDict):
 
     prompts: int
     completions: int
+    turns: int | None
     max_tokens: int
 
 
@@ -155,7 +158,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       kind          train, campaign or squeeze
       condition     the label of the run
       blockers      reasons why it cannot run here
-      notes         parts of a method that stay off
+      notes         parts of a method that stay off; what is not in the numbers
       changed       options that differ: path, value, default
       adapter       for a squeeze: path, exists, min_variance_retention
       model         name, found, path, parameters, parameters_from, trainable
@@ -163,7 +166,8 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       problems      where problems and rewards come from
       runs          for a campaign: name, condition, seed
       runs_at_once  number of concurrent runs
-      step          prompts, completions, max_tokens
+      step          prompts, completions, turns (maximum per completion),
+                    max_tokens (of one turn if turns is null)
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
                     kv_cache_bytes, activations_bytes, logits_bytes, total_bytes,
                     micro_batch_tokens, recomputed_layers, prompt_tokens
@@ -202,14 +206,15 @@ def explain(config: TrainConfig, file: str) -> Explanation:
     step: Step = {
         "prompts": config.training.batch_size,
         "completions": completions,
-        "max_tokens": completions * config.training.max_tokens,
+        "turns": max_turns(config),
+        "max_tokens": completions * config.training.max_tokens * (max_turns(config) or 1),
     }
     return {
         "file": file,
         "kind": config.kind,
         "condition": config.condition if config.kind == "train" else None,
         "blockers": find_blockers(config),
-        "notes": find_idle(config, runs),
+        "notes": [*find_idle(config, runs), *(find_assumptions(config) if trains else [])],
         "changed": find_changes(config),
         "adapter": _adapter(config),
         "model": model if trains else None,
@@ -410,7 +415,7 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
         ("engine", f"{engine['name']}{' at ' + engine['url'] if engine['url'] else ''}"),
         ("backend", f"{engine['backend']} on {_DEVICES.get(engine['devices'], engine['devices'])}"),
         ("completions", f"{step['completions']:,} per step ({plural(step['prompts'], 'prompt')})"),
-        ("tokens", f"at most {step['max_tokens']:,} sampled per step"),
+        ("tokens", f"at most {step['max_tokens']:,} sampled per step{'' if step['turns'] else ' and turn'}"),
         ("steps", f"{time['steps']:,} per run" if time["steps"] is not None else UNKNOWN_STEPS),
         ("time", _describe_time(time)),
         *_memory_rows(memory),

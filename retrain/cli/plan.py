@@ -10,6 +10,7 @@ from retrain.capacity.cost import (
     Prices,
     count_evaluations,
     evaluation_tokens,
+    logged_groups,
     logged_prompt_tokens,
     logged_tokens,
     max_tokens_per_step,
@@ -20,8 +21,11 @@ from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, cards_with_me
 from retrain.cli.console import print_json
 from retrain.cli.estimate import (
     MeasuredTime,
+    count_held_out,
+    find_assumptions,
     list_runs,
     logged_steps,
+    max_turns,
     measure_time,
     memory_plan,
     runs_at_once,
@@ -94,6 +98,7 @@ def command(
     \b
     The JSON has these keys, null where unknown:
       file, backend, devices
+      notes               what is not in the numbers
       model               name, parameters, parameters_from
       card                the GPU: name, tflops, bandwidth, memory
       memory              in bytes: weights, sampling_copy, adapter, kv_cache,
@@ -103,7 +108,9 @@ def command(
                           frees_cache
       training            micro_batch_tokens, recomputed_layers, prompt_tokens
       largest_batch_size  the largest batch_size that fits
-      step                completions, tokens, seconds, seconds_from,
+      step                completions, turns (maximum per completion), tokens
+                          (maximum; of one turn if turns is null), seconds,
+                          seconds_from,
                           roofline_sample_seconds, roofline_train_seconds,
                           seconds_by_card (if only --memory is given)
       run                 steps, evaluations, evaluation_seconds (of one), seconds
@@ -111,7 +118,8 @@ def command(
       campaign            conditions, seeds, runs, workers, total_steps, seconds
       cost                for a service that bills by token: prefill_tokens,
                           sample_tokens, train_tokens and price per step,
-                          tokens_from, run_price, campaign_price
+                          tokens_from, run_price, run_price_includes,
+                          campaign_price
     """
     prices = _read_prices(prefill_price, sample_price, train_price)
     path, loaded = read_config(config, parameters, as_json)
@@ -142,12 +150,14 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     is_named = any((given.card, given.tflops, given.bandwidth))
     measured = MeasuredTime(None, None, "") if is_named else measure_time(config)
     step = _step(measured, facts.shape, work, card, memory)
+    step |= {"turns": max_turns(config), "tokens": step["tokens"] * (max_turns(config) or 1)}
     run = _run(config, replace(measured, step=step["seconds"]))
     campaign = _campaign(config, file, run["seconds"])
     return {
         "file": file,
         "backend": config.backend.backend,
         "devices": config.backend.devices,
+        "notes": find_assumptions(config),
         "model": {
             "name": config.model.model,
             "parameters": facts.parameters,
@@ -194,11 +204,17 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
     length = logged_prompt_tokens(logged) if given.prompt_tokens is None else None
     work = replace(work, prompt_tokens=length or work.prompt_tokens)
     measured = logged_tokens(logged, work)
-    step, steps = measured or max_tokens_per_step(work), run["steps"]
+    turns, steps, evaluations = max_turns(config), run["steps"], run["evaluations"]
+    step = measured or max_tokens_per_step(work, turns or 1)
+    known = count_held_out(config) if evaluations else 0
+    problems = config.eval.max_examples if known is None else known
     price = None
-    if prices is not None and steps is not None:
-        price = (step.times(steps) + evaluation_tokens(config, work, step, steps)).cost(prices)
-    source = f"the mean of {plural(len(logged), 'step')} in {where}" if measured else "every completion at max_tokens"
+    if prices is not None and steps is not None and evaluations is not None:
+        completion = step.sample / max(1.0, logged_groups(logged if measured else (), work) * work.group)
+        evaluation = evaluation_tokens(config, problems, work.prompt_tokens, completion)
+        price = (step.times(steps) + evaluation.times(evaluations)).cost(prices)
+    at_most = "every completion at max_tokens" + {1: "", None: ", in a single turn"}.get(turns, f" in {turns} turns")
+    source = f"the mean of {plural(len(logged), 'step')} in {where}" if measured else at_most
     source += "" if length else f"; prompts of {work.prompt_tokens} tokens are assumed"
     return {
         "prefill_tokens": round(step.prefill),
@@ -207,6 +223,10 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
         "tokens_from": source,
         "price": step.cost(prices) if prices is not None else None,
         "run_price": price,
+        "run_price_includes": f"{plural(evaluations, 'evaluation')} of {'at most ' if known is None else ''}"
+        f"{plural(problems, 'problem')}"
+        if evaluations
+        else "",
         "campaign_price": price * campaign["runs"] if price is not None and campaign is not None else None,
     }
 
@@ -270,6 +290,7 @@ def _step(
     seconds = measured.step
     step: Step = {
         "completions": work.completions,
+        "turns": 1,
         "tokens": work.completions * work.max_tokens,
         "seconds": seconds,
         "seconds_from": measured.source if seconds is not None else None,

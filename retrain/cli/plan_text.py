@@ -26,6 +26,8 @@ class Step(TypedDict):
     """One step: its size, and its time as measured or by roofline."""
 
     completions: int
+    turns: int | None
+    """Maximum per completion; None if the environment decides, and `tokens` are those of one turn."""
     tokens: int
     seconds: float | None
     seconds_from: str | None
@@ -66,6 +68,7 @@ class Cost(TypedDict):
     tokens_from: str
     price: float | None
     run_price: float | None
+    run_price_includes: str
     campaign_price: float | None
 
 
@@ -75,6 +78,7 @@ class Plan(TypedDict):
     file: str
     backend: str
     devices: str
+    notes: list[str]
     model: Model
     card: dict[str, str | float] | None
     memory: dict[str, int | bool | None] | None
@@ -103,6 +107,8 @@ def print_plan(data: Plan) -> None:
     if card and card["memory"]:
         device = f"{card['name']}, {card['memory']:.0f} GB"
     click.echo(f"{data['file']}: {data['model']['name']} on {device if backend == 'local' else backend}")
+    for note in data["notes"]:
+        click.echo(f"note: {note}")
     print_heading("Peak memory")
     if backend != "local":
         click.echo(f"  managed by {backend}")
@@ -150,7 +156,8 @@ def _memory_lines(data: Plan) -> list[str]:
 
 def _time_rows(data: Plan) -> list[tuple[str, str]]:
     step, run, campaign = data["step"], data["run"], data["campaign"]
-    size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled"
+    each = " per turn" if step["turns"] is None else ""
+    size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled{each}"
     rows = [("per step", size)]
     if step["seconds"] is None:
         reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
@@ -204,7 +211,8 @@ def _cost_rows(cost: Cost) -> list[tuple[str, str]]:
     else:
         rows.append(("per step", f"{cost['price']:.4f}"))
     if cost["run_price"] is not None:
-        rows.append(("per run", f"{cost['run_price']:.2f}, evaluations included"))
+        included = f", {cost['run_price_includes']} included" if cost["run_price_includes"] else ""
+        rows.append(("per run", f"{cost['run_price']:.2f}{included}"))
     if cost["campaign_price"] is not None:
         rows.append(("per campaign", f"{cost['campaign_price']:.2f}"))
     return rows

@@ -10,15 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from retrain.data.order import Endless, ExampleOrder, Lazy, count_steps
+from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_steps
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import REGISTRIES
 from retrain.types import Example
 
 if TYPE_CHECKING:
-    from retrain.config import schema
+    from retrain.config import TrainConfig, schema
 
-__all__ = ["DataSource", "Endless", "ExampleOrder", "Lazy", "build_source", "count_steps", "load_examples"]
+__all__ = [
+    "DataSource",
+    "Endless",
+    "ExampleOrder",
+    "Lazy",
+    "build_source",
+    "count_examples",
+    "count_steps",
+    "load_examples",
+    "load_held_out",
+]
 
 
 @runtime_checkable
@@ -70,6 +80,20 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
     if not len(examples):
         raise PluginError(f"{who} has no examples (split {section.split!r}).")
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
+
+
+def load_held_out(config: TrainConfig) -> Sequence[Example]:
+    """Examples for evaluation; none if it is off."""
+    if not config.eval.every:
+        return []
+    changes = {"split": config.eval.split}
+    if config.eval.source or config.eval.path:
+        changes |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
+    held_out = load_examples(config.data.model_copy(update=changes), config.plugins.search_paths)
+    if isinstance(held_out, Endless):
+        # The same examples for every seed, so that runs are comparable.
+        held_out = held_out.reseed(0)
+    return held_out[: config.eval.max_examples]
 
 
 def _check_each(who: str, examples: Sequence[object]) -> None:

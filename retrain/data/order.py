@@ -146,16 +146,21 @@ class ExampleOrder:
 
 
 def count_steps(training: schema.Training, examples: Sequence[Example]) -> int:
-    """Steps of a run: `max_steps`, or those of its epochs over these examples."""
+    """Steps of a run: `max_steps`, or those of its epochs over these examples, at the configured batch size."""
     if not training.epochs:
         return training.max_steps
+    return math.ceil(count_examples(training, examples) / training.batch_size)
+
+
+def count_examples(training: schema.Training, examples: Sequence[Example]) -> int:
+    """Examples that a run's epochs draw from these."""
     if isinstance(examples, Endless) and not training.max_examples:
         raise ConfigError(
             f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
             "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
         )
     count = min(len(examples), training.max_examples or len(examples))
-    return max(1, math.ceil(training.epochs * count / training.batch_size))
+    return max(1, math.ceil(training.epochs * count))
 
 
 def digest_of(examples: Iterable[Example]) -> str:

@@ -63,7 +63,7 @@ def gsm8k_answer(text: str) -> str:
 def to_example(row: object, section: schema.Data, id: str) -> Example:
     """Convert one row; raises BadRow."""
     if not isinstance(row, Mapping):
-        raise BadRow(f"is a {_kind(row)}, not an object with fields")
+        raise BadRow(f"is {_kind(row)}, not an object with fields")
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
     answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS)
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
@@ -116,7 +116,7 @@ def read_prompt(value: object, field: str) -> Prompt:
     if isinstance(value, str):
         return _check_unicode(value, field)
     if not isinstance(value, Sequence) or not value:
-        raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a list of messages belongs")
+        raise BadRow(f"has {_kind(value)} in {field!r}, where text or a list of messages belongs")
     return tuple(_read_message(message, field) for message in value)
 
 
@@ -137,7 +137,7 @@ def read_answer(value: object, field: str, named: bool) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise BadRow(f"has a {_kind(value)} in {field!r}, where text or a number belongs")
+        raise BadRow(f"has {_kind(value)} in {field!r}, where text or a number belongs")
     if not value.strip():
         raise BadRow(f"has no answer in {field!r}")
     # Only a solution contains more than its answer; unit tests, for example, must reach a custom reward unchanged.
@@ -157,5 +157,5 @@ def _check_unicode(text: str, field: str) -> str:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -218,6 +218,9 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             with one_thread():
                 adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
             _cast_adapter(adapted)
+        # PEFT keeps a set, whose order in adapter_config.json would differ between equal runs.
+        used = adapted.peft_config["default"]
+        used.target_modules = sorted(used.target_modules)
     except ValueError as error:
         raise ConfigError(
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"

@@ -41,6 +41,7 @@ class Console:
         self.live = self.stream is not None and self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.line = LiveLine(colored="NO_COLOR" not in os.environ, unicode=_shows_blocks(self.stream))
         self.is_drawn = False
+        self.printed: set[str] = set()
         self.warned = False
         self.warned_of_scoring = False
         self.shown_at = time.monotonic()
@@ -49,6 +50,12 @@ class Console:
         """Print a line; replaces the progress line."""
         self._erase()
         self._write(line + "\n")
+
+    def print_once(self, line: str) -> None:
+        """Print a line unless it was printed by this before."""
+        if line not in self.printed:
+            self.printed.add(line)
+            self.print(line)
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Show progress; redrawn on a terminal, printed occasionally elsewhere."""
@@ -63,7 +70,11 @@ class Console:
 
     def start(self, config: TrainConfig) -> None:
         """Set the number of steps. Components print their own start-up lines."""
-        self.line.total = config.training.max_steps
+        self.expect(config.training.max_steps)
+
+    def expect(self, steps: int) -> None:
+        """Show progress out of this many steps."""
+        self.line.total = steps
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Show the step: as the live line, or as a line of its own after the first groups."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -67,6 +68,12 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(family: str, tmp_path:
         expected = torch.cat([plain_logprobs(plain, datum, made.sampling.temperature) for datum in datums])
     torch.testing.assert_close(together, alone, rtol=0, atol=2e-5)
     torch.testing.assert_close(together, expected, rtol=0, atol=5e-5)
+
+
+def test_the_modules_of_an_adapter_are_sorted_so_that_equal_runs_write_equal_files(tmp_path: Path) -> None:
+    learner(write_model(tmp_path / "model")).policy.save_adapter(tmp_path / "adapter")
+    modules = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert len(modules) > 5 and modules == sorted(modules)
 
 
 def plain_logprobs(model: torch.nn.Module, datum: Datum, temperature: float) -> Tensor:

@@ -64,7 +64,7 @@ def test_a_training_run_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None
     _write(starter("quickstart"))
     data = _explain(capsys)
     assert (data["kind"], data["condition"], data["file"]) == ("train", "maxrl+gtpo_sepa", "retrain.toml")
-    assert data["step"] == {"prompts": 4, "completions": 32, "max_tokens": 32 * 1024}
+    assert data["step"] == {"prompts": 4, "completions": 32, "turns": 1, "max_tokens": 32 * 1024}
     assert data["engine"] == {"name": "pytorch", "url": None, "backend": "local", "devices": "auto"}
     assert {"path": "training.max_steps", "value": 20, "default": 500} in data["changed"]
     assert data["blockers"] == []
@@ -94,6 +94,21 @@ def test_flags_of_training_count(capsys: pytest.CaptureFixture[str]) -> None:
     data = _explain(capsys, "--lr", "1e-4", "--batch-size", "2")
     assert {"path": "training.lr", "value": 1e-4, "default": 4e-5} in data["changed"]
     assert data["step"]["completions"] == 16
+
+
+def test_turns_and_back_pressure_are_not_hidden_in_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(starter("quickstart"))
+    flags = ["--environment.provider", "builtin", "--environment-id", "guess-number", "--backpressure-enabled"]
+    data = _explain(capsys, *flags)
+    assert (data["step"]["turns"], data["step"]["max_tokens"]) == (None, 32 * 1024)
+    assert data["notes"][-2:] == [
+        "[backpressure] changes the batch size, from 1 to 64 prompts; memory, tokens and time are those of "
+        "batch_size = 4",
+        "the environment may take several turns; memory and prompt tokens are those of the first turn",
+    ]
+    run(["explain", *flags])
+    assert "at most 32,768 sampled per step and turn" in capsys.readouterr().out
+    assert _explain(capsys, *flags, "--environment.max_turns", "3")["step"]["max_tokens"] == 3 * 32 * 1024
 
 
 def test_nothing_that_equals_its_default_is_called_a_change(capsys: pytest.CaptureFixture[str]) -> None:

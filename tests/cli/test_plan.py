@@ -217,6 +217,81 @@ def test_logged_steps_say_how_long_prompts_are_unless_it_is_given(capsys: pytest
     assert given["prefill_tokens"] == 100 and "prompts of 50 tokens are assumed" in given["tokens_from"]
 
 
+def test_groups_that_were_sampled_again_are_paid_for(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER + "resample_dead_groups = 3\n[eval]\nevery = 5\nmax_examples = 4\n")
+    write(Path("retrain.toml").read_text(), "logs/train/config.toml")
+    row = {"batch_size": 2, "group_size": 4, "step_time_s": 3.0, "tokens_per_s": 80.0, "sample_time_s": 2.0}
+    logged = [row | {"num_datums": 4, "prompt_tokens_mean": 10.0, "groups_sampled": groups} for groups in (3, 5)]
+    write("".join(json.dumps(each) + "\n" for each in logged), "logs/train/metrics.jsonl")
+    cost = plan(capsys, *PRICES)["cost"]
+    # 4 prompts of 10; 160 tokens in 16 completions; 4 rows of 10 + 10.
+    assert [cost[f"{kind}_tokens"] for kind in ("prefill", "sample", "train")] == [40, 160, 80]
+    # Three evaluations of 4 prompts of 10, and 4 completions of 10.
+    assert cost["run_price"] == pytest.approx(10 * cost["price"] + 3 * (40 * 1 + 40 * 10) / 1e6)
+
+
+ENVIRONMENT = '[environment]\nprovider = "builtin"\nid = "guess-number"\n'
+
+
+@pytest.mark.parametrize(
+    ("tables", "problems", "included"),
+    [
+        ('[eval]\nevery = 10\nsource = "jsonl"\npath = "held_out.jsonl"\n', 3, "2 evaluations of 3 problems"),
+        ('[data]\nsource = "arithmetic"\n[eval]\nevery = 10\n', 128, "2 evaluations of 128 problems"),
+        ('[data]\nsource = "gsm8k"\n[eval]\nevery = 10\n', 128, "2 evaluations of at most 128 problems"),
+        (ENVIRONMENT + "[eval]\nevery = 10\n", 128, "2 evaluations of at most 128 problems"),
+        ("[eval]\nevery = 0\n", 0, ""),
+    ],
+)
+def test_evaluations_are_paid_for_the_problems_that_there_are(
+    tables: str, problems: int, included: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write('{"prompt": "2 + 2?", "answer": "4"}\n' * 3, "held_out.jsonl")
+    write(TINKER + tables)
+    cost = plan(capsys, "--prompt-tokens", "50", *PRICES)["cost"]
+    assert cost["run_price_includes"] == included
+    evaluations = 2 * problems * (50 * 1 + 100 * 10) / 1e6
+    assert cost["run_price"] == pytest.approx(10 * cost["price"] + evaluations)
+
+
+def test_an_earlier_run_shows_how_many_problems_an_environment_has(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER + ENVIRONMENT + "[eval]\nevery = 10\n")
+    write(Path("retrain.toml").read_text(), "logs/train/config.toml")
+    write(json.dumps({"step": 0, "correct": [0] * 9, "counted": [1] * 9}) + "\n", "logs/train/eval.jsonl")
+    assert plan(capsys, *PRICES)["cost"]["run_price_includes"] == "2 evaluations of 9 problems"
+    other = plan(capsys, *PRICES, "--eval-max-examples", "50")["cost"]
+    assert other["run_price_includes"] == "2 evaluations of at most 50 problems"
+
+
+def test_turns_of_an_environment_are_not_hidden_in_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER + ENVIRONMENT)
+    data = plan(capsys, *PRICES)
+    assert (data["step"]["turns"], data["step"]["tokens"]) == (None, 800)
+    assert data["cost"]["tokens_from"].startswith("every completion at max_tokens, in a single turn;")
+    assert data["notes"] == [
+        "the environment may take several turns; memory and prompt tokens are those of the first turn"
+    ]
+    assert run(["plan", *PRICES]) == 0
+    text = capsys.readouterr().out
+    assert f"note: {data['notes'][0]}" in text and "at most 800 tokens sampled per turn" in text
+    bounded = plan(capsys, *PRICES, "--environment.max_turns", "3")
+    assert (bounded["step"]["turns"], bounded["step"]["tokens"], bounded["cost"]["sample_tokens"]) == (3, 2400, 2400)
+    assert bounded["cost"]["tokens_from"].startswith("every completion at max_tokens in 3 turns;")
+
+
+def test_back_pressure_is_not_hidden_in_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    write('{"prompt": "2 + 2?", "answer": "4"}\n' * 7, "train.jsonl")
+    write(
+        '[model]\nmodel = "./model"\n[data]\nsource = "jsonl"\npath = "train.jsonl"\n[backpressure]\nenabled = true\n'
+    )
+    data = plan(capsys, "--batch-size", "2", "--epochs", "4")
+    assert data["run"]["steps"] == 14
+    assert data["notes"] == [
+        "[backpressure] changes the batch size, from 1 to 64 prompts; memory, tokens and time are those of "
+        "batch_size = 2; epochs take more or fewer steps accordingly"
+    ]
+
+
 def test_without_prices_a_service_has_tokens_and_no_price_and_a_local_run_neither(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

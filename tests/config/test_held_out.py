@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from retrain.assemble import _load_held_out
 from retrain.config import build_config
+from retrain.data import load_held_out
 from retrain.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def test_evaluation_reads_the_held_out_file(tmp_path: Path, source: str) -> None
         "data": {"source": "jsonl", "path": str(tmp_path / "train.jsonl")},
         "eval": {"every": 1, "source": source, "path": str(tmp_path / "held_out.jsonl")},
     }
-    held_out = _load_held_out(build_config(tables, {}, "run.toml"))
+    held_out = load_held_out(build_config(tables, {}, "run.toml"))
     assert [example.prompt for example in held_out] == ["held_out"]
 
 
@@ -38,7 +38,9 @@ def test_an_environment_is_evaluated_whatever_the_unused_data_table_says(data: d
     tables: dict[str, Any] = {"data": data, "environment": environment, "eval": {"every": 1, "split": "test"}}
     assert build_config(tables, {}, "run.toml").eval.every == 1
     tables["eval"]["split"] = "train"
-    with pytest.raises(ConfigError, match=r"\[eval\] split = \"train\" holds the problems that the environment trains on"):
+    with pytest.raises(
+        ConfigError, match=r"\[eval\] split = \"train\" holds the problems that the environment trains on"
+    ):
         build_config(tables, {}, "run.toml")
 
 

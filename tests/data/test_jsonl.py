@@ -104,6 +104,7 @@ BAD_ROWS = [
     ('{"prompt": ["hi"], "answer": "b"}', "has a message without role and content in 'prompt'"),
     ('{"prompt": "a", "answer": ""}', "has no answer in 'answer'"),
     ('{"prompt": "a", "answer": ["b"]}', "has a list in 'answer', where text or a number belongs"),
+    ('{"prompt": "a", "answer": {"b": 1}}', "has an object in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "solution": "no box"}', r"has a 'solution' without \boxed{}"),
     ("{}", "it has none at all"),
     (r'{"prompt": "ab\ud800", "answer": "b"}', "has an unpaired surrogate in 'prompt' (character 3)"),

@@ -126,7 +126,7 @@ class Training(Section):
         step_time=True,
     )
     prompts_per_sampling: BoundedInt = option(
-        0, "Maximum prompts sampled at once; 0 samples all prompts of a step at once.", ge=0
+        0, "Maximum prompts of a step that are sampled at once; 0 samples all. Evaluations are not divided.", ge=0
     )
     async_steps: BoundedInt = option(
         0,

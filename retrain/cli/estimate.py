@@ -64,17 +64,18 @@ def steps_per_run(config: TrainConfig) -> int | None:
 
 def count_held_out(config: TrainConfig) -> int | None:
     """Problems of an evaluation; None if only loading the data or environment would show how many there are."""
+    if _is_at_hand(config, config.held_out_source):
+        try:
+            return len(load_held_out(config))
+        except RetrainError:
+            return None  # training explains it
+    # An earlier evaluation of the same problems, with the same environment.
+    options = paths_where("held_out") | paths_where("step_time")
     for folder in _find_folders(config)[0]:
-        # step_time: the environment.
-        if not _find_differing(folder, config) & (paths_where("held_out") | paths_where("step_time")):
+        if not _find_differing(folder, config) & options:
             with suppress(OSError, ValueError, KeyError, TypeError), (folder / "eval.jsonl").open() as file:
                 return len(json.loads(file.readline())["counted"])
-    if not _is_at_hand(config, config.held_out_source):
-        return None
-    try:
-        return len(load_held_out(config))
-    except RetrainError:
-        return None
+    return None
 
 
 def _is_at_hand(config: TrainConfig, source: str) -> bool:

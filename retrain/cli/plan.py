@@ -208,6 +208,7 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
     step = measured or max_tokens_per_step(work, turns or 1)
     known = count_held_out(config) if evaluations else 0
     problems = config.eval.max_examples if known is None else known
+    per_evaluation = f"{'at most ' if known is None else ''}{plural(problems, 'problem')}"
     price = None
     if prices is not None and steps is not None and evaluations is not None:
         completion = step.sample / max(1.0, logged_groups(logged if measured else (), work) * work.group)
@@ -223,10 +224,7 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
         "tokens_from": source,
         "price": step.cost(prices) if prices is not None else None,
         "run_price": price,
-        "run_price_includes": f"{plural(evaluations, 'evaluation')} of {'at most ' if known is None else ''}"
-        f"{plural(problems, 'problem')}"
-        if evaluations
-        else "",
+        "run_price_includes": f"{plural(evaluations, 'evaluation')} of {per_evaluation}" if evaluations else "",
         "campaign_price": price * campaign["runs"] if price is not None and campaign is not None else None,
     }
 

@@ -197,4 +197,4 @@ def test_more_gpus_than_the_cluster_has_are_rejected(
     process = start(python, tmp_path, environment, gpus=1.0)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert "the Ray cluster has 0 GPUs in all" in output
+    assert "the Ray cluster has 0 GPUs in total" in output

@@ -58,7 +58,7 @@ def test_another_model_is_rejected(server: Served, tiny: Path, tmp_path: Path) -
     rng = np.random.default_rng(0)
     shaken = {name: (w * rng.normal(1, 0.3, w.shape)).astype(w.dtype) for name, w in weights.items()}
     save_file(shaken, str(other / "model.safetensors"), metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="serves 'tiny', which is not"):
+    with pytest.raises(ConfigError, match="serves 'tiny', which differs from"):
         train_quietly(run_on("vllm", server.url, other, tmp_path))
 
 

@@ -199,7 +199,7 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"sends_ids": False}, "has no token ids.*0.10.2"),
         ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ({"context": 10}, "has a context of 10 tokens, but .* max_tokens = 12.*--max-model-len"),
-        ({"token_shift": 1}, "another tokenizer"),
+        ({"token_shift": 1}, "a different tokenizer"),
         *slow(
             ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
             ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
@@ -309,7 +309,7 @@ def test_a_sampling_option_that_the_server_means_otherwise_is_rejected(rig: Make
 
 def test_two_cuts_that_the_server_makes_in_another_order_are_rejected_together(rig: Make, server: Loopback) -> None:
     one = rig(server)
-    with pytest.raises(ConfigError, match=r"top_p and min_p cannot be combined.*min_p = 0.0"):
+    with pytest.raises(ConfigError, match=r"top_p and min_p cannot both be set.*min_p = 0.0"):
         one.check(replace(SAMPLING, min_p=0.1))
     one.check(replace(SAMPLING, top_p=1.0, min_p=0.1))
 

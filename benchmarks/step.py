@@ -7,11 +7,10 @@ or, where a workload says so, at any of a set of stop tokens, which spreads thei
 of 16,384 tokens with activations recomputed, without sampling. Each side runs in a process of its own, with the same
 model, adapter, prompts and lengths, the peer with its usual settings. With `--peer trl`, `trl-retrain` is the same
 script with retrain's import; in `trl-vllm`, TRL samples with vLLM on the same GPU. The peer `vllm` only samples, with
-the adapter. `--free` holds memory back, as on a smaller GPU.
-With `--overlap`, complete groups are trained on while others are sampled, and `train` is what is left then.
-Numbers are of the last step of each; with several rounds the sides take turns and the median counts. A peer cut off by
---peer-timeout shows what it had done. `CPU s` is what a step cost all threads of its process, which tells more than
-seconds on a machine that others use.
+the adapter. `--free` holds memory back, as on a smaller GPU. With `--overlap`, complete groups are trained on while
+others are still being sampled, and `train` is the time left after that. Numbers are of the last step of each; with
+several rounds the sides take turns and the median counts. A peer cut off by --peer-timeout shows what it had done. `CPU
+s` is what a step cost all threads of its process, which tells more than seconds on a machine that others use.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ MakeBackend = Callable[[TrainConfig, Tokenizer, Callable[[str], None], Progress]
 """Builds a backend from configuration, tokenizer, log function and progress."""
 
 MAX_REPEATS = 1000
-"""Of one example per step."""
+"""Maximum number of times that a step may use one example."""
 
 
 class TaskSource(Protocol):
@@ -97,9 +97,9 @@ class Parts:
     console: Console
     control: RunControl
     code_digests: Mapping[str, str]
-    """Of the source files that the configuration names, as they were loaded."""
+    """Digests of the source files that the configuration names, as they were loaded."""
     total_examples: int | None = None
-    """Where back pressure decides the number of steps, the examples of all epochs; None ends after max_steps."""
+    """Where back pressure decides the number of steps: the examples of all epochs. None if max_steps ends the run."""
 
 
 @contextmanager

@@ -58,10 +58,10 @@ class Sequential:
         self.taken = Taken()
 
     def begin(self, sepa_lambda: float | None) -> None:
-        """Nothing is taken early."""
+        """Does nothing: no part is taken early."""
 
     def discard(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Overlapped:

@@ -176,7 +176,7 @@ class Scorer:
         return [replace(group, scores_G=tuple(islice(scores, len(group.completions_G)))) for group in groups]
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
-        """None beyond those of every step."""
+        """Always empty: there are no metrics besides those of every step."""
         return {}
 
     def reward_metrics(self) -> Mapping[str, Metric]:

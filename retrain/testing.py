@@ -42,10 +42,10 @@ class ScriptedEngine:
         )
 
     def sync(self, weights: object) -> None:
-        """Nothing: a script has no weights."""
+        """Does nothing: a script has no weights."""
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""
 
 
 class ScriptedChat:

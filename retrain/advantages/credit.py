@@ -1,4 +1,4 @@
-"""Credit assignment on the flattened tokens of a step: measure uncertainty, compute advantages, weigh tokens.
+"""Credit assignment on the flattened tokens of a step: measure uncertainty, compute advantages, weight tokens.
 
 `live_P` marks groups with a signal; the others get zeros, and plugins never see them.
 """

@@ -29,7 +29,7 @@ class AlgorithmContext:
     rewards_G: FloatArray
     logprobs_G: tuple[FloatArray, ...]
     uncertainties_G: tuple[FloatArray, ...]
-    """By `[algorithm] uncertainty_kind`; 0 on tokens that were not sampled."""
+    """Uncertainties of the kind `[algorithm] uncertainty_kind`; 0 on tokens that were not sampled."""
     planning_masks_G: tuple[BoolArray, ...]
     sampled_masks_G: tuple[BoolArray, ...]
     """False on tokens that an environment inserted; values returned there become 0."""

@@ -52,7 +52,7 @@ class Credit:
         return [index for index, state in enumerate(self.states_P) if state == "live"]
 
     def of(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups of the step, each with what its completions earned."""
+        """The groups of the step, each with the advantages of its completions."""
         return [replace(group, advantages_G=a) for group, a in zip(groups, self.episode_advantages_PG, strict=True)]
 
     def metrics(self) -> StepMetrics:

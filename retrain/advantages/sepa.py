@@ -123,7 +123,7 @@ def _variance(execution: FloatArray | float | None) -> float | None:
 
 
 def why_off(sepa: Sepa, steps: int) -> str:
-    """Why SEPA has no effect on a run of so many steps, or ""."""
+    """Why SEPA has no effect on a run with this many steps, or ""."""
     # At step `delay_steps`, counted from 0, lambda is still 0.
     if sepa.schedule != "linear" or steps - 1 > sepa.delay_steps:
         return ""

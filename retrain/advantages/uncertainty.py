@@ -65,7 +65,7 @@ def _predictive_variance(context: UncertaintyContext) -> FloatArray:
 def _shannon_entropy(context: UncertaintyContext) -> FloatArray:
     if context.entropies is None:
         raise ValueError(
-            "shannon_entropy needs the true entropy of every token, and these completions came without. "
+            "shannon_entropy needs the true entropy of every token, and these completions have none. "
             'Try: uncertainty_kind = "surprisal", or an engine that returns entropies.'
         )
     return np.maximum(context.entropies, 0.0)

@@ -39,7 +39,7 @@ RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at
 """Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
 NARROW = ("condition", "mean", "difference", "interval", "p (Holm)")
-"""On a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
+"""Columns on a narrow terminal; the sentence below the table has the verdict and the number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class ComparisonReport:
     higher_is_better: bool
     alpha: float
     level: float
-    """Of one test and of the intervals: alpha, or lower if the campaign could stop early."""
+    """Level of each test and of the intervals: alpha, or lower if the campaign could stop early."""
     notes: list[str]
     noise_floor: NoiseFloor | None
     values: Mapping[str, Mapping[int, float]]
-    """By condition and seed."""
+    """Values by condition and seed."""
     comparisons: list[Comparison]
     by_problem: dict[str, ProblemComparison]
     """The same pairs on the held-out problems, by condition, where every run stored them."""

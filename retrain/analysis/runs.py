@@ -51,7 +51,7 @@ class Measured:
     metric: str
     step: int
     values: Mapping[str, Mapping[int, float]]
-    """By condition and seed, for `retrain.analysis.stats.compare`."""
+    """Values by condition and seed, for `retrain.analysis.stats.compare`."""
     notes: tuple[str, ...] = field(default=())
 
 

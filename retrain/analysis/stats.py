@@ -37,7 +37,7 @@ BOOTSTRAP_DRAWS = 9999
 FIRST_LOOK = 5
 MAX_SEEDS = 1000
 ENOUGH_SEEDS = 5
-"""With fewer, the spread between seeds is too uncertain to plan with."""
+"""Minimum number of seeds; with fewer, the spread between them is too uncertain to plan with."""
 POWER = 0.8
 
 
@@ -65,14 +65,14 @@ class Comparison:
     baseline_mean: float
     test: PairedTest
     p_adjusted: float | None
-    """Over all conditions, by Holm; of a sequential test over all its looks as well."""
+    """p-value corrected for the number of conditions (Holm) and, in a sequential test, for its looks."""
     more_seeds: int | None
     """Additional seeds for 80% power at the observed difference; None when unknown."""
     detectable: float | None
     """The difference that this many seeds detect with 80% power."""
     verdict: Verdict
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
 
     @property
     def sentence(self) -> str:
@@ -139,7 +139,7 @@ class SequentialDecision:
 
 @dataclass(frozen=True)
 class Looks:
-    """The design of a sequential test: a look after each seed from the fifth on, all at the same level."""
+    """The design of a sequential test: a look after the fifth and each later seed, all at the same level."""
 
     max_seeds: int
     comparisons: int

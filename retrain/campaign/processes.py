@@ -90,7 +90,7 @@ class LocalProcesses:
             process.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""
 
 
 class RunProcess:
@@ -111,7 +111,7 @@ class RunProcess:
         )
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """The exit code: None while it is running, negative for a signal."""
         return self.process.poll()
 
     def signal(self, number: int) -> None:

@@ -90,7 +90,7 @@ class SamplingPlan:
     """What sampling will do with the memory that weights and training state leave."""
 
     merging: Merging | None
-    """None in full fine-tuning, and where another process samples."""
+    """How the adapter is merged; None in full fine-tuning, and if another process samples."""
     copies: int
     """Bytes of weights that only sampling uses."""
     cache: int

@@ -44,7 +44,7 @@ class Tolerance:
 
     @property
     def with_drift(self) -> Tolerance:
-        """For rows sampled from older weights."""
+        """The tolerance for rows sampled from older weights."""
         return Tolerance(max(self.largest, DRIFT.largest), max(self.mean, DRIFT.mean), ceiling=False)
 
     @property
@@ -79,21 +79,21 @@ class LogprobGaps:
 
     @classmethod
     def of(cls, datums: Sequence[Datum], sums: FloatArray) -> LogprobGaps:
-        """From (rows, 3): tokens compared, the sum of |Δ|, and the largest."""
+        """Gaps from an array (rows, 3): tokens compared, the sum of |Δ|, and the largest."""
         table = np.asarray(sums, np.float64).reshape(-1, 3)
         groups = np.array([datum.group for datum in datums], np.int64)
         return cls.from_table(np.column_stack([groups, [datum.index for datum in datums], table]))
 
     @classmethod
     def from_table(cls, table: FloatArray) -> LogprobGaps:
-        """From (rows, 5): group, completion, tokens compared, the sum of |Δ|, and the largest."""
+        """Gaps from an array (rows, 5): group, completion, tokens compared, the sum of |Δ|, and the largest."""
         tokens = table[:, 2]
         mean = table[:, 3] / np.maximum(tokens, 1)
         return cls(table[:, 0].astype(int), table[:, 1].astype(int), tokens.astype(int), mean, table[:, 4])
 
     @classmethod
     def between(cls, datums: Sequence[Datum], own: Sequence[FloatArray]) -> LogprobGaps:
-        """From the trainer's log-probs of each row."""
+        """Gaps between the log-probs of the datums and `own`, the trainer's log-probs of each row."""
         rows = []
         for datum, own_T in zip(datums, own, strict=True):
             gap = np.abs(own_T.astype(np.float64) - datum.logprobs_T)[compared(datum)]
@@ -249,7 +249,7 @@ def compared(datum: Datum) -> BoolArray:
 
 
 def sample_unsignalled(datums: Sequence[Datum], trained_tokens: int, seed: int) -> list[Datum]:
-    """A random sample of rows that are not trained on: at least one, about 1% of the trained tokens."""
+    """A random sample of untrained rows: 1 to 16, until they have 1% as many tokens as are trained on."""
     chosen: list[Datum] = []
     left = trained_tokens / 100
     for at in np.random.default_rng(seed).permutation(len(datums)):

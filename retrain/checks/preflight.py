@@ -136,7 +136,7 @@ def known_context(config: TrainConfig) -> int | None:
 
 
 def packages_by_option(config: TrainConfig | None) -> dict[str, dict[str, bool]]:
-    """By package: the settings that need it, and whether the configuration has each of them."""
+    """For each package, the settings that need it and whether the configuration has each of them."""
     values = values_of(config) if config is not None else {}
     found: dict[str, dict[str, bool]] = {}
     for option in all_options():

@@ -76,7 +76,7 @@ def code_digests(config: TrainConfig) -> dict[str, str]:
 
 
 def _digest(module: str, search_paths: Sequence[str]) -> str:
-    """Of the source of a module, or of all modules of its package; empty if there is none."""
+    """A digest of the source of a module, or of all modules of its package; empty if there is none."""
     file = find_source(module.partition(".")[0], search_paths) or find_source(module, search_paths)
     if file is None:
         return ""
@@ -109,8 +109,8 @@ def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         every = found.args
         if "completions" in [each.arg for each in (*every.posonlyargs, *every.args, *every.kwonlyargs)]:
-            text = f"= {json.dumps(name)} takes a list of completions, like a reward function of TRL."
-            hint = f"Try: def {name}(response, reference), which scores one response; `retrain grpo` takes those of TRL"
+            text = f"= {json.dumps(name)} takes a list of completions, like TRL's reward functions."
+            hint = f"Try: def {name}(response, reference), which scores one response; `retrain grpo` accepts TRL's"
             yield ConfigIssue(where, text, hint)
         elif (
             not found.decorator_list and every.vararg is None and len(every.posonlyargs) + len(every.args) < _ARGUMENTS

@@ -34,7 +34,7 @@ class Step(TypedDict):
     roofline_sample_seconds: float | None
     roofline_train_seconds: float | None
     seconds_by_card: dict[str, float]
-    """If only the GPU's memory is known: by roofline, on GPUs with as much."""
+    """Roofline estimates for GPUs with the same memory, if only the memory of the GPU is known."""
 
 
 class Run(TypedDict):
@@ -43,7 +43,7 @@ class Run(TypedDict):
     steps: int | None
     evaluations: int | None
     evaluation_seconds: float | None
-    """Of one evaluation, measured."""
+    """Measured time of one evaluation."""
     seconds: float | None
     """Includes evaluations if their time was measured."""
 

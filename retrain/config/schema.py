@@ -88,6 +88,6 @@ class TrainConfig(Section):
 
     @property
     def samples_separately(self) -> bool:
-        """Whether completions are sampled on another device than the one that trains, so that both can overlap."""
+        """Whether sampling and training run on different devices, so that they can overlap."""
         several = "," in self.backend.devices
         return self.backend.backend != "local" or several or self.inference.engine in SERVER_ENGINES

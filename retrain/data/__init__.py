@@ -54,12 +54,12 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
     except (Exception, SystemExit) as error:
         raise PluginError(f"data source {section.source!r} raised {error!r} when it was created.") from error
     if not isinstance(source, DataSource):
-        raise PluginError(f"data source {section.source!r} made {source!r}, which has no load method.")
+        raise PluginError(f"data source {section.source!r} returned {source!r}, which has no load method.")
     return source
 
 
 def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Sequence[Example]:
-    """Build the source and load it; raises if it has no examples or something else in it."""
+    """Build the source and load it; raises if it is empty or contains anything other than examples."""
     who = f"data source {section.source!r}"
     source = build_source(section, search_paths)
     try:

@@ -41,7 +41,7 @@ def load_rows(id: str, subset: str, split: str) -> list[Row]:
     name = f"{id} ({subset})" if subset else id
     try:
         dataset = datasets.load_dataset(id, subset or None, split=split)
-    # Missing, private, offline, invalid subset or split, full disk: each raises another exception, in three libraries.
+    # Missing, private, offline, invalid subset or split, full disk: each raises a different exception.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(

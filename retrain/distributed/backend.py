@@ -47,7 +47,7 @@ class RankedEngine:
         return [*drawn, *(group for rank in sorted(samples) for group in results[rank])]
 
     def sync(self, weights: object) -> None:
-        """Nothing: the backend syncs every rank before it returns this engine."""
+        """Does nothing: the backend syncs every rank before it returns this engine."""
 
     def shutdown(self) -> None:
         """Shut down this rank's engine; the other ranks shut down their own."""

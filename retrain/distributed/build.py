@@ -30,14 +30,14 @@ class NoEngine:
     """Engine of a rank that only trains."""
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
-        """Never called."""
+        """Raises: this rank does not sample."""
         raise AssertionError("this rank does not sample")
 
     def sync(self, weights: object) -> None:
-        """Nothing: rank 0 sends weights to the server."""
+        """Does nothing: rank 0 sends weights to the server."""
 
     def shutdown(self) -> None:
-        """Nothing to free."""
+        """Does nothing: there is nothing to free."""
 
 
 def find_device(config: TrainConfig, rank_info: RankInfo, log: Callable[[str], None]) -> torch.device:

@@ -1,7 +1,7 @@
 """FSDP2: decoder layers, their gradients and optimizer states are sharded over the ranks.
 
 Embeddings, the last norm and the head are replicated: they run on slices of tokens, a different number of times per
-rank, and a collective must be called equally often by all ranks.
+rank, and a collective must be called the same number of times by all ranks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ShardedOptimizer(MasterOptimizer):
         super().gather()
 
     def norm(self) -> Tensor:
-        """Over all shards; replicated parameters count once."""
+        """The gradient norm over all shards; replicated parameters count once."""
         replicated = {id(master) for master in self.replicated}
         squares = torch.zeros(2, dtype=torch.float32, device=self.masters[0].device)
         for master in self.masters:
@@ -135,7 +135,7 @@ class ShardedReference(Reference):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the reference weights in for a while."""
+        """Swap the reference weights in for the duration of the context."""
         own = [part.detach().clone() for part in self.parameters]
         try:
             self._put(self.tensors)
@@ -151,7 +151,7 @@ class ShardedReference(Reference):
 
 
 class ShardedLearner(RankedLearner):
-    """A Learner over sharded layers. Passes are collectives: every rank must run equally many, whatever its share.
+    """A Learner over sharded layers. Passes are collectives: every rank must run the same number, whatever its share.
 
     `mirror` is a full policy to sample from and save, where needed.
     """
@@ -166,7 +166,7 @@ class ShardedLearner(RankedLearner):
         self.mirror = mirror
 
     def warm_up(self, ways: set[str]) -> None:
-        """Nothing: ranks would warm up at different times, and each pass waits for all of them."""
+        """Does nothing: ranks would warm up at different times, and each pass waits for all of them."""
 
     def replicated(self) -> list[nn.Parameter]:
         """Masters of replicated parameters."""

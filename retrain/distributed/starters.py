@@ -34,7 +34,7 @@ _TORCHRUN = """\
 # One machine:
 #   sh {folder}/torchrun.sh config.toml
 # Several machines: the same line on each, with NODES set to their number and HEAD to the address of the first.
-# log_dir must lie on a file system that all of them share.
+# log_dir must be on a file system that all of them share.
 exec torchrun --nnodes "${{NODES:-1}}" --nproc-per-node "${{PROCESSES:-{processes}}}" \\
   --rdzv-backend c10d --rdzv-endpoint "${{HEAD:-localhost}}:29500" --rdzv-id "${{RUN_ID:-retrain}}" \\
   -m retrain "$@"

@@ -2,7 +2,8 @@
 
 An environment has two methods: `examples` lists its tasks, `rollout` runs one of them once. It talks to the policy
 through a `Chat`, which keeps the token ids; it never sees a tokenizer, an engine or another rollout. A provider, named
-by `[environment] provider`, is a function or class that takes the `[environment]` table and returns an environment.
+by `[environment] provider`, is a function or class that takes the `[environment]` table and a log function, and returns
+an environment.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     # An installed provider may import a module of the user by its id.
     make_importable(search_paths)
     if not callable(provider):
-        raise PluginError(f"{who} is {provider!r}; it must be a function or class that takes the [environment] table.")
+        raise PluginError(f"{who} is {provider!r}; it must be a function or class callable as f(section, log).")
     try:
         environment = provider(section, log)
     except RetrainError:

@@ -1,8 +1,8 @@
 """A conversation with the policy that keeps every token as it was sampled.
 
 Each turn extends the tokens of earlier turns by what the chat template adds. Where the template rewrites earlier
-messages, as some do with thoughts, or the environment passes another history, the turn starts a new branch, which is
-trained as a separate row.
+messages, as some do with thinking, or the environment passes a different history, the turn starts a new branch, which
+is trained as a separate row.
 """
 
 from __future__ import annotations

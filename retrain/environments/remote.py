@@ -1,7 +1,7 @@
 """An environment in a separate process, which can be killed when it hangs.
 
-A thread cannot stop code that never returns and never releases the GIL, so the environment runs in another process.
-When that does not respond for `timeout_s`, or dies, the rollouts that were running in it have failed; the others are
+A thread cannot stop code that never returns and never releases the GIL, so the environment runs in another process. If
+that process does not respond for `timeout_s`, or dies, the rollouts that were running in it have failed; the others are
 restarted in a new process, where their earlier turns get the same replies as before.
 """
 

@@ -103,7 +103,7 @@ class EnvironmentRunner:
         }
 
     def reward_metrics(self) -> StepMetrics:
-        """None: the environment scores, and reports with each rollout."""
+        """Always empty: the environment scores, and reports metrics with each rollout."""
         return {}
 
     def close(self) -> None:

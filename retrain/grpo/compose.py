@@ -81,7 +81,7 @@ def _as_hydra(root: Path, given: str, after: str) -> str:
         value = value or ("" if "=" in after else after) or "VALUE"
         raise ConfigError(f"{key} is not an option of retrain grpo.  Try: {key.lstrip('-').replace('-', '_')}={value}")
     if not sign:
-        raise ConfigError(f"{given!r} is no setting.  Try: key=value")
+        raise ConfigError(f"{given!r} is not a setting.  Try: key=value")
     if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():
         return given
     return f"++{given}"

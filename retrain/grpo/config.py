@@ -1,4 +1,4 @@
-"""GRPOConfig: TRL's, with the parameters and defaults that TRL does not have."""
+"""GRPOConfig: TRL's class with additional parameters and different defaults."""
 
 # ruff: noqa: RUF009  (`_new` makes a field)
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
     model_init_kwargs: dict[str, Any] | str | None = _new(None, "Arguments of `from_pretrained`.")
     ref_model_mixup_alpha: float = _new(0.9, "Weight of the policy when the reference model is synchronized.")
     ref_model_sync_steps: int = _new(64, "Steps between synchronizations of the reference model.")
-    offload_untrained_models: bool = _new(False, "Keep reference and reward models on the CPU except in use.")
+    offload_untrained_models: bool = _new(False, "Keep reference and reward models on the CPU while not in use.")
     backprop_accumulation_steps: PositiveInt | None = _new(
         None, "Parts that the backward pass of a batch is split into."
     )
@@ -130,7 +130,7 @@ class GRPOConfig(trl.GRPOConfig):  # type: ignore[misc]
 
 
 def add_missing_fields(args: trl.GRPOConfig) -> None:
-    """Let a plain `trl.GRPOConfig` be used: what it does not have is off."""
+    """Add the parameters that a plain `trl.GRPOConfig` lacks, with values that switch them off."""
     theirs = {each.name for each in fields(trl.GRPOConfig)}
     for each in fields(GRPOConfig):
         if each.name not in theirs:
@@ -138,7 +138,7 @@ def add_missing_fields(args: trl.GRPOConfig) -> None:
 
 
 def different_defaults(args: trl.GRPOConfig) -> dict[str, tuple[Any, Any]]:
-    """Arguments that have our default where TRL's is another one: name, ours and TRL's."""
+    """Arguments left at our default where TRL's differs: name, our default and TRL's."""
     theirs = {each.name: each.default for each in fields(trl.GRPOConfig)}
     own = {
         each.name: each.default for each in fields(GRPOConfig) if theirs.get(each.name, each.default) != each.default

@@ -25,13 +25,13 @@ SUPPORTED = {
     "pad_token_id", "bos_token_id", "disable_compile", "transformers_version", "use_cache", "_from_model_config",
     "max_length",
 }  # fmt: skip
-# Values of the other settings that change nothing; so do None, False and empty values.
+# Values of the other settings that have no effect; None, False and empty values have none either.
 NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "length_penalty": 1.0, "typical_p": 1.0,
     "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
     "diversity_penalty": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
 }  # fmt: skip
-# Their values where sampling is defined; transformers rejects most others.
+# The range in which each sampling setting is defined; transformers rejects most other values.
 VALID: dict[str, Callable[[float], bool]] = {
     "temperature": lambda value: value > 0,
     "top_p": lambda value: 0 < value <= 1,
@@ -43,7 +43,7 @@ VALID: dict[str, Callable[[float], bool]] = {
 FREE_SHARE = 0.4
 
 
-# LoRA options whose effect a merged matrix does not have.
+# LoRA options whose effect cannot be merged into a matrix.
 SPECIAL_LORA = (
     "use_dora", "target_parameters", "lora_bias", "modules_to_save", "alora_invocation_tokens",
     "trainable_token_indices",
@@ -51,11 +51,11 @@ SPECIAL_LORA = (
 
 
 class UnsupportedModelError(Exception):
-    """Why the engine cannot sample from this model or with these settings."""
+    """The engine cannot sample from this model or with these settings; the message says why."""
 
 
 class PromptLengthError(Exception):
-    """A batch has a prompt that the engine cannot take."""
+    """A batch has a prompt that is empty or fills the context."""
 
 
 class TrainerEngine:
@@ -70,7 +70,7 @@ class TrainerEngine:
         policy = Policy(model, device, int(context), ())
         if policy.dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedModelError(f"its weights are {policy.dtype}")
-        # Weights in float32 that are trained under bf16 autocast are sampled in bf16, too.
+        # float32 weights that are trained under bf16 autocast are also sampled in bf16.
         inference = Inference(dtype="bf16") if in_bf16 and policy.dtype == torch.float32 else Inference()
         try:
             self.engine = PyTorchEngine(policy, inference, tokenizer, lambda *_: None)
@@ -138,7 +138,7 @@ def _is_neutral(key: str, value: object) -> bool:
 
 
 def _fingerprint(model: nn.Module) -> list[tuple[object, ...]]:
-    """What the engine takes from a model once: modules with their hooks, the storage of tensors, which are trained."""
+    """What the engine reads from a model only once: modules, hooks, storage of tensors, and which are trained."""
     modules = [(id(module), len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     tensors = [(id(each), each.data_ptr(), each.requires_grad) for each in (*model.parameters(), *model.buffers())]
     return [*modules, *tensors, tuple(model.active_adapters) if isinstance(model, PeftModel) else ()]

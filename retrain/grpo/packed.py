@@ -1,4 +1,4 @@
-"""Log-probs of TRL's batches without padding: rows are packed, and rows of one prompt share it.
+"""Log-probs of TRL's batches without padding: rows are packed, and rows with the same prompt share it.
 
 The forward pass goes through the model as TRL wrapped it (PEFT, DDP, DeepSpeed, FSDP) and ends in TRL's fused head.
 """
@@ -96,7 +96,7 @@ class AttentionSwitch:
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Run forward passes over packed rows."""
+        """Context in which forward passes are over packed rows."""
         self.config._attn_implementation = self.name
         token = _is_packed.set(True)
         try:
@@ -110,7 +110,7 @@ class AttentionSwitch:
             self.config._attn_implementation = self.original
 
     def fits(self, config: Any) -> bool:
-        """Whether this switch was made for a configuration as it is now."""
+        """Whether this switch was made for this configuration, and its attention has not been replaced since."""
         selected = self.config._attn_implementation
         return config.get_text_config() is self.config and selected in (self.original, self.name)
 
@@ -148,7 +148,7 @@ def _choose_attention(own: Any) -> Any:
 
 def _choose_mask(own: Any) -> Any:
     def make(*arguments: Any, **options: Any) -> Any:
-        # Spans say who sees whom; a mask over a packed row would be quadratic in its length.
+        # Spans define which tokens attend to which; a mask over a packed row would be quadratic in its length.
         return None if _is_packed.get() else own(*arguments, **options)
 
     return make

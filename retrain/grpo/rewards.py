@@ -1,4 +1,4 @@
-"""Reward functions of a YAML run: retrain's by name, and functions of the user."""
+"""Reward functions of a YAML run: retrain's by name, and the user's own functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrain.rewards import BatchReward, Item, build_reward
 
 
 class NamedReward:
-    """One of retrain's rewards as a reward function of TRL: compares completions with the column `answer`."""
+    """One of retrain's rewards as a TRL reward function: compares completions with the column `answer`."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name

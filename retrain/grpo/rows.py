@@ -19,7 +19,7 @@ PROMPTS = (*PROMPT_FIELDS, "text")
 ANSWERS = (*ANSWER_FIELDS, "ground_truth")
 COMPLETIONS = ("completion", *ANSWERS)
 ENDLESS = 4096
-"""Examples of a set that never ends, without max_train_examples."""
+"""Number of examples taken from an endless dataset if max_train_examples is not set."""
 
 Row = dict[str, Any]
 
@@ -76,7 +76,7 @@ def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     if conversation and not run.prompt_column:
         return {"prompt": _messages(conversation[:-1], run), "completion": [conversation[-1]]}
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    # A text alone is trained on from its first token, unless only completions are to be.
+    # A row with only `text` is trained on from its first token, unless training is on completions only.
     needs_completion = prompt != "text" or bool(run.completion_only_training)
     completion = _pick(row, run.answer_column, COMPLETIONS, number, needs_completion)
     if not completion:

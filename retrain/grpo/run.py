@@ -42,7 +42,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     is_resumable = any(Path(args.output_dir).glob("checkpoint-*"))
     if not args.resume_from_checkpoint and (is_resumable or (Path(args.output_dir) / TRAINER_STATE_NAME).exists()):
         resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
-        say(f"Warning: {args.output_dir} holds an earlier run and is written to again.  Try: {resume}output_dir=…")
+        say(f"Warning: {args.output_dir} already contains an earlier run.  Try: {resume}output_dir=…")
     checkpoint = choose_checkpoint(args.output_dir, args.resume_from_checkpoint)
     for line in describe_resume(checkpoint, args.learning_rate) if checkpoint is not None else ():
         say(line)
@@ -75,8 +75,8 @@ def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None
 
 
 def describe_resume(checkpoint: Path, learning_rate: float) -> Iterator[str]:
-    """What is resumed, and that a learning rate has no effect which differs from that of the checkpoint."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # transformers says what it misses
+    """Lines that say what is resumed, and that a learning rate other than the checkpoint's has no effect."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # transformers reports what is missing
         step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
         yield f"Resuming from {checkpoint} at step {step}."
     if (checkpoint / SCHEDULER_NAME).is_file():
@@ -94,7 +94,7 @@ def build_trainer(settings: Mapping[str, Any]) -> Any:
     is_sft = run.trainer_type == "sft"
     more = {} if is_sft else {"reward_funcs": load_rewards(run.reward_funcs)}
     try:
-        # Before the model: with ZeRO-3, models that are loaded later are sharded at once.
+        # Created before the model: with ZeRO-3, models that are loaded later are sharded immediately.
         args = (trl.SFTConfig if is_sft else GRPOConfig)(**_complete(arguments, run))
         train_rows = load_rows(run, run.train_split or "train", run.max_train_examples, is_sft)
         held_out = load_rows(run, run.val_split, run.max_val_examples, is_sft) if run.val_split else []
@@ -154,7 +154,7 @@ def read_lora(run: RunSettings) -> LoraConfig | None:
 
 
 def load_tokenizer(run: RunSettings) -> Any:
-    """The model's tokenizer, made with the given arguments."""
+    """The model's tokenizer, loaded with the given arguments."""
     name = run.model_name_or_path
     try:
         return AutoTokenizer.from_pretrained(resolve_model(name), **(run.tokenizer_kwargs or {}))

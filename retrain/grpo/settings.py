@@ -22,7 +22,7 @@ from retrain.plugins import REGISTRIES, import_path
 from retrain.runtime.packages import missing
 
 TESTED = ("1.16", "1.17")
-"""From the first of these TRL versions up to, but not including, the second."""
+"""Supported TRL versions: from the first, up to but not including the second."""
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
@@ -47,7 +47,7 @@ TYPE_NAMES = {
     list[float]: "a list of numbers",
     dict[str, Any]: "a table",
 }
-# In messages of parts that TOML runs share: what an option is called here.
+# Names of options in messages of code shared with TOML runs, and the corresponding settings here.
 TOML_NAMES = {
     "[model] model": "model_name_or_path",
     '[data] source = "jsonl" and path': "dataset_id_or_path",
@@ -134,12 +134,12 @@ def read_arguments(kind: str) -> dict[str, Any]:
 
 
 def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigIssue]]:
-    """The values of the declared types, and what is wrong: a number that YAML read as a string is a number."""
+    """The values converted to their declared types (YAML reads some numbers as strings), and the issues found."""
     checked, issues = {}, []
     for key, value in values.items():
         words = _type_words(hints[key])
         try:
-            # pydantic would take a flag for 0 or 1.
+            # pydantic would read a flag as 0 or 1.
             is_wrong_flag = isinstance(value, bool) and words and TYPE_NAMES[bool] not in words
             checked[key] = TypeAdapter(hints[key]).validate_python(value, strict=bool(is_wrong_flag))
         except ValidationError as error:
@@ -189,7 +189,7 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
 
 
 def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:
-    """A missing file, and splits of data that has none: each would be the full dataset again."""
+    """Issues: a missing file, or a split of data without splits, which would load the full dataset."""
     path = Path(run.dataset_id_or_path).expanduser()
     if path.suffix in FILES and not path.exists():
         return [ConfigIssue("dataset_id_or_path:", f"there is no file {path} (looked in {Path.cwd()}).")]

@@ -1,4 +1,4 @@
-"""Adaptive teaching in TRL's trainer: completions are teaching, rewarded by what a frozen student makes of them."""
+"""Adaptive teaching in TRL's trainer: completions are teaching, rewarded for how much they help a frozen student."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TeachingRun:
 
 
 def _student(trainer: GRPOTrainer, is_sharded: bool) -> Policy:
-    """The base model over the trained model's tensors, or a model of its own."""
+    """The base model over the trained model's tensors, or a separate model."""
     args, device = trainer.args, trainer.accelerator.device
     model = trainer.accelerator.unwrap_model(trainer.model)
     if args.student_model is None and isinstance(model, PeftModel) and not is_sharded:
@@ -131,7 +131,7 @@ def _example(row: Row) -> Example:
 
 @contextmanager
 def _unsharded(plugin: Any) -> Iterator[None]:
-    """Load a model as a whole where DeepSpeed would shard it."""
+    """Load models unsharded inside the context, where DeepSpeed would shard them."""
     unset_hf_deepspeed_config()
     try:
         yield

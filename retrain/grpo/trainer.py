@@ -1,6 +1,6 @@
 """GRPOTrainer: TRL's trainer that samples with retrain's engine and computes log-probs over packed rows.
 
-Everything else is TRL's. Where one of the two cannot serve, TRL's own is used and one line says so.
+Everything else is TRL's. Where one of the two cannot be used, TRL's own code runs, and one line says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from retrain.types import Sampling
 
 # Completions and tokens per completion that sampling is checked with.
 ROWS_CHECKED, TOKENS_CHECKED = 2, 16
-# Largest mean difference of log-probs to TRL's forward pass, by precision.
+# Largest mean difference in log-probs from TRL's forward pass, by precision.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 GENERATE = GenerationMixin.generate
@@ -103,7 +103,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
 
     @property
     def _has_own_generate(self) -> bool:
-        """Whether somebody replaced the model's `generate`, which then must be called. FSDP does so, too."""
+        """Whether the model's `generate` was replaced, as FSDP does; it must then be called."""
         is_replaced = "generate" in vars(self.accelerator.unwrap_model(self.model)) and not self.is_sharded
         return is_replaced or type(self._causal_lm).generate is not GENERATE
 
@@ -141,7 +141,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             self._has_logprobs = logprobs is not None
             return ids, logprobs
         except PromptLengthError as error:
-            logger.warning_once(f"Using TRL for sampling of this batch: {error}.")
+            logger.warning_once(f"Using TRL to sample this batch: {error}.")
         except UnsupportedModelError as error:
             self._use_trl("sampling", str(error))
         except (torch.OutOfMemoryError, SamplingMemoryError):
@@ -183,7 +183,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         context = self._engine.engine.policy.context_length
         if max(map(len, prompt_ids)) + sampling.max_tokens > context:
             logger.warning_once(f"Completions end at the model's context of {context} tokens.")
-        # Only now: a call that TRL answers must leave PyTorch's state as TRL would.
+        # Drawn last: a call that falls back to TRL must leave the random state as TRL would.
         sampling = replace(sampling, seed=int(torch.randint(1 << 31, ())))
         completions = self._engine.generate(prompt_ids, sampling, stops)
         ids = [_cut_after(completion.token_ids_T.tolist(), self.eos_token_ids) for completion in completions]
@@ -214,7 +214,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(self, model: Any, *more: Any, **others: Any) -> Any:
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model, *more, **others)
         if self._is_policy(model) and not self._attention.fits(self._causal_lm.config):
-            # Somebody replaced the model or its attention.
+            # The model or its attention was replaced.
             self._attention, self._is_packing_checked = AttentionSwitch(self._causal_lm.config), False
         attention = self._attention if self._is_policy(model) else self._reference
         if "log-probs" in self._reasons or attention is None or attention.reason:
@@ -276,12 +276,12 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     def _check_packing(self, model: Any, device: torch.device) -> None:
         """Compare packed rows with TRL's forward pass, once.
 
-        Fixed rows, so that all processes run the same passes, whatever their batches are like.
+        The rows are fixed, so that all processes run the same passes, whatever their batches are like.
         """
         ids = torch.arange(30, device=device).view(3, 10) % self._causal_lm.config.get_text_config().vocab_size
         ids[1, :6], mask, keep = ids[0, :6], torch.ones_like(ids), 4
         mask[2, :3], mask[1, 9:] = 0, 0
-        # Shapes of no batch: kernels for them would be compiled for nothing.
+        # These shapes occur in no batch: compiling kernels for them would be wasted.
         with torch.no_grad(), _evaluating(self.model), traced_only(self._causal_lm):
             theirs = super()._get_per_token_logps_and_entropies(model, ids, mask, keep)[0]
             try:
@@ -305,14 +305,14 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
     # The step.
 
     def training_step(self, *arguments: Any, **others: Any) -> Any:
-        """TRL's, after which the model has its own attention again."""
+        """Run TRL's training step, then restore the model's own attention."""
         try:
             return super().training_step(*arguments, **others)
         finally:
             self._attention.restore()
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """TRL's, and the ratio of the trained policy to the one that sampled."""
+        """TRL's loss; also logs the ratio of the trained policy to the one that sampled."""
         self._newest_logps = None
         loss = super()._compute_loss(model, inputs)
         sampled = inputs.get("sampling_per_token_logps")
@@ -321,7 +321,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             ratio = (self._newest_logps - sampled).clamp(-20, 20).exp()[mask > 0]
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in (("mean", ratio.mean()), ("max", ratio.max())) if len(ratio) else ():
-                # Of this process only: another one may have no rows here, and would not take part in a collective.
+                # Over this process only: another one may have no rows here, and would not join a collective.
                 metrics[f"importance_ratio/{name}"].append(value.item())
         return loss
 
@@ -390,7 +390,7 @@ def _cut_after(ids: list[int], stops: Sequence[int]) -> list[int]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Run without dropout; every module's mode is restored."""
+    """Disable dropout inside the context; every module's mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -401,7 +401,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _vllm_precision(dtype: str) -> AbstractContextManager[Any]:
-    """Let TRL create vLLM with this precision, which it has no argument for."""
+    """Context in which TRL creates vLLM with this precision, for which it has no argument."""
     if dtype == "auto":
         return nullcontext()
     from trl.generation import vllm_generation  # noqa: PLC0415  (vLLM is optional)
@@ -410,7 +410,7 @@ def _vllm_precision(dtype: str) -> AbstractContextManager[Any]:
 
 
 def _offload(models: Sequence[object], device: torch.device) -> None:
-    """Keep modules on the CPU, and on the device while they run."""
+    """Keep modules on the CPU, except while they run on the device."""
     for model in models:
         if isinstance(model, nn.Module):
             model.to("cpu")

@@ -82,7 +82,7 @@ class Measured(Protocol):
 
     @property
     def mismatch_at_start(self) -> float:
-        """Mean difference to the trainer's log-probs under the same weights."""
+        """Mean difference from the trainer's log-probs under the same weights."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Servers started with `max serve`.
 
-MAX in this process could not be trained with. In 26.7.0 offline inference is one private class, LLM in
+MAX cannot be used for training in this process. In 26.7.0 offline inference is one private class, LLM in
 max._entrypoints.llm: its generate() takes text and a length, gives text, and has no seed, temperature or adapter.
 """
 

@@ -3,8 +3,8 @@
 Third-party code may start processes in new sessions, hold the GIL forever or crash: no thread of its process can clean
 up after that, and no signal to a process group reaches everything. So the process started here forks. The child runs
 the third-party code. The parent, the guard, runs none of it; it waits until the child exits or the training process
-closes its end of a pipe, which also happens when that dies, and then kills all descendants. On Linux the guard is a
-subreaper, so nothing escapes it; elsewhere it kills the process group.
+closes its end of a pipe, which also happens when that process dies, and then kills all descendants. On Linux the guard
+is a subreaper, so nothing escapes it; elsewhere it kills the process group.
 """
 
 from __future__ import annotations

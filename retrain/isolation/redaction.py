@@ -90,7 +90,7 @@ def _hide(text: str, secrets: re.Pattern[str] | None) -> str:
 
 
 def public_environment(passed: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that foreign code may see: those that hold no key, and those that the user passes on."""
+    """The variables that third-party code may see: those that hold no key, and those that the user passes on."""
     given = {name: value for name, value in os.environ.items() if _is_named(name, PUBLIC_VARIABLES)}
     harmless = {name: value for name, value in given.items() if not _IN_URL.search(value)}
     return harmless | {name: value for name, value in os.environ.items() if _is_named(name, passed)}

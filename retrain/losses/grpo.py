@@ -12,5 +12,5 @@ class GRPO(PPO):
     average = SEQUENCE_MEAN
 
     def on_tinker(self) -> None:
-        """None: the service does not average over sequences."""
+        """Always None: the service does not average over sequences."""
         return

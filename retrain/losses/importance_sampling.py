@@ -21,7 +21,7 @@ class ImportanceSampling(PolicyLoss):
         return cap(batch.ratios(), self.settings) * batch.advantages
 
     def on_tinker(self) -> TinkerLoss:
-        """With a cap it is sent as cispo: sg(min(ratio, cap)) · A · ∇logp is the gradient of both; values differ."""
+        """The service's loss. With a cap, it is cispo: same gradient, sg(min(ratio, cap)) · A · ∇logp, other values."""
         if not self.settings.ratio_cap:
             return TinkerLoss("importance_sampling")
         return TinkerLoss("cispo", (0.0, self.settings.ratio_cap), same_value=False)

@@ -209,7 +209,10 @@ _pass = _ForwardPass()
 
 @contextmanager
 def attending(attend: Attention) -> Iterator[None]:
-    """One forward pass of a sampling model in this thread. Layers run in order: `find_attention_fallback` checks it."""
+    """Context for one forward pass of a sampling model in this thread.
+
+    Layers must run in order, which `find_attention_fallback` checks.
+    """
     _pass.attend, _pass.layer = attend, 0
     try:
         yield

@@ -75,7 +75,7 @@ class CausalLM(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device that holds its weights."""
         ...
 
     def __call__(self, **inputs: object) -> CausalLMOutput:

@@ -44,7 +44,7 @@ class Determinism:
         settings = policy.causal_lm.config.get_text_config()
         self.heads = int(settings.num_attention_heads)
         self.width = self.heads * int(settings.to_dict().get("head_dim") or settings.hidden_size // self.heads)
-        """Of the attention output: all heads."""
+        """Width of the attention output, over all heads."""
         layers = decoder_layers(policy.adapted)
         self.layer_size = sum(p.numel() for layer in layers for p in layer.parameters()) / policy.layers
         self.processors = 0

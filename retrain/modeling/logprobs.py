@@ -113,7 +113,7 @@ def _normalize(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Ten
 def _differentiate(
     logits: Tensor, targets: Tensor, normalizers: Tensor, temperature: float, gradient: Tensor | None = None
 ) -> Tensor:
-    """Of the log-probs by the logits, times a gradient."""
+    """The derivative of the log-probs with respect to the logits, times a gradient."""
     probabilities = (logits.float() / temperature - normalizers[:, None]).exp()
     tokens = torch.arange(logits.shape[1], device=logits.device)
     slope = (tokens[None, :] == targets[:, None]).float() - probabilities

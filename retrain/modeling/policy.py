@@ -53,7 +53,7 @@ class Policy:
     tokenizer: Tokenizer | None = None
     """Saved with a fully fine-tuned model, so that its folder can be loaded."""
     is_trained_while_sampled: bool = False
-    """Whether another policy trains over the same frozen tensors while this one is sampled from."""
+    """Whether another policy trains over the same frozen tensors while this one is being sampled from."""
 
     def __post_init__(self) -> None:
         self.turns = FairLock()
@@ -68,7 +68,7 @@ class Policy:
         parameter = next(self.causal_lm.parameters())
         self.dtype: torch.dtype = parameter.dtype
         self.quantization = next((layer.kind for layer in quantized_layers(module_of(self.causal_lm))), "none")
-        """Of the base model's matrices, as in `[model] quantization`."""
+        """Quantization of the base model's matrices, as in `[model] quantization`."""
         # Read once: `to_dict` copies, and `head` runs for every token.
         settings = self.causal_lm.config.get_text_config().to_dict()
         self.logits_divisor: float | None = settings.get("logits_scaling")

@@ -26,7 +26,8 @@ from retrain.modeling.torch_internals import CudnnAttention, FlashAttention, any
 # Largest head size of flash attention; sizes are multiples of 8.
 _MAX_FLASH_HEAD = 256
 _MAX_CUDNN_HEAD = 128
-# From this length on, cuDNN's attention is faster (H200: twice as fast at 9,000 tokens), and lengths that it sees.
+# Length at which cuDNN's attention becomes faster (H200: twice as fast at 9,000 tokens), and the step to which lengths
+# are rounded up for it.
 LONG = 2048
 LENGTH_STEP = 512
 HUGE = 1e30

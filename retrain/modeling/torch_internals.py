@@ -195,7 +195,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def compiled_with(module: nn.Module, backend: str) -> Iterator[None]:
-    """Compile a module with another backend for a while; what was compiled before is kept."""
+    """Compile a module with another backend inside the context; what was compiled before is kept."""
     kept = module._compiled_call_impl
     module.compile(backend=backend)
     try:
@@ -206,7 +206,7 @@ def compiled_with(module: nn.Module, backend: str) -> Iterator[None]:
 
 @contextmanager
 def varying(module: nn.Module, dimension: int) -> Iterator[None]:
-    """Calls of a compiled module tell the compiler that this dimension of every tensor argument varies."""
+    """Tell the compiler, in calls of a compiled module, that this dimension of every tensor argument varies."""
     kept = module._compiled_call_impl
     assert kept is not None
 

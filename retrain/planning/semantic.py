@@ -77,7 +77,7 @@ class SemanticDetector:
         """The detector for `[planning] model` and `threshold`."""
         if strategic_grams.strip():
             raise ConfigError(
-                '[logging] strategic_grams is used by the regex detector only, and [planning] detector = "semantic".  '
+                '[logging] strategic_grams is used only by the regex detector, but [planning] detector = "semantic".  '
                 "Try: leave out one of the two"
             )
         return cls(planning.model, planning.threshold)

@@ -65,7 +65,7 @@ class Columns:
         return _size_for(len(self))
 
     def buckets(self, since: int = 0) -> JsonObject:
-        """The buckets from row `since` on, which is rounded down to the start of a bucket."""
+        """The bucket that contains row `since`, and all later ones."""
         size = self.bucket_size()
         start = since // size * size
         return {"size": size, "rows": len(self), "from": start // size} | self._curves(start, len(self), size)
@@ -145,7 +145,7 @@ class Columns:
         column.frombytes(numbers.clip(-3e38, 3e38).astype(np.float32).tobytes())
 
     def _cut(self, step: int) -> None:
-        """Remove everything from a step on."""
+        """Remove this step and all later ones."""
         if not self.steps or step > self.steps[-1]:
             return
         keep = bisect_left(self.steps, step)
@@ -184,7 +184,7 @@ def _round(values: FloatArray) -> list[float | None]:
 
 
 def _to_numbers(values: Sequence[object]) -> FloatArray:
-    """Numbers as an array; NaN for None, and where a value is no number."""
+    """Numbers as an array; NaN for None and anything else that is not a number."""
     try:
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

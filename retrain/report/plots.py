@@ -27,7 +27,7 @@ CURVES = {
 }
 
 HEIGHT = 3.6
-"""Of a plot without its legend, in inches."""
+"""Height of a plot without its legend, in inches."""
 LEGEND_ENTRIES = 8
 LABEL_CHARACTERS = 76
 

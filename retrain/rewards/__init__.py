@@ -49,7 +49,7 @@ class Reward(Protocol):
     """Scores a response. `score` may be `async def`."""
 
     def score(self, response: str, reference: str) -> float | Awaitable[float]:
-        """Return a number within ±1,000,000; from `[reward] correct_from` on it counts as correct."""
+        """Return a number within ±1,000,000; it counts as correct if it is at least `[reward] correct_from`."""
         ...
 
 

@@ -11,7 +11,7 @@ from retrain.rewards.wire import Item
 from retrain.types import Outcome, Score, StepMetrics
 
 CORRECT_FROM = 1.0
-"""Default of `[reward] correct_from`: rewards from this value on count as correct."""
+"""Default of `[reward] correct_from`: rewards of at least this value count as correct."""
 # Tolerance for weights that add up to 1 except for rounding.
 ROUNDING = 1e-9
 

@@ -38,8 +38,8 @@ def named_extras(function: Callable[..., object]) -> tuple[str, ...]:
     extras = tuple(name for name in EXTRAS if takes_all or name in keywords)
     if "completions" in keywords:
         raise PluginError(
-            f"the reward function {_name_of(function)} takes a list of completions, like one of TRL.  "
-            "Try: def score(response, reference), which scores one response; `retrain grpo` takes those of TRL"
+            f"the reward function {_name_of(function)} takes a list of completions, like TRL's reward functions.  "
+            "Try: def score(response, reference), which scores one response; `retrain grpo` accepts TRL's"
         )
     try:
         signature.bind("response", "reference", **dict.fromkeys(extras))

@@ -163,7 +163,7 @@ def _normalize_word(text: str) -> str:
 
 
 def equal_as_text(answer: str, gold: str) -> bool:
-    """Whether two answers are equal after normalisation; an empty answer equals nothing.
+    """Whether two answers are equal after normalization; an empty answer equals nothing.
 
     A unit, or a variable with `=`, may be missing on one side; where both have one they must agree.
     """

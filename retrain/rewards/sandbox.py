@@ -97,7 +97,7 @@ class RewardPool(BatchReward):
             self._selector.close()
 
     def metrics(self) -> StepMetrics:
-        """None: cache hits are not logged, because they differ after a resume."""
+        """Always empty: cache hits are not logged, because they differ after a resume."""
         return {}
 
     def _score_all(self, items: list[Item]) -> list[Score]:

@@ -11,7 +11,7 @@ class RunControl(Protocol):
     """Steers a run from outside its loop."""
 
     def should_stop(self) -> bool:
-        """Whether to save and stop. Polled before every step, and while completions are sampled."""
+        """Whether to save and stop. Polled before every step, and while completions are being sampled."""
         ...
 
     def after_step(self, step: int, metrics: StepMetrics) -> None:
@@ -23,11 +23,11 @@ class NoControl:
     """A RunControl that lets the run take all its steps."""
 
     def should_stop(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def after_step(self, step: int, metrics: StepMetrics) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class StopRequested(KeyboardInterrupt):

@@ -19,7 +19,7 @@ def format_bytes(count: int | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """In the largest unit of which there are at least two."""
+    """The duration in the largest unit of which there are at least two."""
     for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {name}"

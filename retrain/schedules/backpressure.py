@@ -57,7 +57,7 @@ class NoBackPressure:
     """Keeps the configured batch size."""
 
     def observe(self, metrics: StepMetrics) -> None:
-        """Nothing to record."""
+        """Does nothing: the size is fixed."""
 
     def recommend(self, batch_size: int) -> int:
         """The same batch size."""

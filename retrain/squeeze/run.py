@@ -20,8 +20,8 @@ REMOTE = "tinker://"
 def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0, base_url: str = "") -> Analysis:
     """Analyze the adapter of a [squeeze] table, and compress it where the table names an output.
 
-    `trained_rank` is the rank of the configuration; a different rank of the adapter is noted. `base_url` is the service
-    of a `tinker://` path; empty uses the default of the SDK.
+    `trained_rank` is the rank of the configuration; a note is printed if the adapter's rank differs. `base_url` is the
+    service of a `tinker://` path; empty uses the SDK's default.
     """
     if not settings.adapter_path:
         raise ConfigError(

@@ -31,7 +31,7 @@ _RATES = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high")
 
 
 def parse_rows(lines: Iterable[str | bytes]) -> Iterator[JsonObject]:
-    """Parse the lines of a log; truncated lines and other values than objects are skipped."""
+    """Parse the lines of a log; truncated lines and values other than objects are skipped."""
     for line in lines:
         try:
             row = _DECODER.decode(line if isinstance(line, str) else line.decode())

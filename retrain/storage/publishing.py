@@ -20,7 +20,7 @@ which run they are of."""
 
 
 def may_replace(target: Path) -> bool:
-    """Nothing there, an empty folder or an earlier publish; never a folder that was named by mistake."""
+    """Whether this is a free path, an empty folder or an earlier publish, not a folder that was named by mistake."""
     if target.is_dir():
         return (target / RECORD).is_file() or not any(target.iterdir())
     return not target.exists()

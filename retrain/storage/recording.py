@@ -70,7 +70,7 @@ def find_recordings(log_dir: Path) -> dict[int, Path]:
 
 
 def drop_recordings(log_dir: Path, step: int) -> None:
-    """Delete recordings from `step` on, which a resume will rewrite."""
+    """Delete the recordings of `step` and later steps, which a resume will rewrite."""
     for recorded, path in find_recordings(log_dir).items():
         if recorded >= step:
             path.unlink()

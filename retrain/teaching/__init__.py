@@ -1,4 +1,4 @@
-"""Adaptive teaching: the policy writes teaching and is rewarded by how much it helps a frozen student."""
+"""Adaptive teaching: the policy writes teaching and is rewarded for how much it helps a frozen student."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class TeachingScore(Score):
 
 
 def teaching_reward(baseline: Score, taught: Score, tokens: int, section: schema.Teaching) -> float:
-    """Δ, scaled by the penalty if negative, plus a bonus for short teaching if the student's answer is correct."""
+    """The change in the student's score, penalized if negative, plus a bonus for short teaching if it is correct."""
     change = taught.value - baseline.value
     reward = change if change >= 0 else section.degradation_penalty_multiplier * change
     if taught.outcome == "right":

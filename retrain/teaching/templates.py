@@ -20,7 +20,7 @@ DIAGNOSTIC = (
 TEACHER = (
     "A student is going to be asked this:\n\n{question}\n\n"
     "Asked for a plan, the student said:\n\n{approach}\n\n"
-    "Write what the student should read first. Correct what it has wrong, add what it lacks, and be brief."
+    "Write what the student should read first. Correct its mistakes, add what is missing, and be brief."
 )
 WITH_TEACHING = "A teacher left you this note:\n\n{teaching}\n\nNow answer:\n\n{question}"
 # The same prompt as in a run without teaching, so that both can be compared.

@@ -8,8 +8,8 @@ from retrain.config import TrainConfig
 from retrain.tracking import Tracker
 from retrain.types import Group, StepMetrics
 
-# Metrics of the sampler. A backend that trains while the next step is sampled reports them with their own step, and
-# everything else one step late.
+# Metrics of the sampler. A backend that trains while the next step is being sampled reports them with their own step,
+# and everything else one step late.
 SAMPLER_METRICS = ("staleness", "policy_proof", "mismatch_mean", "mismatch_max", "mismatch_kl")
 
 

@@ -77,7 +77,7 @@ def test_a_missing_function_is_reported_with_the_closest() -> None:
 @pytest.mark.parametrize("function", ["of_trl", "of_trl_with_prompts", "of_trl_by_name"])
 def test_a_reward_function_of_trl_is_explained(function: str) -> None:
     (issue,) = issues("mine", function)
-    assert "takes a list of completions, like a reward function of TRL" in issue
+    assert "takes a list of completions, like TRL's reward functions" in issue
     assert f"Try: def {function}(response, reference)" in issue and "retrain grpo" in issue
 
 

@@ -145,7 +145,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "check_quantization",
         {"model": {"quantization": "nf4"}, "inference": {"engine": "vllm"}},
-        'trains other weights than the engine "vllm" samples from.',
+        'trains different weights than the engine "vllm" samples from.',
     ),
     (
         "check_quantization",

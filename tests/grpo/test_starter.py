@@ -195,7 +195,7 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert "logs/tiny: run, finished" in (listed := capsys.readouterr().out) and "2/2" in listed
     assert run(["grpo", "configs/run/tiny.yaml", *words, "max_val_examples=2", "max_train_examples=16"]) == 0
     shown = capsys.readouterr().out
-    assert "Warning: logs/tiny holds an earlier run" in shown and "resume_from_checkpoint=true" in shown
+    assert "Warning: logs/tiny already contains an earlier run" in shown and "resume_from_checkpoint=true" in shown
     # A checkpoint of an earlier and longer run, which that run did not replace.
     Path("logs/tiny/checkpoint-9").mkdir()
     Path("logs/tiny/checkpoint-9/trainer_state.json").write_text("{}")

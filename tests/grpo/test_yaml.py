@@ -76,7 +76,7 @@ def test_packages_become_one_table() -> None:
         (["num_generations=6"], "generation_batch_size (64) must be divisible by num_generations (6)"),
         (["model=nope"], "error: model=nope: there is no file model/nope.yaml.  Known: "),
         (["model=tinyy"], "Did you mean model=tiny?"),
-        (["learning_rate"], "'learning_rate' is no setting.  Try: key=value"),
+        (["learning_rate"], "'learning_rate' is not a setting.  Try: key=value"),
         (["--learning_rate", "1e-5"], "--learning_rate is not an option of retrain grpo.  Try: learning_rate=1e-5"),
         (["--num-generations=4"], "Try: num_generations=4"),
         (["learning_rate=fast"], "learning_rate must be a number, got 'fast'"),

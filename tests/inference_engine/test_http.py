@@ -199,12 +199,12 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"sends_ids": False}, "has no token ids.*0.10.2"),
         ({"loads_adapters": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ({"context": 10}, "has a context of 10 tokens, but .* max_tokens = 12.*--max-model-len"),
-        ({"token_shift": 1}, "another tokenizer"),
+        ({"token_shift": 1}, "a different tokenizer"),
         *slow(
             ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
             ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
             ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
-            ({"key": "secret"}, "requires another API key.*INFERENCE_API_KEY"),
+            ({"key": "secret"}, "requires a different API key.*INFERENCE_API_KEY"),
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_wrong_key_is_rejected_and_the_right_one_works(
 ) -> None:
     server.key = "secret"
     monkeypatch.setenv("INFERENCE_API_KEY", "guess")
-    with pytest.raises(ConfigError, match="requires another API key"):
+    with pytest.raises(ConfigError, match="requires a different API key"):
         rig(server).check()
     monkeypatch.setenv("INFERENCE_API_KEY", "secret")
     rig(server).check()
@@ -246,7 +246,7 @@ def test_a_key_that_only_some_routes_want_is_asked_for_all_the_same(
         return (401, {"error": "Unauthorized"}) if path == route else respond(path, body, key)
 
     monkeypatch.setattr(server, "respond", guarded)
-    with pytest.raises(ConfigError, match=r"requires another API key \(it replied 401: Unauthorized\)"):
+    with pytest.raises(ConfigError, match=r"requires a different API key \(it replied 401: Unauthorized\)"):
         rig(server).check()
 
 
@@ -254,7 +254,7 @@ def test_a_key_that_is_taken_away_while_training_is_reported(rig: Make, server: 
     one = rig(server)
     one.check()
     server.key = "new"
-    with pytest.raises(RolloutError, match=r"401: Unauthorized.*another API key than INFERENCE_API_KEY"):
+    with pytest.raises(RolloutError, match=r"401: Unauthorized.*a different API key than the one in INFERENCE_API_KEY"):
         one.engine.generate(PROMPTS, SAMPLING)
 
 
@@ -309,7 +309,7 @@ def test_a_sampling_option_that_the_server_means_otherwise_is_rejected(rig: Make
 
 def test_two_cuts_that_the_server_makes_in_another_order_are_rejected_together(rig: Make, server: Loopback) -> None:
     one = rig(server)
-    with pytest.raises(ConfigError, match=r"top_p and min_p cannot be combined.*min_p = 0.0"):
+    with pytest.raises(ConfigError, match=r"top_p and min_p cannot both be set.*min_p = 0.0"):
         one.check(replace(SAMPLING, min_p=0.1))
     one.check(replace(SAMPLING, top_p=1.0, min_p=0.1))
 

@@ -1,4 +1,4 @@
-"""What is hidden in text of foreign code, and what such code can see."""
+"""What is hidden in text of third-party code, and what such code can see."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_without_sentence_transformers_the_message_says_what_to_install(monkeypa
 
 
 def test_grams_for_the_semantic_detector_are_rejected_rather_than_ignored() -> None:
-    with pytest.raises(ConfigError, match="used by the regex detector only"):
+    with pytest.raises(ConfigError, match="used only by the regex detector"):
         build_detector(Planning(detector="semantic"), "wait")
 
 

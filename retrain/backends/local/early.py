@@ -1,4 +1,4 @@
-"""Gradients of parts of a step, computed on a thread while the rest of the step is sampled.
+"""Gradients of parts of a step, computed on a thread while the rest of the step is being sampled.
 
 Parts are summed in the order of their numbers, so that the sum does not depend on which is done first: one that comes
 early is held until those before it are there.
@@ -22,7 +22,7 @@ HELD_BYTES = 2 << 30
 
 
 class EarlyGradients:
-    """Computes parts in the background; on a GPU, in a stream of its own, beside the stream that samples."""
+    """Computes parts in the background; on a GPU, in a separate stream from sampling."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner

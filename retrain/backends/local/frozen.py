@@ -1,4 +1,4 @@
-"""A frozen model beside the policy: its base model over the same tensors, or a separate model."""
+"""A frozen model in addition to the policy: its base model over the same tensors, or a separate model."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class OffloadedEngine:
             self.policy.causal_lm.to("cpu")
 
     def sync(self, weights: object) -> None:
-        """Nothing: the weights are frozen."""
+        """Does nothing: the weights are frozen."""
 
     def shutdown(self) -> None:
-        """Nothing is held between uses."""
+        """Does nothing: no memory is held between uses."""
 
 
 def _load(name: str, policy: Policy, config: TrainConfig, log: Callable[[str], None]) -> Policy:

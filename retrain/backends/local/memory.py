@@ -113,7 +113,7 @@ class StepMemory:
             self._adopt(plan, self.cost)
 
     def shrink(self, longest: int) -> bool:
-        """After an out-of-memory error: halve micro-batches, then recompute all layers; False if neither helps."""
+        """Halve micro-batches after an out-of-memory error, then recompute all layers; False if neither helps."""
         self.reclaim()
         if self.micro_batch_tokens > longest:
             self.micro_batch_tokens = max(self.micro_batch_tokens // 2, longest)

@@ -23,7 +23,7 @@ def make_agreement(
 
 
 def find_tolerance(config: TrainConfig, policy: Policy, engine: InferenceEngine) -> Tolerance:
-    """By the coarser of both sides. A server's precision is inferred from its mismatch at the start."""
+    """The tolerance for the coarser precision of the two. A server's is inferred from its mismatch at the start."""
     if config.lora.dropout:
         return DRIFT
     is_exact = policy.dtype == torch.float32

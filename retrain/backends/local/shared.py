@@ -85,7 +85,7 @@ class SharedBackend(LocalBackend):
         super().load(path)
 
     def close(self, ended_by: type[BaseException] | None) -> None:
-        """Nothing: the other runs still use the engine."""
+        """Does nothing: the other runs still use the engine."""
 
 
 def trained_parameters(policy: Policy) -> list[nn.Parameter]:

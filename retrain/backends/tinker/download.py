@@ -128,7 +128,7 @@ def _download_file(url: str, place: Path, most: int) -> int:
 
 
 def _delete(service: Service, export: str) -> None:
-    """Best effort: it expires by itself."""
+    """Delete the export if possible; otherwise it expires."""
     import tinker  # noqa: PLC0415  (an optional extra)
 
     rest = tinker.RestClient(base_url=service.url)

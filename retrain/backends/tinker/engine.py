@@ -73,7 +73,7 @@ class TinkerEngine:
         self.client = weights
 
     def shutdown(self) -> None:
-        """Nothing to free: all state is on the service."""
+        """Does nothing: all state is on the service."""
 
     def _seed(self, seed: int, index: int, prompt: IntArray) -> int:
         """A seed per prompt, so that equal prompts get different completions."""

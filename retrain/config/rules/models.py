@@ -71,7 +71,7 @@ def check_quantization(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.inference.engine in SERVER_ENGINES:
         yield option_issue(
             "model.quantization",
-            f"{value} trains other weights than the engine {json.dumps(config.inference.engine)} samples from.",
+            f"{value} trains different weights than the engine {json.dumps(config.inference.engine)} samples from.",
             'Try: [inference] engine = "pytorch", or quantization = "none"',
             ("model", "inference"),
         )

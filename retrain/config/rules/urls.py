@@ -18,7 +18,7 @@ _SECRET = re.compile(
     r"|(^|[._-])(api|access|auth|hf|bearer)[_-]?tokens?)$",
     re.IGNORECASE,
 )
-# The name of a variable, or text that is no key, like the special tokens of a tokenizer.
+# The name of a variable, or text that is not a key, like the special tokens of a tokenizer.
 _HARMLESS = re.compile(r"\$?\{?[A-Z][A-Z0-9_]*\}?|.*[\s<>].*", re.DOTALL)
 _SHORTEST = 6
 _URL = re.compile(r"https?://[^\s/,]+[^\s,]*")

@@ -78,7 +78,7 @@ def check_group_size(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def check_ratio_cap(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """On-policy ratios are 1: a lower cap shrinks all of them, and below 1 - clip_low ppo drops negative advantages."""
+    """A cap is at least 1, the on-policy ratio; below 1 - clip_low, ppo would drop negative advantages."""
     cap = config.loss.ratio_cap
     if 0 < cap < 1:
         yield option_issue("loss.ratio_cap", f"must be 0 or at least 1, got {cap}.", "Try: ratio_cap = 2.0")

@@ -1,7 +1,7 @@
 """`provider = "verifiers"`: an installed verifiers environment, of either generation.
 
-Since 0.4 an environment is a module that exports a `Taskset`; before, it had a `load_environment` function. The
-installed version of verifiers decides which of the two is supported.
+Since 0.4 an environment is a module that exports a `Taskset`; before that, a module with a `load_environment` function.
+The installed version of verifiers decides which of the two is supported.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         return Response(id="policy", created=int(time.time()), model=model, message=message)
 
     def setup_client(self, config: object) -> Chat:
-        """Not used."""
+        """The chat itself; verifiers' clients are not used."""
         return self.chat
 
     async def to_native_tool(self, tool: object) -> object:
@@ -166,7 +166,7 @@ class PolicyClient(Client):  # type: ignore[misc]  # verifiers is not analysed
         return response
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing: there is nothing to close."""
 
 
 def _to_wire(message: Any) -> JsonObject:

@@ -167,7 +167,7 @@ class Connections:
             return await self._exchange(origin, await self._open(origin, timeouts), request, body, timeouts)
 
     async def close(self) -> None:
-        """Close all connections and wait for it."""
+        """Close all connections and wait until they are closed."""
         for connection in self.open:
             connection.close()
         while self.open:

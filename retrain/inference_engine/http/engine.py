@@ -166,7 +166,7 @@ class HttpEngine:
 
     @property
     def mismatch_at_start(self) -> float:
-        """Mean difference to the trainer's log-probs under the base model."""
+        """Mean difference from the trainer's log-probs under the base model."""
         return self.survey.mismatch
 
     def shutdown(self) -> None:
@@ -277,13 +277,13 @@ class HttpEngine:
             if verdict.wrong:
                 raise RolloutError(
                     f"{server.url} does not sample from the newest policy: its log-probs are those of {verdict.wrong} "
-                    f"(mean difference to the trainer's {verdict.mismatch_mean:.4f}). Nothing was trained on them.  "
+                    f"(mean difference from the trainer's: {verdict.mismatch_mean:.4f}). Nothing was trained on them.  "
                     "Try: check who else loads adapters there, restart it, and resume"
                 )
             self._prove_sampling(server, rows, sampling)
 
     def _prove_sampling(self, server: Server, rows: Sequence[Row], sampling: Sampling) -> None:
-        """Raise if tokens were sampled with another temperature or filter than requested."""
+        """Raise if tokens were sampled with a different temperature or filter than requested."""
         asked = replace(sampling, max_tokens=1, n=1, seed=0, first=0)
         with self.policy.turns:
             surplus = self.scorer.surplus(rows, asked)

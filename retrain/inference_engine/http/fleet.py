@@ -86,7 +86,7 @@ class Fleet:
             except RequestRejected as error:
                 trouble = str(error)
                 if error.status in (401, 403):
-                    trouble += f". The server requires another API key than {KEY_VARIABLE}."
+                    trouble += f". The server requires a different API key than the one in {KEY_VARIABLE}."
                 if self.adapter is None or self.adapter.name not in error.text:
                     break
                 # It restarted and lost its adapter.
@@ -136,7 +136,7 @@ class Fleet:
             if max(logprobs) > MAX_LOGPROB:
                 return f"it sent a log-prob of {max(logprobs):.3g}, above 0"
             if len(result.token_ids) < request.sampling.max_tokens and result.token_ids[-1] not in request.stop_ids:
-                return f"it stopped after token {result.token_ids[-1]}, which is none of the model's end tokens"
+                return f"it stopped after token {result.token_ids[-1]}, which is not one of the model's stop tokens"
         return ""
 
     async def pick(self) -> Server:

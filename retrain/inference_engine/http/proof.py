@@ -174,7 +174,7 @@ class PolicyScorer:
 
     @contextmanager
     def using(self, state: State) -> Iterator[None]:
-        """Swap another adapter state in."""
+        """Swap in a different adapter state for the duration of the context."""
         own = self.snapshot()
         try:
             self.policy.load_adapter_state(state)

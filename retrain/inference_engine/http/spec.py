@@ -47,10 +47,10 @@ class CompletionResult:
 
 
 class IncompleteReply(Exception):
-    """An answer without something that training needs: `what` is "token ids" or "log-probs"."""
+    """A reply that lacks something that training needs: `what` is "token ids" or "log-probs"."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"the answer has no {what}")
+        super().__init__(f"the reply has no {what}")
         self.what = what
 
 
@@ -67,16 +67,16 @@ class ServerSpec:
     route: str = "/v1/completions"
     health: str = "/health"
     models: str = "/v1/models"
-    """Endpoint that lists models; empty where it is useless, and requests use the trainer's model name."""
+    """Endpoint that lists models; if empty, requests use the trainer's model name."""
     tokenize: str = ""
     takes_ids: bool = True
     takes_n: bool = True
     options: tuple[str, ...] = OPTIONS
     """Sampling options that this server applies like retrain, besides temperature."""
     exclusive: tuple[str, ...] = ()
-    """Options of which only one at a time works as in retrain; together they are applied in another order."""
+    """Options of which only one at a time works as in retrain; together they are applied in a different order."""
     load: str = "/v1/load_lora_adapter"
-    """Endpoint that loads an adapter; empty if each request names one. A server without adapters cannot be trained."""
+    """Endpoint that loads an adapter; empty if each request names one. Training requires adapter support."""
     unload: str = "/v1/unload_lora_adapter"
     url_required: str = ""
     """Why `[inference] url` must be set; "" if the default is this machine."""
@@ -97,7 +97,7 @@ class ServerSpec:
         return list(dict.fromkeys(named)) or [f"http://127.0.0.1:{self.port}"]
 
     def find_unsupported(self, sampling: Sampling) -> Iterator[ConfigIssue]:
-        """Options of `[training]` under which this server would sample from another distribution than retrain."""
+        """Options of `[training]` under which this server would sample from a different distribution than retrain."""
         changed = {option: default for option, default in _DEFAULTS.items() if getattr(sampling, option) != default}
         for option, default in changed.items():
             if option not in self.options:
@@ -111,7 +111,7 @@ class ServerSpec:
         if len(both) > 1:
             yield ConfigIssue(
                 f"[training] {' and '.join(both)}",
-                f'cannot be combined with engine = "{self.name}": it applies them in another order than the trainer.',
+                f'cannot both be set with engine = "{self.name}": it applies them in a different order than retrain.',
                 f"Try: {both[-1]} = {changed[both[-1]]}",
             )
 

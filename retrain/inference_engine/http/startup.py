@@ -50,7 +50,7 @@ class Survey:
     takes_n: bool = True
     meaning: str = "sampled"
     mismatch: float = 0.0
-    """Mean log-prob difference to the trainer under the base model."""
+    """Mean difference from the trainer's log-probs under the base model."""
 
     def reported(self, sampling: Sampling) -> Sampling:
         """The distribution that the servers' log-probs describe, given the sampled one."""
@@ -204,8 +204,8 @@ class Startup:
             return
         if theirs != list(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]):
             raise ConfigError(
-                f"{server.url} has another tokenizer than {self.wanted}: it encodes {PROBE[:16]!r} as {theirs[:6]}.  "
-                f"Try: {self._command(server)}"
+                f"{server.url} has a different tokenizer than {self.wanted}: it encodes {PROBE[:16]!r} as "
+                f"{theirs[:6]}.  Try: {self._command(server)}"
             )
 
     def _draw(self, server: Server, context: int) -> tuple[bool, list[CompletionResult], CompletionRequest]:
@@ -235,7 +235,7 @@ class Startup:
             raise self._unsuitable(server, "did not complete a first prompt", error, "") from error
 
     def _measure(self, server: Server, drawn: list[CompletionResult], probe: CompletionRequest) -> tuple[str, float]:
-        """Which distribution the log-probs describe, and their mean difference to the trainer's."""
+        """Which distribution the log-probs describe, and their mean difference from the trainer's."""
         rows = [Row(probe.prompt_ids, np.array(a.token_ids, np.int64), np.array(a.logprobs, np.float32)) for a in drawn]
         server_T = np.concatenate([row.logprobs_T for row in rows])
         gaps = {}
@@ -277,6 +277,6 @@ class Startup:
 
     def _bad_api_key(self, server: Server, error: RequestRejected) -> ConfigError:
         return ConfigError(
-            f"{server.url} requires another API key ({error}).  Try: put {KEY_VARIABLE}=... into .env, with the key "
-            "that the server was started with"
+            f"{server.url} requires a different API key ({error}).  Try: put {KEY_VARIABLE}=... into .env, with the "
+            "key that the server was started with"
         )

@@ -63,7 +63,7 @@ def bucket(rows: int, largest: int) -> int:
 
 
 def blocks_needed(rows: Sequence[Row], share: bool) -> int:
-    """Blocks for all rows at their limits, with one for every row that is admitted and the scratch block."""
+    """Blocks for all rows at their limits, plus a spare one per row and the scratch block."""
     blocks = sum(blocks_for(row.tokens) for row in rows)
     for group in by_prompt(rows, share):
         blocks -= (len(group) - 1) * (len(group[0].prompt) // BLOCK)
@@ -78,7 +78,7 @@ def rows_that_fit(policy: Policy, room: int) -> int:
 
 
 def blocks_that_fit(policy: Policy, rows: int, longest: int, dtype: torch.dtype, room: int) -> int:
-    """How many blocks fit into `room` bytes beside the logits; an error if a row of `longest` tokens does not."""
+    """The number of blocks that fit into `room` bytes with the logits; raises if a row of `longest` tokens does not."""
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)

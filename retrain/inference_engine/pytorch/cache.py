@@ -60,7 +60,7 @@ def unpack(store: Store, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where prompts go: item `source` of a prefill is stored at `target` of the cache."""
+    """Mapping of prompts to the cache: item `source` of a prefill is stored at `target`."""
 
     source: Tensor
     target: Tensor
@@ -190,7 +190,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) -> int:
-    """How many rows of `tokens` fit into `room` bytes of free memory."""
+    """The number of rows of `tokens` tokens that fit into `room` bytes of free memory."""
     if policy.device.type != "cuda":
         return 1 << 30
     each = bytes_per_token(policy, dtype)
@@ -202,7 +202,7 @@ def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) ->
 
 
 def does_not_fit(tokens: int, each: int, room: int) -> SamplingMemoryError:
-    """A completion of `tokens` tokens of `each` bytes is too long for `room` bytes of free memory."""
+    """The error for a completion of `tokens` tokens, at `each` bytes per token, that does not fit into `room`."""
     return SamplingMemoryError(
         f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
         f"{tokens * each / 2**30:.1f} GiB, and {CACHE_SHARE:.0%} of {room / 2**30:.1f} GiB free memory may be "

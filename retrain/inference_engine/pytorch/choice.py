@@ -47,9 +47,9 @@ class Choice:
     attention_fallback_reason: str
     """Why the model uses its own attention; empty where it uses ours."""
     quantization: str = "none"
-    """Of the base model, which is then sampled from with the adapter unmerged."""
+    """Quantization of the base model, which is then sampled from with the adapter unmerged."""
     merging: Merging = "copies"
-    """Whether the adapter is merged: into copies, into the policy's own matrices for want of memory, or not at all."""
+    """Whether the adapter is merged: into copies, into the policy's own matrices if memory is short, or not at all."""
 
     @property
     def description(self) -> str:

@@ -1,4 +1,4 @@
-"""What a decode step calls besides the model's layers, and attention through it."""
+"""Interface of the decode-step kernels, and the attention that calls them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from retrain.inference_engine.pytorch.paged import PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
 from retrain.modeling.attention import Scoring
 
-# Programs that keep every multiprocessor busy; smaller batches split their sequences to reach it.
+# Number of programs that keeps every multiprocessor busy; small batches split their sequences to reach it.
 PROGRAMS = 512
 MAX_SPLITS = 16
 
 
 class Kernels(Protocol):
-    """Kernels of a decode step besides the model's layers; kernels.py has them in Triton."""
+    """Kernels of a decode step other than those of the model's layers; kernels.py implements them in Triton."""
 
     def decode_attention(
         self,

@@ -115,7 +115,7 @@ def prefill_batches(rows: Sequence[Row], share: bool) -> Iterator[list[list[Row]
 
 
 def by_prompt(rows: Sequence[Row], share: bool) -> list[list[Row]]:
-    """Adjacent rows with the same prompt; without `share`, every row for itself."""
+    """Adjacent rows with the same prompt; without `share`, each row on its own."""
     if not share:
         return [[row] for row in rows]
     return [list(group) for _, group in groupby(rows, key=lambda row: row.prompt.tobytes())]

@@ -85,7 +85,7 @@ class EagerDecoder:
         """Bytes free for the KV cache at the first batch."""
 
     def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[SampledRow]:
-        """All rows at once, or in waves that fit into memory."""
+        """Sample all rows at once, or in waves that fit into memory."""
         free = free_memory(self.policy.device)
         self.room = self.room or free
         most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, min(self.room, free))
@@ -99,7 +99,7 @@ class EagerDecoder:
         return drawn
 
     def release(self) -> None:
-        """Nothing to release."""
+        """Does nothing: memory is not kept between batches."""
 
     def sizes(self) -> dict[str, int]:
         """Memory that batches are planned for; 0 on a CPU, where it is not limited."""

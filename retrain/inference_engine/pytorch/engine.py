@@ -160,7 +160,7 @@ class StreamingPyTorchEngine(PyTorchEngine):
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """A batch that other threads may train beside; its memory stays."""
+        """Context for a batch during which other threads may train; its memory is not released."""
         self.is_sampling = True
         try:
             with torch.no_grad(), self._merged():
@@ -169,7 +169,7 @@ class StreamingPyTorchEngine(PyTorchEngine):
             self.is_sampling = False
 
     def _rows_of(self, turns: Sequence[Turn]) -> dict[Row, Turn]:
-        """A row per turn; a turn that does not fit the context gets the error."""
+        """A row per turn; a turn that does not fit into the context fails with the error."""
         rows: dict[Row, Turn] = {}
         for index, turn in enumerate(turns):
             try:

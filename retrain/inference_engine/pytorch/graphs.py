@@ -39,7 +39,7 @@ from retrain.types import Sampling
 
 # Steps between polls for finished rows.
 POLL_EVERY = 16
-# How often a batch begins again in less memory before an out-of-memory error ends the run.
+# How many times a batch is restarted with less memory before an out-of-memory error ends the run.
 RESTARTS = 4
 # Large enough for kernels that suit real batches.
 WARM_UP_ROWS = 24
@@ -162,7 +162,7 @@ class GraphDecoder:
             self.left[row] -= steps
 
     def _restart_smaller(self) -> None:
-        """Another process has taken memory: begin all rows again, in half of it. They are sampled as they were."""
+        """Restart all rows in half of what another process has left of the memory. They sample the same tokens."""
         self.restarts += 1
         self.waiting = deque([*self.left, *(swapped.row for swapped in self.swapped), *self.waiting])
         self.left.clear()
@@ -420,7 +420,7 @@ class GraphDecoder:
             for _ in range(2):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
-        # Warming up drew tokens: the rows go back to where they were. What the cache got lies past their ends.
+        # The warm-up sampled tokens: reset the rows. What it wrote to the cache lies past their ends.
         for tensor, value in kept:
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()

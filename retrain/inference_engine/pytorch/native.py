@@ -13,7 +13,7 @@ from retrain.modeling.policy import Policy
 
 
 class NativeForward:
-    """The policy as Hugging Face runs it, adapter included. Slow, but works wherever `generate` does."""
+    """The policy as Hugging Face runs it, adapter included. Slow, but supports every model that `generate` does."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

@@ -51,7 +51,7 @@ class Product:
         self.rows_of(index, self.weight).copy_(weight)
 
     def rows_of(self, index: int, held: Tensor) -> Tensor:
-        """One layer's rows of a tensor with a row per output."""
+        """One layer's rows of a tensor with one row per output channel."""
         start = sum(self.sizes[:index])
         return held[start : start + self.sizes[index]]
 
@@ -74,7 +74,7 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Fp8Product(Product):
-    """The same with 8-bit floats; weights are scaled per output, inputs per token."""
+    """The same with 8-bit floats; weights are scaled per output channel, inputs per token."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
         super().__init__(weight, bias, sizes)

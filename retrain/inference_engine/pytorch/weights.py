@@ -4,11 +4,11 @@ It shares every tensor with the policy except the adapted matrices, of which it 
 weights are never written, so no rounding accumulates, and decoding does not pay for the adapter. In full fine-tuning
 all tensors are shared, except copies in another precision or layout.
 
-Over a quantized base nothing is merged, nor into small models in bf16: the adapter is applied as in training. Rounding
-to bf16 loses updates below 0.2% of a weight, and small models are sensitive to that.
+With a quantized base model, and in small bf16 models, nothing is merged: the adapter is applied as in training.
+Rounding to bf16 loses updates below 0.2% of a weight, and small models are sensitive to that.
 
-Where memory is short, nothing is copied: the adapter is merged into the policy's own matrices for the time of sampling,
-and they are restored, bit for bit, from a copy in host memory.
+Where memory is short, nothing is copied: the adapter is merged into the policy's own matrices for the duration of
+sampling, and they are restored, bit for bit, from a copy in host memory.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from retrain.modeling.torch_internals import pack_matrix, packed_linear
 
 
 class SmallBatch(Protocol):
-    """Products of a few rows; small_batch.py has them in Triton."""
+    """Interface of matrix products of a few rows; small_batch.py implements it in Triton."""
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether it multiplies with this matrix."""
+        """Whether this matrix is supported."""
         ...
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,7 +70,7 @@ class SamplingModel:
     ) -> None:
         self.policy = policy
         self.originals: list[tuple[Tensor, Tensor]] | None = None
-        """Where the adapter is merged in place: the policy's matrices, and copies in host memory."""
+        """The policy's matrices that the adapter is merged into in place, and their copies in host memory."""
         self.dtype = dtype or policy.dtype
         with torch.device("meta"):
             self.causal_lm: Any = AutoModelForCausalLM.from_config(
@@ -85,7 +85,7 @@ class SamplingModel:
         modules = module_of(policy.causal_lm).named_modules()
         self.merging = merging
         self.adapted = {n: m for n, m in modules if isinstance(m, kinds) and not self._is_unmerged(m)}
-        """Policy layers of whose matrices the sampling model keeps copies."""
+        """Policy layers whose matrices the sampling model copies."""
         self.merge_ops: list[Callable[[], object]] = []
         """Functions that update those copies."""
         self._share_weights()
@@ -111,7 +111,7 @@ class SamplingModel:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """While sampling: where the adapter is merged in place, it is so only here."""
+        """Context for sampling: an adapter that is merged in place is merged only inside it."""
         if self.originals is None:
             yield
             return

@@ -24,7 +24,7 @@ from retrain.rewards.answers.tokens import Token, Unreadable
 
 MAX_DEPTH = 40
 """Maximum nesting of brackets."""
-# A unit of one letter is distinguished from a variable by the space after a number, at the end of the answer.
+# A single letter is a unit, not a variable, if it follows a number and a space at the end of the answer.
 LETTER_UNITS = frozenset("mgshlLJWVNK")
 
 _WORDS_OF_GREEK = """

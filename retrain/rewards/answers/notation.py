@@ -1,4 +1,4 @@
-r"""Normalisation of notation: Unicode, LaTeX synonyms, spacing, thousands separators."""
+r"""Normalization of notation: Unicode, LaTeX synonyms, spacing, thousands separators."""
 
 from __future__ import annotations
 

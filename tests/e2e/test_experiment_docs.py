@@ -145,6 +145,7 @@ def test_the_commands_of_the_logging_page_work(folder: Path, monkeypatch: pytest
 def test_the_commands_of_the_reports_page_work(folder: Path) -> None:
     for mode in ("grpo", "maxrl"):
         write_run(folder / "logs" / "sweep" / mode, 1, mode)
+    write_run(folder / "logs" / "train", 1, "grpo")
     for words in commands("reports.md"):
         if words[0] == "ui":
             assert serves(words)

@@ -158,7 +158,7 @@ class Training(Section):
     )
     overlap: Overlap = option(
         "auto",
-        "Train on complete groups while others are being sampled; auto: only if another process samples.",
+        "Train on complete groups while others are being sampled; auto: if another process samples.",
         on_resume="free",
         on_tinker="The service trains on complete steps.",
     )

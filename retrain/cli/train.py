@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,14 +151,15 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         return 0
     # Before PyTorch is imported, which takes seconds; runs from Python check it too.
     check_before_loading(config, _echo)
+    started = time.time()
     try:
         result = _train(config, force_resume, rank_info)
     except KeyboardInterrupt:
-        _echo(f"Interrupted. {resume_hint(config)}".rstrip(), err=True)
+        _echo(f"Interrupted. {resume_hint(config, started)}".rstrip(), err=True)
         return 130
     except Exception as error:
         # Invalid input would be rejected again; other failures may be transient.
-        hint = resume_hint(config)
+        hint = resume_hint(config, started)
         if hint and not isinstance(error, RetrainError):
             error.add_note(hint)
         elif isinstance(error, RetrainError) and error.exit_code == RetrainError.exit_code:
@@ -217,12 +219,16 @@ def _train(config: TrainConfig, force_resume: bool, rank_info: RankInfo | None) 
     return train_on_ranks(config, rank_info, force_resume)
 
 
-def resume_hint(config: TrainConfig) -> str:
-    """The command that resumes the run, or "" when nothing was saved."""
+def resume_hint(config: TrainConfig, started: float) -> str:
+    """The command that resumes the run, or "" if it saved nothing."""
     from retrain.storage.checkpoint import Checkpoints  # noqa: PLC0415  (only a run that ended early needs it)
 
     log_dir = Path(config.logging.log_dir).expanduser()
-    saved = Checkpoints(log_dir, 1, _echo).steps()
+    checkpoints = Checkpoints(log_dir, 1, _echo)
+    saved = checkpoints.steps()
+    # A run that ended before it began has touched nothing: the checkpoints may be an earlier run's.
+    if not config.resume.from_ and not any(checkpoints.path_of(step).stat().st_mtime >= started for step in saved):
+        return ""
     rank_info = find_rank_info()
     command = f"retrain launch --processes {rank_info.world}" if rank_info is not None else "retrain"
     return f"To resume: {command} --resume {shlex.quote(str(log_dir))}" if saved else ""

@@ -50,6 +50,10 @@ class Section:
         for start, end in pairwise([*starts, len(self.blocks)]):
             yield Section(self.blocks[start].text, self.blocks[start + 1 : end])
 
+    def defines(self, term: str) -> bool:
+        """Whether one of its lists describes a term."""
+        return any(name.strip("`") == term for block in self.blocks for name, _ in block.items)
+
     @property
     def commands(self) -> list[str]:
         """The shell commands in its code blocks, without comments."""
@@ -73,11 +77,11 @@ class Manual:
         if wanted not in by_topic:
             symptoms = [part.topic for part in self.find("troubleshooting").parts()]
             close = get_close_matches(wanted, by_topic, n=1)
-            hint = (
-                f"Did you mean {close[0]!r}?"
-                if close
-                else f"Topics: {', '.join([section.topic for section in self.sections] + symptoms)}."
-            )
+            hint = f"Topics: {', '.join([section.topic for section in self.sections] + symptoms)}."
+            if close:
+                hint = f"Did you mean {close[0]!r}?"
+            elif within := [section.topic for section in self.sections if section.defines(wanted)]:
+                hint = f"It is described in {within[0]!r}."
             raise ConfigError(f"the manual has no topic {topic!r}.  {hint}")
         return by_topic[wanted]
 

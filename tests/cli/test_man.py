@@ -109,6 +109,11 @@ def test_an_unknown_topic_is_rejected_with_the_one_that_was_meant(capsys: pytest
     assert capsys.readouterr().err == "error: the manual has no topic 'quikstart'.  Did you mean 'quickstart'?\n"
 
 
+def test_a_term_that_is_no_topic_is_answered_with_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["man", "--topic", "judge"]) == 2
+    assert capsys.readouterr().err == "error: the manual has no topic 'judge'.  It is described in 'rewards'.\n"
+
+
 def test_a_topic_like_no_other_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["man", "--topic", "zzz"]) == 2
     topics = capsys.readouterr().err

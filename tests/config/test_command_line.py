@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -183,11 +184,19 @@ def test_a_resume_expands_the_home_folder(
 def test_the_resume_command_can_be_pasted_into_a_shell(folder: Path) -> None:
     log_dir = str(folder / "it's my; run")
     config = load_config(None, {"logging.log_dir": log_dir})
-    assert train_command.resume_hint(config) == ""
+    assert train_command.resume_hint(config, 0.0) == ""
     (Path(log_dir) / "checkpoints" / "step_000002").mkdir(parents=True)
-    before, _, typed = train_command.resume_hint(config).partition(": ")
+    before, _, typed = train_command.resume_hint(config, 0.0).partition(": ")
     assert before == "To resume"
     assert shlex.split(typed) == ["retrain", "--resume", log_dir]
+
+
+def test_a_run_that_never_began_does_not_name_the_checkpoints_of_an_earlier_one(folder: Path) -> None:
+    config = load_config(None, {"logging.log_dir": str(folder / "logs")})
+    (folder / "logs" / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert train_command.resume_hint(config, time.time() + 60) == ""
+    resumed = load_config(None, {"logging.log_dir": str(folder / "logs"), "resume.from": str(folder / "logs")})
+    assert train_command.resume_hint(resumed, time.time() + 60)
 
 
 def test_without_an_environment_file_nothing_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

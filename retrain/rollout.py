@@ -275,24 +275,40 @@ class Failures:
     def check(self, scores: Sequence[Score]) -> None:
         """Check the scores of one batch."""
         failed = [score for score in scores if score.failed]
-        if failed and not self.shown:
-            self.shown = True
-            of = f"{len(failed)} of {len(scores)} {self.things}"
-            self.log(f"{self.what} failed for {of}; they are excluded. The first one:")
-            self.log(failed[0].detail.rstrip() or failed[0].outcome)
-        if len(failed) > MAX_ERROR_RATE * len(scores):
-            why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
-            what = self.what[0].lower() + self.what[1:]
-            raise RolloutError(
-                f"{what} failed for {len(failed)} of {len(scores)} {self.things} ({failed[0].outcome}: {why}); if more "
-                f"than {MAX_ERROR_RATE:.0%} fail, the run stops.  Try: retrain man --topic reward-errors"
-            )
+        self._show(failed, len(scores))
+        self.check_early(scores, len(scores))
         self.has_scored = self.has_scored or any(score.counts for score in scores)
         if scores and not self.has_scored and not failed:
             raise RolloutError(
                 f"the reward returned None for all {len(scores)} {self.things}, so there is nothing to learn from.  "
                 "Try: return a number for those that it applies to"
             )
+
+    def check_early(self, scores: Sequence[Score], total: int, gives_up: str = "") -> None:
+        """Check the scores so far of a batch of `total`: stop once too many have failed, whatever the others will be.
+
+        `gives_up` is a reason not to wait for the others although they could still succeed.
+        """
+        failed = [score for score in scores if score.failed]
+        if len(failed) > MAX_ERROR_RATE * total:
+            gives_up = f"if more than {MAX_ERROR_RATE:.0%} fail, the run stops"
+        if gives_up:
+            self._show(failed, total)
+            why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
+            what = self.what[0].lower() + self.what[1:]
+            things = f"{self.things} so far" if len(scores) < total else self.things
+            raise RolloutError(
+                f"{what} failed for {len(failed)} of {total} {things} ({failed[0].outcome}: {why}); "
+                f"{gives_up}.  Try: retrain man --topic reward-errors"
+            )
+
+    def _show(self, failed: Sequence[Score], total: int) -> None:
+        if failed and not self.shown:
+            self.shown = True
+            self.log(
+                f"{self.what} failed for {len(failed)} of {total} {self.things}; they are excluded. The first one:"
+            )
+            self.log(failed[0].detail.rstrip() or failed[0].outcome)
 
 
 def check_completions(engine: InferenceEngine, completions_PG: object, prompts: int, n: int) -> None:

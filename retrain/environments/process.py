@@ -148,7 +148,9 @@ class EnvironmentProcess:
             self.end_text = f"its process exited with status {code}"
         with self._lock:
             self.is_alive = False
-            listeners = list(self._listeners.values())
+            # Rollouts are restarted in this order. Those of one problem are next to each other; if they all hang, the
+            # others get their turn before the next of them.
+            listeners = list(reversed(self._listeners.values()))
             self._listeners.clear()
         for listener in listeners:
             listener({"kind": "died"})

@@ -62,6 +62,8 @@ class RemoteEnvironment:
         self._monitor: asyncio.Task[None] | None = None
         self._blocked_s = 0.0
         self._blocked_since: float | None = None
+        self.hangs = 0
+        """How often its process was killed because it did not respond."""
         self._process: EnvironmentProcess | None = None
         self._ended = False
         try:
@@ -195,6 +197,7 @@ class RemoteEnvironment:
             silent_s = self._update_blocked()
             process = self._opened
             if process is not None and process.is_alive and silent_s > self.section.timeout_s:
+                self.hangs += 1
                 await asyncio.to_thread(process.end_unresponsive)
 
     def _update_blocked(self) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +32,9 @@ CLOSING_S = 20.0
 # Polling interval of a rollout's clock, and time for a cancelled rollout to stop.
 POLL_S = 1.0
 GRACE_S = 2.0
+# A rollout that blocks the environment's process holds up all others until it is killed, so a batch of an environment
+# that always hangs would take `timeout_s` per rollout.
+MAX_HANGS = 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class EnvironmentRunner:
         loop = self.loop or self._open()
         jobs = [example for example in examples for _ in range(sampling.n)]
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)
-        gathering = Gathering(examples, sampling.n, deliver)
+        gathering = Gathering(examples, sampling.n, deliver, partial(self._check_early, queue, self._hangs()))
         rollouts = [gathering.add(number, self._rollout(number, example, queue)) for number, example in enumerate(jobs)]
         play(loop, engine, queue, rollouts, self.rules.in_rounds)
         groups = [gathering.groups[at] for at in range(len(examples))]
@@ -179,22 +183,46 @@ class EnvironmentRunner:
             # This rollout was not cancelled: the error comes from inside the environment.
             return _failed(error)
 
+    def _check_early(self, queue: TurnQueue, hangs_before: int, scores: Mapping[int, Score]) -> None:
+        """Stop the batch if too many of its rollouts have failed already, or if all hang at the same point."""
+        hangs = self._hangs() - hangs_before
+        furthest = max(queue.asked[number] for number in scores)
+        is_stuck = all(score.failed for score in scores.values()) and max(queue.asked) <= furthest
+        reason = (
+            f"it hung {hangs} times in a row, and no rollout got further" if is_stuck and hangs >= MAX_HANGS else ""
+        )
+        self.failures.check_early(list(scores.values()), len(queue.asked), reason)
+
+    def _hangs(self) -> int:
+        """How often a rollout has blocked all others until it was stopped."""
+        return self.environment.hangs if isinstance(self.environment, RemoteEnvironment) else 0
+
     def _blocked_s(self) -> float:
         """Seconds in which one rollout blocked all others."""
         return self.environment.blocked_s() if isinstance(self.environment, RemoteEnvironment) else 0.0
 
 
 class Gathering:
-    """Gathers finished rollouts into groups, and delivers each group once it is complete."""
+    """Gathers finished rollouts into groups, and delivers each group once it is complete.
 
-    def __init__(self, examples: Sequence[Example], n: int, deliver: DeliverGroup | None) -> None:
-        self.examples, self.n, self.deliver = examples, n, deliver
+    `check` gets the scores so far by rollout number; an error that it raises ends the batch.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        n: int,
+        deliver: DeliverGroup | None,
+        check: Callable[[Mapping[int, Score]], None],
+    ) -> None:
+        self.examples, self.n, self.deliver, self.check = examples, n, deliver, check
         self.results: dict[int, tuple[PolicyChat, Score]] = {}
         self.groups: dict[int, Group] = {}
 
     async def add(self, number: int, rollout: Coroutine[object, object, tuple[PolicyChat, Score]]) -> None:
         """Play the rollout of this number."""
         self.results[number] = await rollout
+        self.check({number: score for number, (_, score) in self.results.items()})
         at = number // self.n
         members = range(at * self.n, (at + 1) * self.n)
         if all(member in self.results for member in members):

@@ -98,9 +98,10 @@ class TurnQueue:
         return answer.result()
 
     def leave(self, rollout: int) -> None:
-        """Remove a finished rollout; called in the event loop."""
+        """Remove a finished rollout, and turns that it no longer waits for; called in the event loop."""
         with self.changed:
             self.live.discard(rollout)
+            self.pending = [pending for pending in self.pending if pending.rollout != rollout]
             self.changed.notify()
 
     async def keep_beating(self) -> None:
@@ -147,7 +148,10 @@ def play(
     rollouts: Sequence[Coroutine[object, object, T]],
     in_rounds: bool = False,
 ) -> list[T]:
-    """Run rollouts, sampling their turns in this thread; returns their results in order."""
+    """Run rollouts, sampling their turns in this thread; returns their results in order.
+
+    An error raised by one of them cancels the others.
+    """
     running = loop.submit(_run_all(queue, rollouts))
     try:
         if isinstance(engine, StreamingEngine) and not in_rounds:
@@ -170,10 +174,12 @@ async def _run_all(queue: TurnQueue, rollouts: Sequence[Coroutine[object, object
             queue.leave(number)
 
     beating = asyncio.create_task(queue.keep_beating())
+    running = [asyncio.create_task(run(number, rollout)) for number, rollout in enumerate(rollouts)]
     try:
-        return await asyncio.gather(*(run(number, rollout) for number, rollout in enumerate(rollouts)))
+        return await asyncio.gather(*running)
     finally:
-        beating.cancel()
+        for task in (beating, *running):
+            task.cancel()
 
 
 def _serve_in_rounds(engine: InferenceEngine, queue: TurnQueue) -> None:

@@ -20,7 +20,7 @@ from retrain.config.schema import Environment as Section
 from retrain.environments import build_environment
 from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import EnvironmentRunner
-from retrain.errors import ConfigError, PluginError
+from retrain.errors import ConfigError, PluginError, RolloutError
 from retrain.types import Example, Group, Sampling
 from tests.environments.table import TextEngine, play, player
 
@@ -105,6 +105,23 @@ def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_contin
         assert sum(line.startswith("loading with") for line in logged) == 1
         # The next step has a process again.
         assert outcomes(sample(own, examples=own.environment.examples("train")[1:4])) == ["right"] * 3
+
+
+def test_an_environment_that_always_hangs_stops_the_run_after_a_few_rollouts() -> None:
+    with cases("sleep") as own:
+        began = time.monotonic()
+        with pytest.raises(
+            RolloutError, match=r"3 of 16 rollouts so far .*it hung 3 times in a row, and no rollout got further"
+        ):
+            sample(own, examples=[own.environment.examples("train")[0]] * 16)
+        assert time.monotonic() - began < 3 * (LIMIT_S + 5)
+
+
+def test_rollouts_of_one_problem_that_hang_do_not_stop_the_others() -> None:
+    with cases("sleep") as own:
+        bad, good, *_ = own.environment.examples("train")[:4]
+        groups = sample(own, examples=[bad] * 4 + [good] * 5)
+        assert outcomes(groups) == ["timeout"] * 4 + ["right"] * 5
 
 
 @pytest.mark.parametrize(

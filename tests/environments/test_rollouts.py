@@ -237,8 +237,21 @@ def test_more_than_half_failing_stops_the_run() -> None:
     async def broken(example: Example, chat: Chat) -> Outcome:
         raise ValueError("no board")
 
-    with pytest.raises(RolloutError, match=r"failed for 4 of 4 rollouts \(error: ValueError: no board\)"):
+    with pytest.raises(RolloutError, match=r"failed for 3 of 4 rollouts so far \(error: ValueError: no board\)"):
         play(Plays(broken), lambda _: "2")
+
+
+def test_the_run_stops_as_soon_as_more_than_half_have_failed() -> None:
+    async def mostly_fails(example: Example, chat: Chat) -> Outcome:
+        await chat.ask(str(example.prompt))
+        if example.id == "3":
+            await asyncio.sleep(600)
+        raise RuntimeError("no such tool")
+
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="failed for 5 of 8 rollouts"):
+        play(Plays(mostly_fails), lambda _: "2", n=2, count=4)
+    assert time.monotonic() - began < 10
 
 
 def test_code_that_blocks_the_event_loop_is_found_out() -> None:

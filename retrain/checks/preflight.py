@@ -18,6 +18,8 @@ from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import trains_complete_steps
+from retrain.data import build_source, held_out_section
+from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.files import find_model, hub_cache, is_quantized, read_context_length
@@ -48,6 +50,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from find_reward_issues(config)
     for where, name in models_of(config).items():
         yield from _missing_model(where, name)
+    yield from _missing_datasets(config)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
     yield from _impossible_overlap(config)
@@ -80,6 +83,22 @@ def _missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
 def _is_partly_cached(name: str) -> bool:
     """Whether some files are in the cache, such as the tokenizer; then the libraries decide if they suffice."""
     return any((hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/*.json"))
+
+
+def _missing_datasets(config: TrainConfig) -> Iterator[ConfigIssue]:
+    if config.environment.provider or not is_offline():
+        return
+    held_out = {"[eval] source": held_out_section(config)} if config.eval.every else {}
+    missing: dict[str, str] = {}
+    for where, section in ({"[data] source": config.data} | held_out).items():
+        if REGISTRIES["data"].facts(section.source).from_hub:
+            source = build_source(section)
+            assert isinstance(source, FromHub)
+            if is_on_hub_only(source.dataset) and source.dataset not in missing:
+                missing[source.dataset] = f"{where} = {json.dumps(section.source)}"
+    for dataset, where in missing.items():
+        text = f"needs the dataset {dataset}, which is not in the cache of the Hugging Face Hub."
+        yield ConfigIssue(where, f"{text} The Hub cannot be reached.", OFFLINE_HINT)
 
 
 def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:

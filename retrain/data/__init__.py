@@ -26,6 +26,7 @@ __all__ = [
     "build_source",
     "count_examples",
     "count_steps",
+    "held_out_section",
     "load_examples",
     "load_held_out",
 ]
@@ -82,14 +83,19 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
 
 
+def held_out_section(config: TrainConfig) -> schema.Data:
+    """The `[data]` table of evaluations."""
+    changes = {"split": config.eval.split}
+    if config.eval.source or config.eval.path:
+        changes |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
+    return config.data.model_copy(update=changes)
+
+
 def load_held_out(config: TrainConfig) -> Sequence[Example]:
     """Examples for evaluation; none if it is off."""
     if not config.eval.every:
         return []
-    changes = {"split": config.eval.split}
-    if config.eval.source or config.eval.path:
-        changes |= {"source": config.eval.source or config.data.source, "path": config.eval.path}
-    held_out = load_examples(config.data.model_copy(update=changes), config.plugins.search_paths)
+    held_out = load_examples(held_out_section(config), config.plugins.search_paths)
     if isinstance(held_out, Endless):
         # The same examples for every seed, so that runs are comparable.
         held_out = held_out.reseed(0)

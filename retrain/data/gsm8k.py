@@ -18,6 +18,7 @@ class Gsm8kSource:
     """7,473 problems to train on and 1,319 to test on, each with a whole number as its answer."""
 
     def __init__(self, section: schema.Data) -> None:
+        self.dataset = DATASET
         self._section = section
 
     def load(self) -> list[Example]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.data.rows import Row, collect_examples
 from retrain.errors import ConfigError, ConfigIssue
+from retrain.modeling.files import hub_cache, hub_home
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -17,10 +20,19 @@ OFFLINE_HINT = (
 )
 
 
+@runtime_checkable
+class FromHub(Protocol):
+    """A source that reads a dataset of the Hub."""
+
+    dataset: str
+    """Its id; or a folder, or a format that `datasets` knows."""
+
+
 class HubSource:
     """The rows of `[data] id`, `subset` and `split`, with the fields named in `[data]`."""
 
     def __init__(self, section: schema.Data) -> None:
+        self.dataset = section.id
         self._section = section
 
     def load(self) -> list[Example]:
@@ -32,6 +44,21 @@ class HubSource:
             )
         rows = load_rows(section.id, section.subset, section.split)
         return collect_examples(((f"row {index}", row) for index, row in enumerate(rows)), section, section.id)
+
+
+def is_on_hub_only(dataset: str) -> bool:
+    """Whether nothing of a dataset is on this machine. Imports no library; they decide if what is there suffices."""
+    namespace, slash, name = dataset.partition("/")
+    if not slash or "/" in name or Path(dataset).expanduser().exists():
+        return False
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", str(hub_home() / "datasets"))).expanduser()
+    # `datasets` writes CamelCase names in snake_case.
+    known = {_fold(path.name) for path in cache.glob(f"{namespace}___*")}
+    return _fold(f"{namespace}___{name}") not in known and not (hub_cache() / f"datasets--{namespace}--{name}").exists()
+
+
+def _fold(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def load_rows(id: str, subset: str, split: str) -> list[Row]:

@@ -22,6 +22,7 @@ class MathSource:
     """4,551 problems to train on and 2,942 to test on; `[data] subset` narrows them to one subject."""
 
     def __init__(self, section: schema.Data) -> None:
+        self.dataset = DATASET
         self._section = section
 
     def load(self) -> list[Example]:

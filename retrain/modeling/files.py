@@ -63,8 +63,13 @@ def hub_cache() -> Path:
     """The cache folder of huggingface_hub."""
     if os.environ.get("HF_HUB_CACHE"):
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    return hub_home() / "hub"
+
+
+def hub_home() -> Path:
+    """The folder with the caches of the Hugging Face libraries."""
     default_home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(os.environ.get("HF_HOME", str(default_home))).expanduser() / "hub"
+    return Path(os.environ.get("HF_HOME", str(default_home))).expanduser()
 
 
 def read_facts(files: ModelFiles) -> ModelFacts:

@@ -164,6 +164,28 @@ def test_without_the_hub_what_is_cached_is_used_and_nobody_asked(folder: Path, m
     assert "context of 64" in check(model__model="Qwen/Qwen3-4B", training__max_tokens=64)
 
 
+def test_a_dataset_that_cannot_be_had_is_reported_before_libraries_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.setattr(preflight, "hub_answers", lambda: False)
+    error = check(data__source="gsm8k", eval__every=10)
+    assert error.count("needs the dataset openai/gsm8k, which is not in the cache") == 1
+    assert "Try: without the Hub, write the rows to a file" in error
+    assert "needs the dataset some/Camel" in check(data__source="hub", data__id="some/CamelCase", eval__every=0)
+    # Formats and folders are no datasets of the Hub.
+    (folder / "my" / "rows").mkdir(parents=True)
+    assert check(data__source="hub", data__id="json") == check(data__source="hub", data__id="my/rows") == ""
+
+
+def test_a_cached_dataset_needs_no_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (folder / "datasets" / "some___camel_case").mkdir(parents=True)
+    (folder / "hub" / "datasets--openai--gsm8k").mkdir(parents=True)
+    assert check(data__source="gsm8k") == check(data__source="hub", data__id="some/CamelCase") == ""
+
+
 def test_the_hub_is_not_asked_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> bool:
         raise AssertionError

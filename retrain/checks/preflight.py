@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from retrain.checks.connections import check_tinker_address
 from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
@@ -32,7 +33,10 @@ HUB_S = 4.0
 
 
 def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambda line: None) -> None:
-    """Raise one error with all obstacles; if the Hub cannot be reached, use only the cache."""
+    """Raise one error with all obstacles, or that the Tinker service is not there.
+
+    If the Hub cannot be reached, only the cache is used.
+    """
     issues = tuple(find_obstacles(config))
     if not issues and needs_hub(config) and not is_offline() and not hub_answers():
         go_offline()
@@ -40,6 +44,7 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
         issues = tuple(find_obstacles(config))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
+    check_tinker_address(config)
 
 
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:

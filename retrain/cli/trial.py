@@ -11,12 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from retrain.builtin import resolve_model
+from retrain.checks.connections import TINKER_HEALTH, explain_no_response
 from retrain.checks.preflight import (
     explain_invalid_tinker_key,
     go_offline,
@@ -36,7 +36,6 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importab
 
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
-RESPONSE_S = 3.0
 OFFER_S = 10.0
 """Limit for a Tinker service to say which models it has."""
 _MARK = "trial: "
@@ -204,7 +203,7 @@ def _try_judge(config: TrainConfig) -> str:
     from retrain.rewards.judge import find_server  # noqa: PLC0415  (loads an HTTP client)
 
     server = find_server(config.reward)
-    problem = _connection_problem(f"{server.url.rstrip('/')}/models", urllib.request.build_opener())
+    problem = explain_no_response(f"{server.url.rstrip('/')}/models")
     if problem:
         raise RetrainError(f"no judge responds at {server.shown_url}: {problem}  Try: check [reward] judge_base_url")
     return f"{server.shown_url} responded"
@@ -242,7 +241,7 @@ def _try_service(config: TrainConfig) -> str:
     from retrain.backends.tinker.service import Service, in_background  # noqa: PLC0415
 
     url = str(resolve_base_url(config.model.base_url or None))
-    problem = _connection_problem(f"{url}/api/v1/healthz", urllib.request.build_opener())
+    problem = explain_no_response(url + TINKER_HEALTH)
     if problem:
         raise RetrainError(
             f"the Tinker service at {url} does not respond: {problem}  Try: check the network and [model] base_url"
@@ -273,7 +272,7 @@ def _try_servers(config: TrainConfig) -> str:
     urls = kind.urls(config.inference.url)
     without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for url in urls:
-        problem = _connection_problem(f"{url}{kind.health}", without_proxy)
+        problem = explain_no_response(f"{url}{kind.health}", without_proxy)
         if problem:
             start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
             raise RetrainError(f"no {kind.name} server responds at {url}: {problem}  Try: {start}")
@@ -284,15 +283,3 @@ def _try_launch(config: TrainConfig) -> str:
     from retrain.inference_engine.http.launch import find_vllm  # noqa: PLC0415  (imports PyTorch)
 
     return f"{find_vllm()} starts it"
-
-
-def _connection_problem(url: str, opener: urllib.request.OpenerDirector) -> str:
-    """Why there is no response, or ""; client errors count as a response."""
-    try:
-        opener.open(url, timeout=RESPONSE_S).close()
-    except urllib.error.HTTPError as error:
-        return f"it returned {error.code}." if error.code >= 500 else ""
-    except (OSError, ValueError) as error:
-        reason: object = error.reason if isinstance(error, urllib.error.URLError) else error
-        return f"{reason}."
-    return ""

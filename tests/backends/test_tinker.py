@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import socketserver
 import subprocess
 import sys
 import threading
@@ -628,12 +629,31 @@ def test_a_key_that_the_service_echoes_is_cut_from_the_message(server: TinkerSer
     assert "who is ***?" in str(rejected.value) and KEY not in str(rejected.value)
 
 
-def test_a_service_that_is_not_there_is_reported_soon(
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("http://127.0.0.1:9", "[Errno 111] Connection refused."), ("http://nowhere.invalid", "[Errno -")],
+)
+def test_a_service_that_is_not_there_is_reported_before_anything_is_loaded(
+    server: TinkerServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, reason: str
+) -> None:
+    assert run_file(config_for(server, tmp_path, model__base_url=url), tmp_path) == 1
+    output = capsys.readouterr()
+    assert f"no Tinker service answers at {url}: {reason}" in output.err
+    assert "Loading" not in output.out
+
+
+def test_a_service_that_takes_connections_and_answers_nothing_is_waited_for(
     server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("retrain.backends.tinker.service.START_PATIENCE_S", 0.2)
-    assert run_file(config_for(server, tmp_path, model__base_url="http://127.0.0.1:9"), tmp_path) == 1
-    assert "no Tinker service answers at http://127.0.0.1:9" in capsys.readouterr().err
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as silent:
+        threading.Thread(target=silent.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{silent.server_address[1]}"
+        assert run_file(config_for(server, tmp_path, model__base_url=url), tmp_path) == 1
+        silent.shutdown()
+    output = capsys.readouterr()
+    assert f"Nothing answers at {url} yet" in output.out
+    assert f"no Tinker service answers at {url}.  Try: check [model] base_url" in output.err
 
 
 def test_an_address_without_a_scheme_is_wrong_input(

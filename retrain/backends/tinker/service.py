@@ -18,6 +18,7 @@ from tinker import types
 from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
+from retrain.checks.connections import TINKER_HEALTH, check_not_refused
 from retrain.checks.preflight import explain_invalid_tinker_key
 from retrain.errors import BackendError, ConfigError, RetrainError
 
@@ -94,7 +95,7 @@ class Service:
     def answers(self) -> bool:
         """Whether the service responds."""
         try:
-            httpx.get(f"{self.url}/api/v1/healthz", timeout=10.0)
+            httpx.get(self.url + TINKER_HEALTH, timeout=10.0)
         except httpx.HTTPError:
             return False
         return True
@@ -108,6 +109,7 @@ class Service:
         began = time.monotonic()
         notified = False
         while not self.answers():
+            check_not_refused(self.url)
             if time.monotonic() - began > START_PATIENCE_S:
                 raise BackendError(
                     f"no Tinker service answers at {self.url}.  "

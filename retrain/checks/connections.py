@@ -1,0 +1,51 @@
+"""Whether a server can be reached. Uses the standard library alone: it is asked before anything slow is imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+import urllib.error
+import urllib.request
+
+from retrain.config import TrainConfig
+from retrain.errors import BackendError
+
+RESPONSE_S = 3.0
+TINKER_HEALTH = "/api/v1/healthz"
+
+
+def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None = None) -> str:
+    """Why there is no response, or ""; client errors count as a response."""
+    error = _request(url, opener)
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it returned {error.code}." if error.code >= 500 else ""
+    return f"{_reason(error)}." if error is not None else ""
+
+
+def check_not_refused(url: str) -> None:
+    """Raise if a Tinker service refuses the connection or its host is unknown. One that is only slow may still come."""
+    reason = _reason(_request(url + TINKER_HEALTH))
+    if isinstance(reason, (ConnectionRefusedError, socket.gaierror)):
+        raise BackendError(
+            f"no Tinker service answers at {url}: {reason}.  "
+            "Try: check [model] base_url (or TINKER_BASE_URL), and that the service is up"
+        )
+
+
+def check_tinker_address(config: TrainConfig) -> None:
+    """The same for the service of a configuration. The default address is in the SDK, which takes seconds to import."""
+    url = config.model.base_url or os.environ.get("TINKER_BASE_URL")
+    if config.backend.backend == "tinker" and url:
+        check_not_refused(url.rstrip("/"))
+
+
+def _request(url: str, opener: urllib.request.OpenerDirector | None = None) -> Exception | None:
+    try:
+        (opener or urllib.request.build_opener()).open(url, timeout=RESPONSE_S).close()
+    except (OSError, ValueError) as error:
+        return error
+    return None
+
+
+def _reason(error: Exception | None) -> object:
+    return error.reason if isinstance(error, urllib.error.URLError) else error

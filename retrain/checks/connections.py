@@ -6,9 +6,13 @@ import os
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
+from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
 from retrain.errors import BackendError
+from retrain.inference_engine.http.spec import ServerSpec
+from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 RESPONSE_S = 3.0
 TINKER_HEALTH = "/api/v1/healthz"
@@ -20,6 +24,36 @@ def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None =
     if isinstance(error, urllib.error.HTTPError):
         return f"it returned {error.code}." if error.code >= 500 else ""
     return f"{_reason(error)}." if error is not None else ""
+
+
+def server_kind(config: TrainConfig) -> ServerSpec:
+    """The kind of server that `[inference] engine` names."""
+    kind = REGISTRIES["engine"].load(config.inference.engine)
+    assert isinstance(kind, ServerSpec)
+    return kind
+
+
+def find_absent_server(config: TrainConfig) -> tuple[str, str]:
+    """Which server of `[inference] url` does not respond and why, and the command that starts it; empty if all do."""
+    kind = server_kind(config)
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for url in kind.urls(config.inference.url):
+        problem = explain_no_response(f"{url}{kind.health}", without_proxy)
+        if problem:
+            start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
+            return f"no {kind.name} server responds at {url}: {problem}", start
+    return "", ""
+
+
+def announce_wait(config: TrainConfig, log: Callable[[str], None]) -> None:
+    """Say that a server will be waited for. The wait begins once the model is loaded, which may take minutes."""
+    inference = config.inference
+    if config.backend.backend != "local" or inference.engine not in SERVER_ENGINES or inference.starts_server:
+        return
+    problem, start = find_absent_server(config)
+    if problem:
+        wait = f"The run will wait up to {inference.wait_s:g} s for it (--inference-wait-s)."
+        log(f"{problem[0].upper()}{problem[1:]} {wait} To start one: {start}")
 
 
 def check_not_refused(url: str) -> None:

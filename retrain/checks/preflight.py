@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from retrain.checks.connections import check_tinker_address
+from retrain.checks.connections import check_tinker_address, server_kind
 from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
@@ -22,7 +22,6 @@ from retrain.config.reasons import trains_complete_steps
 from retrain.data import build_source, held_out_section
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
-from retrain.inference_engine.http.spec import ServerSpec
 from retrain.modeling.files import find_model, hub_cache, is_quantized, read_context_length
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
@@ -140,9 +139,7 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
 def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Sampling options that the kind of server lacks; a custom engine checks its own."""
     if config.backend.backend == "local" and config.inference.engine in SERVER_ENGINES:
-        server = REGISTRIES["engine"].load(config.inference.engine)
-        assert isinstance(server, ServerSpec)
-        yield from server.find_unsupported(training_distribution(config))
+        yield from server_kind(config).find_unsupported(training_distribution(config))
 
 
 def _impossible_overlap(config: TrainConfig) -> Iterator[ConfigIssue]:

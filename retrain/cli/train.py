@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.analysis.health import help_line, summary
+from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_multi_process, check_single_process
 from retrain.checks.unsupported import check_supported
@@ -151,6 +152,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         return 0
     # Before PyTorch is imported, which takes seconds; runs from Python check it too.
     check_before_loading(config, _echo)
+    announce_wait(config, _echo)
     started = time.time()
     try:
         result = _train(config, force_resume, rank_info)

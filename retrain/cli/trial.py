@@ -11,12 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from retrain.builtin import resolve_model
-from retrain.checks.connections import TINKER_HEALTH, explain_no_response
+from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
 from retrain.checks.preflight import (
     explain_invalid_tinker_key,
     go_offline,
@@ -265,18 +263,10 @@ def _try_service(config: TrainConfig) -> str:
 
 
 def _try_servers(config: TrainConfig) -> str:
-    from retrain.inference_engine.http.spec import ServerSpec  # noqa: PLC0415  (loads numpy)
-
-    kind = REGISTRIES["engine"].load(config.inference.engine)
-    assert isinstance(kind, ServerSpec)
-    urls = kind.urls(config.inference.url)
-    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for url in urls:
-        problem = explain_no_response(f"{url}{kind.health}", without_proxy)
-        if problem:
-            start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
-            raise RetrainError(f"no {kind.name} server responds at {url}: {problem}  Try: {start}")
-    return f"{', '.join(urls)} responded"
+    problem, start = find_absent_server(config)
+    if problem:
+        raise RetrainError(f"{problem}  Try: {start}")
+    return f"{', '.join(server_kind(config).urls(config.inference.url))} responded"
 
 
 def _try_launch(config: TrainConfig) -> str:

@@ -1,0 +1,67 @@
+"""Servers that are asked before anything is loaded."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from pathlib import Path
+
+import pytest
+
+from retrain.checks.connections import announce_wait, explain_no_response
+from retrain.cli import run, train
+from retrain.config import load_config
+from retrain.config.reference import starter
+from retrain.errors import RetrainError
+
+ABSENT = "http://127.0.0.1:9"
+
+
+def announced(**inference: object) -> list[str]:
+    lines: list[str] = []
+    options = {"model.model": "builtin:tiny"} | {f"inference.{key}": value for key, value in inference.items()}
+    announce_wait(load_config(None, options), lines.append)
+    return lines
+
+
+def test_a_server_that_is_absent_is_announced_with_the_wait_and_its_command() -> None:
+    (line,) = announced(engine="vllm", url=ABSENT, wait_s=300.0)
+    assert line.startswith(
+        f"No vllm server responds at {ABSENT}: [Errno 111] Connection refused. "
+        "The run will wait up to 300 s for it (--inference-wait-s). To start one: "
+    )
+    assert "vllm serve " in line and line.endswith("--port 9 --enable-lora")
+
+
+def test_nothing_is_announced_for_a_server_that_responds_or_is_started_by_the_run() -> None:
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        assert announced(engine="vllm", url=f"http://127.0.0.1:{server.server_port}") == []
+        server.shutdown()
+    assert announced(engine="vllm", launch=True) == announced(engine="pytorch") == []
+
+
+def test_a_run_announces_the_wait_before_it_loads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> None:
+        raise RetrainError("loading")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_train", load)
+    (tmp_path / "run.toml").write_text(starter("demo"))
+    assert run(["run.toml", "--inference-engine", "vllm", "--inference-url", ABSENT]) == 1
+    output = capsys.readouterr()
+    assert f"No vllm server responds at {ABSENT}" in output.out and "error: loading" in output.err
+
+
+def test_no_response_has_a_reason() -> None:
+    assert explain_no_response(ABSENT) == "[Errno 111] Connection refused."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +55,22 @@ def _name_flag(issue: ConfigIssue, overrides: Mapping[str, object]) -> ConfigIss
         option = options_by_path()[path]
         places = [option.where, *(options_by_path()[other].where for other in [campaign_paths().get(path)] if other)]
         if any(issue.where == place or issue.where.startswith((f"{place}[", f"{place}.")) for place in places):
-            hint = issue.hint.replace(f"Try: {option.key} = ", f"Try: {option.flag} ", 1)
-            # Lists and tables would need quotes in a shell, and switches have no value.
-            is_plain = option.type_name in ("int", "float", "str")
-            return replace(issue, where=f"{option.flag} ({issue.where})", hint=hint if is_plain else issue.hint)
+            return replace(issue, where=f"{option.flag} ({issue.where})", hint=_as_flag(issue.hint, option))
     return issue
+
+
+def _as_flag(hint: str, option: Option) -> str:
+    """A hint that sets the option, as a shell takes it; other hints are unchanged."""
+    before, assignment, value = hint.partition(f"Try: {option.key} = ")
+    if not assignment or before or option.type_name == "bool":
+        return hint
+    if not option.type_name.startswith(("list", "table")):
+        return f"Try: {option.flag} {value}"
+    try:
+        parse_toml(f"value = {value}", option.flag)
+    except ConfigError:
+        return hint  # it says more than a value
+    return f"Try: {option.flag} {shlex.quote(value)}"
 
 
 def _name(option: Option) -> str:

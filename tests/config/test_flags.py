@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 import pytest
 
 from retrain.config import TrainConfig, find_notes, load_config
-from retrain.config.flags import click_options, overrides_from
+from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options, values_of
 from retrain.config.toml import format_value
 from retrain.errors import ConfigError
@@ -105,6 +106,23 @@ def test_a_bad_value_of_a_flag_is_reported_like_one_of_the_file(arguments: list[
     with pytest.raises(ConfigError) as caught:
         load(*arguments)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--pass-env", "OPENAI_API_KEY"], "Try: --pass-env '[\"OPENAI_API_KEY\"]'"),
+        (["--search-paths", "my folder"], "Try: --search-paths '[\"my folder\"]'"),
+        (["--schedule-args", "fast"], "Try: --schedule-args '{}'"),
+        (["--overlap", "maybe"], 'Try: --overlap "auto"'),
+        (["--lr", "fast"], "Try: --lr 4e-05"),
+    ],
+)
+def test_what_to_try_instead_of_a_flag_is_a_flag_that_a_shell_accepts(arguments: list[str], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_with_flags(None, overrides(*arguments))
+    assert hint in str(caught.value)
+    assert load(*shlex.split(hint.removeprefix("Try: ")))
 
 
 @pytest.mark.parametrize(

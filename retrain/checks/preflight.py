@@ -11,6 +11,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -113,7 +114,17 @@ def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:
         ("[eval] path", config.eval.path if config.eval.every else "", config.held_out_source),
     ):
         if path and "path" in REGISTRIES["data"].facts(source).reads and not _exists(path):
-            yield ConfigIssue(where, f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()}).")
+            text = f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()})."
+            yield ConfigIssue(where, text, _suggest_file(path))
+
+
+def _suggest_file(path: str) -> str:
+    """The file with the most similar name in the same folder, if there is one."""
+    folder = Path(path).expanduser().parent
+    close = get_close_matches(Path(path).name, sorted(other.name for other in folder.glob("*.json*")), n=1)
+    if close:
+        return f"Try: path = {json.dumps(str(Path(path).with_name(close[0])))}"
+    return "Try: check the path, which is relative to the working directory; the file has one JSON object per line"
 
 
 def _exists(path: str) -> bool:

@@ -87,7 +87,7 @@ class _Commands(click.Group):
             return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
-            if len(args) > 1 and not first.startswith("-") and not os.path.exists(first):
+            if len(args) > 1 and not first.startswith("-") and not os.path.lexists(first):
                 hint = suggest_command(first)
                 if hint or not args[1].startswith("-"):
                     raise ConfigError(f"there is no file or command {first!r}.  {hint or 'Try: retrain --help'}")

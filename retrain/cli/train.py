@@ -106,7 +106,8 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
         raise ConfigError("--resume needs a folder.  Try: --resume logs/train")
     if given is not None:
         path = Path(given)
-        if not os.path.exists(path):
+        # A link to nothing is there; reading it says what is wrong.
+        if not os.path.lexists(path):
             hint = suggest_command(given)
             if hint or not path.suffix:
                 raise ConfigError(f"there is no file or command {given!r}.  {hint or 'Try: retrain --help'}")

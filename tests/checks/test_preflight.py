@@ -217,6 +217,14 @@ def test_issues_are_reported_without_importing_torch(folder: Path) -> None:
     assert "do not fit the model's context of 256" in done.stderr
 
 
+def test_a_missing_file_is_answered_with_one_of_a_similar_name(folder: Path) -> None:
+    missing = {"data__source": "jsonl", "data__path": "data/rows.jsonl", "eval__every": 0}
+    assert "Try: check the path, which is relative to the working directory" in check(**missing)
+    (folder / "data").mkdir()
+    (folder / "data" / "rows_1.jsonl").touch()
+    assert 'Try: path = "data/rows_1.jsonl"' in check(**missing)
+
+
 def test_a_campaign_says_it_before_any_run_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run.toml").write_text(starter("demo") + "\n[campaign]\nseeds = [1]\nmax_steps = 1\n")
     assert run(["run.toml", "--max-tokens", "999"]) == 2

@@ -70,3 +70,13 @@ def test_a_command_that_evaluates_is_explained(
 def test_an_unknown_command_with_arguments_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fly", "away"]) == 2
     assert "there is no file or command 'fly'.  Try: retrain --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rest", [[], ["--max-steps", "1"]])
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rest: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert run(["loop", *rest]) == 2
+    assert "error: loop cannot be read: Too many levels of symbolic links." in capsys.readouterr().err

@@ -406,7 +406,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "check_schedule",
         {"optimizer": {"schedule": "polynomial", "schedule_args": {"lr_end": "a"}}},
-        "[optimizer] schedule_args has lr_end = 'a', which is not a number.",
+        "[optimizer] schedule_args has lr_end = 'a', which is not a number.  Try: a number between 0 and 10",
     ),
     (
         "check_penalties",

@@ -23,6 +23,9 @@ def test_a_synonym_is_of_one_option_and_no_flag_of_a_training_run() -> None:
     [
         ("--learning-rate", "--lr"),
         ("--learning-rte", "--lr"),
+        ("--bs", "--batch-size"),
+        ("--wd", "--weight-decay"),
+        ("--temp", "--temperature"),
         ("--training.learning-rate", "--lr"),
         ("--num-generations", "--group-size"),
         ("--output-dir", "--log-dir"),

@@ -47,21 +47,23 @@ def check_schedule(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from invalid
     if not invalid and args.get("lr_end", 0) >= config.training.lr:
         text = "has an lr_end that is not below [training] lr."
-        yield option_issue("optimizer.schedule_args", text, compares=("optimizer", "training"))
+        hint = f"Try: an lr_end of {config.training.lr / 10:g}"
+        yield option_issue("optimizer.schedule_args", text, hint, compares=("optimizer", "training"))
 
 
 def _check_arguments(schedule: str, args: Mapping[str, object]) -> Iterator[ConfigIssue]:
     known = ARGUMENTS[schedule]
     for name, value in args.items():
+        low, high = known.get(name, (0, 0))
+        bounds = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
         hint = ""
         if name not in known:
             text = f"has {name!r}, which {schedule!r} does not take."
             hint = f"It takes: {', '.join(known)}." if known else "It takes none."
         elif isinstance(value, bool) or not isinstance(value, int | float):
             text = f"has {name} = {value!r}, which is not a number."
-        elif not known[name][0] <= value <= known[name][1]:
-            low, high = known[name]
-            bounds = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+            hint = f"Try: a number {bounds}"
+        elif not low <= value <= high:
             text = f"has {name} = {value:g}, which must be {bounds}."
         else:
             continue

@@ -82,7 +82,7 @@ class Training(Section):
         ge=1,
         le=1_000_000,
         step_time=True,
-        synonyms=("per_device_train_batch_size", "train_batch_size"),
+        synonyms=("bs", "per_device_train_batch_size", "train_batch_size"),
     )
     group_size: BoundedInt = option(
         16,
@@ -99,9 +99,9 @@ class Training(Section):
         step_time=True,
         synonyms=("max_completion_length", "max_length", "max_new_tokens"),
     )
-    temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature")
+    temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature", synonyms=("temp",))
     lr: float = option(4e-5, "Learning rate.", gt=0, le=10, synonyms=("learning_rate",))
-    weight_decay: float = option(0.0, "AdamW weight decay.", ge=0)
+    weight_decay: float = option(0.0, "AdamW weight decay.", ge=0, synonyms=("wd",))
     max_examples: BoundedInt = option(
         0, "Use only the first n examples; 0 uses all.", ge=0, flag="--max-examples", synonyms=("max_train_samples",)
     )

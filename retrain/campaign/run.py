@@ -35,7 +35,7 @@ from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.options import options_by_path
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.interrupts import SIGNALS
-from retrain.runtime.text import plural
+from retrain.runtime.text import plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
@@ -71,7 +71,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     screen = Screen()
     executor = build_executor(config, folder, runs, screen.log)
     if earlier is None and (folder / METRICS).exists() and not is_locked(folder):
-        screen.log(f"{folder} contained an earlier run, which was moved to {step_aside(folder)}.")
+        moved = step_aside(folder)
+        screen.log(f"{shorten_path(folder)} contained an earlier run, which was moved to {shorten_path(Path(moved))}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
@@ -132,7 +133,8 @@ class Campaign:
             if run not in self.pending and self.manifest[run.name]["status"] != "finished":
                 # It ended after an earlier session was killed.
                 self.manifest.update(run.name, status="finished", **final_metrics(run.folder))
-        self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {self.manifest.folder}; {done} already done.")
+        folder = shorten_path(self.manifest.folder)
+        self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {folder}; {done} already done.")
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
@@ -178,7 +180,7 @@ class Campaign:
             self.squeeze.begin(run)
             self._skip_decided()
         if status == "failed":
-            self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {run.folder}")
+            self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {shorten_path(run.folder)}")
 
     def _skip_decided(self) -> None:
         """Skip pending runs of decided conditions."""
@@ -246,19 +248,19 @@ class Campaign:
         complete = all(status in ("finished", "skipped") for status in statuses) and not self.squeeze.is_running
         self.manifest.end("finished" if complete else "interrupted" if stopped else "failed")
         self._show(force=True)
-        folder = self.manifest.folder
+        folder = shorten_path(self.manifest.folder)
         if not stopped:
             for line in (*summarize(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
                 self.screen.log(line)
         if complete:
             self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")
-            self.screen.log(f"To view it: retrain ui {shlex.quote(str(folder))}")
+            self.screen.log(f"To view it: retrain ui {shlex.quote(folder)}")
             return 0
         if failed:
             self.screen.log(f"{len(failed)} of {plural(len(statuses), 'run')} failed: {', '.join(failed)}.")
         if self.squeeze.is_running:
             self.screen.log("The LoRA rank analysis is not finished; a resume begins it again.")
-        self.screen.log(f"To resume: retrain --resume {folder}")
+        self.screen.log(f"To resume: retrain --resume {shlex.quote(folder)}")
         return INTERRUPTED if stopped else 1
 
 

@@ -22,7 +22,7 @@ from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import RankInfo, find_rank_info
-from retrain.runtime.text import plural
+from retrain.runtime.text import plural, shorten_path
 
 if TYPE_CHECKING:
     from retrain.trainer import TrainResult
@@ -173,7 +173,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
     given = Path(config.backend.adapter_path).expanduser()
     # A run works with absolute paths; the user is shown the path as configured.
     adapter = given if result.adapter == given.absolute() else result.adapter
-    where = f", {'adapter' if config.model.lora_rank else 'model'} in {adapter}" if adapter else ""
+    what = "adapter" if config.model.lora_rank else "model"
+    where = f", {what} in {shorten_path(adapter)}" if adapter is not None else ""
     where = f", weights in {result.weights}" if result.weights else where
     _echo(f"Done: {plural(result.steps, 'step')}{held_out}, logs in {result.log_dir}{where}.")
     show_health(Path(result.log_dir))

@@ -1,6 +1,8 @@
-"""Numbers as text: counts with the right plural, bytes, durations."""
+"""Numbers and paths as text: counts with the right plural, bytes, durations, short paths."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 def plural(count: int, noun: str, many: str = "", form: str = ",") -> str:
@@ -31,3 +33,9 @@ def format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shorten_path(path: Path) -> str:
+    """The path from the working directory if it is inside, as a user would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path != here and path.is_relative_to(here) else path)

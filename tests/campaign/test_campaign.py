@@ -36,6 +36,16 @@ Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
 
 
+def test_a_campaign_inside_the_working_directory_is_named_from_there(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs" / "c"), monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "Campaign of 4 runs in logs/c; " in printed
+    assert "Done: 4 runs in logs/c.\nTo view it: retrain ui logs/c\n" in printed
+
+
 def test_a_campaign_runs_one_after_the_other(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     executor = FakeExecutor()
     assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 0

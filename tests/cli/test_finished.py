@@ -55,7 +55,8 @@ def test_a_finished_run_is_evaluated_only_if_that_is_asked_for(
     first, last = (json.loads(line) for line in Path("logs/train/eval.jsonl").read_text().splitlines())
     assert (len(first["counted"]), len(last["counted"])) == (2, 3)
     assert run(["--resume", "logs/train", "--max-steps", "2"]) == 0
-    assert "Done: 2 steps, held-out " in capsys.readouterr().out
+    done = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Done: 2 steps, held-out "))
+    assert done.endswith(", logs in logs/train, adapter in adapter."), "paths as in the first run"
 
 
 @pytest.mark.parametrize("arguments", [["eval"], ["evaluate", "logs/train"], ["eval", "--resume", "logs/train"]])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from retrain.analysis.change import Row, comparable, noise_between, paired_change
+from retrain.storage.logs import groups_sampled
 
 Level = Literal["ok", "warning", "problem", "unknown"]
 
@@ -103,11 +104,6 @@ def hit_rate(row: Row) -> float | None:
     return row.get("max_token_hit_rate")
 
 
-def groups_sampled(row: Row) -> float:
-    """Groups sampled in a step, including replacements for dead ones; older logs only have the batch size."""
-    return float(row.get("groups_sampled") or row.get("batch_size") or 0)
-
-
 def dead_share(row: Row) -> float | None:
     """The share of groups whose rewards were all equal."""
     groups = groups_sampled(row)
@@ -153,13 +149,10 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
     if len(rows) > 1:
         first, last = rows[0], rows[-1]
-        before, after = float(first["eval_pass_at_1"]), float(last["eval_pass_at_1"])
-        change = paired_change(first, last)
-        before, after = (change.before, change.after) if change is not None else (before, after)
+        direction, before, after = _change(first, last)
         value = f"held-out {_percent(before)} → {_percent(after)}"
-        direction = _direction(first, last)
         if direction < 0:
-            worse = next(int(row["step"]) for row in rows if _direction(first, row) < 0)
+            worse = next(int(row["step"]) for row in rows if _change(first, row)[0] < 0)
             return Check("learning", "problem", value, rule, worse, "wrong")
         level: Level = "ok" if direction > 0 else "warning"
         value += "" if level == "ok" else ", within noise"
@@ -178,16 +171,17 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     return Check("learning", "ok" if after > before else "problem", value, rule, None, "wrong")
 
 
-def _direction(first: Row, last: Row) -> int:
-    """1 or -1 if pass@1 has risen or fallen by more than noise, else 0."""
+def _change(first: Row, last: Row) -> tuple[int, float, float]:
+    """1 or -1 if pass@1 has risen or fallen by more than noise, else 0; and pass@1 before and after."""
     change = paired_change(first, last)
     if change is not None:
-        return 0 if change.is_noise else 1 if change.difference > 0 else -1
+        direction = 0 if change.is_noise else 1 if change.difference > 0 else -1
+        return direction, change.before, change.after
     # Without the results of each problem: beyond the interval of the first evaluation.
     before, after = float(first["eval_pass_at_1"]), float(last["eval_pass_at_1"])
     low, high = (_number(first.get(key, before)) for key in ("eval_ci_low", "eval_ci_high"))
     assert low is not None and high is not None
-    return 1 if after > high else -1 if after < low else 0
+    return 1 if after > high else -1 if after < low else 0, before, after
 
 
 def _check_entropy(metrics: Sequence[Row]) -> Check:

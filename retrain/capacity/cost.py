@@ -9,6 +9,7 @@ from typing import Any
 
 from retrain.capacity.memory import Workload
 from retrain.config import TrainConfig
+from retrain.storage.logs import groups_sampled
 
 MILLION = 1_000_000
 _COUNTED = ("tokens_per_s", "sample_time_s", "num_datums")
@@ -61,9 +62,8 @@ def logged_prompt_tokens(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 def logged_groups(rows: Sequence[Mapping[str, Any]], work: Workload) -> float:
     """Mean groups per logged step, which resampling adds to; those of `work` if a step does not have them."""
-    counts = [row.get("groups_sampled") for row in rows]
-    known = [float(count) for count in counts if isinstance(count, int | float)]
-    return sum(known) / len(known) if known and len(known) == len(counts) else work.prompts
+    counts = [groups_sampled(row) for row in rows]
+    return sum(counts) / len(counts) if counts and all(counts) else work.prompts
 
 
 def logged_tokens(rows: Sequence[Mapping[str, Any]], work: Workload) -> Tokens | None:

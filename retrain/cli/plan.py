@@ -149,8 +149,9 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     # Times measured here do not hold for another GPU.
     is_named = any((given.card, given.tflops, given.bandwidth))
     measured = MeasuredTime(None, None, "") if is_named else measure_time(config)
-    step = _step(measured, facts.shape, work, card, memory)
-    step |= {"turns": max_turns(config), "tokens": step["tokens"] * (max_turns(config) or 1)}
+    step = _step(config, work, measured)
+    if facts.shape is not None and card is not None:
+        _add_roofline(step, facts.shape, work, card, memory)
     run = _run(config, replace(measured, step=step["seconds"]))
     campaign = _campaign(config, file, run["seconds"])
     return {
@@ -278,26 +279,23 @@ def _training(plan: MemoryPlan | None, work: Workload) -> dict[str, int] | None:
     }
 
 
-def _step(
-    measured: MeasuredTime,
-    shape: Shape | None,
-    work: Workload,
-    card: Card | None,
-    memory: MemoryPlan | None,
-) -> Step:
-    seconds = measured.step
-    step: Step = {
+def _step(config: TrainConfig, work: Workload, measured: MeasuredTime) -> Step:
+    turns = max_turns(config)
+    return {
         "completions": work.completions,
-        "turns": 1,
-        "tokens": work.completions * work.max_tokens,
-        "seconds": seconds,
-        "seconds_from": measured.source if seconds is not None else None,
+        "turns": turns,
+        "tokens": work.completions * work.max_tokens * (turns or 1),
+        "seconds": measured.step,
+        "seconds_from": measured.source if measured.step is not None else None,
         "roofline_sample_seconds": None,
         "roofline_train_seconds": None,
         "seconds_by_card": {},
     }
-    if shape is None or card is None:
-        return step
+
+
+def _add_roofline(step: Step, shape: Shape, work: Workload, card: Card, memory: MemoryPlan | None) -> None:
+    """The time of a step by roofline, which is also its time if none was measured."""
+    seconds = step["seconds"]
     recomputed, sampling = (memory.training.recomputed_layers, memory.sampling) if memory is not None else (0, None)
     if not card.tflops and not card.bandwidth and seconds is None:
         known = {one.name: step_time(shape, work, one, recomputed, sampling) for one in cards_with_memory(card.memory)}
@@ -308,7 +306,6 @@ def _step(
         if seconds is None:
             step["seconds"] = at_best.likely
             step["seconds_from"] = f"the roofline of {card.name}, assuming {ROOFLINE_SHARE:.0%} of it is reached"
-    return step
 
 
 def _run(config: TrainConfig, time: MeasuredTime) -> Run:

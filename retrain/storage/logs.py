@@ -47,6 +47,15 @@ def has_step(row: Mapping[str, object]) -> bool:
     return type(step) is int and 0 <= step < _MOST_STEPS
 
 
+def groups_sampled(row: Mapping[str, object]) -> float:
+    """Groups sampled in a step, including replacements for dead ones; older logs only have the batch size.
+
+    0 if the row has neither.
+    """
+    counts = (row.get(name) for name in ("groups_sampled", "batch_size"))
+    return next((float(count) for count in counts if isinstance(count, int | float) and count), 0.0)
+
+
 def is_evaluation(row: Mapping[str, object]) -> bool:
     """Whether a row is usable as an evaluation: its rates are numbers, and its counts lists of them."""
     rates = [row.get(name, 0) for name in _RATES]

@@ -230,6 +230,16 @@ def test_groups_that_were_sampled_again_are_paid_for(capsys: pytest.CaptureFixtu
     assert cost["run_price"] == pytest.approx(10 * cost["price"] + 3 * (40 * 1 + 40 * 10) / 1e6)
 
 
+def test_older_logs_have_as_many_groups_as_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TINKER)
+    write(Path("retrain.toml").read_text(), "logs/train/config.toml")
+    row = {"batch_size": 2, "group_size": 4, "step_time_s": 3.0, "tokens_per_s": 80.0, "sample_time_s": 2.0}
+    logged = [row | {"num_datums": 4, "prompt_tokens_mean": 10.0} | own for own in ({"groups_sampled": 6}, {})]
+    write("".join(json.dumps(each) + "\n" for each in logged), "logs/train/metrics.jsonl")
+    # The mean of 6 and 2 groups, each with a prompt of 10.
+    assert plan(capsys, *PRICES)["cost"]["prefill_tokens"] == 40
+
+
 ENVIRONMENT = '[environment]\nprovider = "builtin"\nid = "guess-number"\n'
 
 

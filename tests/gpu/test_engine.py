@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from inference_engine.kernel_checks import (
     check_drawing,
     check_endings,
     check_frequencies,
+    check_logprobs,
     check_small_batch,
 )
 
@@ -31,6 +32,8 @@ from retrain.capacity import sampling as sampling_rules
 from retrain.capacity.sampling import blocks_for
 from retrain.inference_engine import StreamingEngine, Turn
 from retrain.inference_engine.pytorch import StreamingPyTorchEngine
+from retrain.inference_engine.pytorch.ahead import compile_ahead
+from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.modeling.packing import pack
 from retrain.types import Completion, Sampling
 
@@ -70,6 +73,14 @@ def test_drawing_is_that_of_plain_loops() -> None:
     check_drawing(kernels, "cuda")
     check_endings(kernels, "cuda")
     check_frequencies(kernels, "cuda", rows=5000, rounds=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_and_their_derivatives_are_those_of_plain_pytorch(dtype: torch.dtype) -> None:
+    from retrain.modeling import logprob_kernels
+
+    for vocabulary in (50_000, 151_936, 37):
+        check_logprobs(logprob_kernels, vocabulary, dtype, "cuda")
 
 
 def test_the_best_there_is_is_chosen_and_reported(broad: Path) -> None:
@@ -181,3 +192,21 @@ def test_on_a_card_that_is_nearly_full_rows_take_turns(broad: Path) -> None:
     assert shape.blocks < 512 * blocks_for(1500)
     del taken
     torch.cuda.empty_cache()
+
+
+def test_the_kernels_of_a_step_are_compiled_ahead(broad: Path) -> None:
+    from retrain.inference_engine.pytorch import kernels, small_batch
+
+    def compiled() -> dict[str, int]:
+        launched = [kernels._attend, kernels._combine, kernels._scan_vocabulary, kernels._settle, small_batch._multiply]
+        return {kernel.fn.__name__: len(kernel.device_caches[0][0]) for kernel in launched}
+
+    engine = engine_on(policy_for(config_for(broad), device="cuda"), config_for(broad))
+    assert isinstance(engine.decoder, GraphDecoder)
+    wait(compile_ahead(engine.decoder.model, kernels, engine.decoder.cache_dtype))
+    before = compiled()
+    prompts = random_prompts(LENGTHS)
+    for number in (1, 4, 40):
+        engine.generate(prompts, Sampling(max_tokens=4, n=number))
+    assert compiled() == before
+    assert all(before[name] for name in ("_attend", "_scan_vocabulary", "_settle"))

@@ -26,6 +26,8 @@ from retrain.inference_engine.pytorch import (
     graphs,
     paged,
 )
+from retrain.inference_engine.pytorch.ahead import compile_ahead
+from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.inference_engine.pytorch.paged import PagedCache
 from retrain.types import Completion, Sampling
@@ -41,7 +43,7 @@ SAMPLING = Sampling(max_tokens=12, n=3, temperature=1.2, seed=4)
 @pytest.fixture
 def running(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes engines whose batch runs as on a GPU."""
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
     monkeypatch.setattr(choice, "_computes_in_fp8", lambda device: True)
     monkeypatch.setattr(graphs, "SMALLEST", 2)
@@ -430,3 +432,33 @@ def test_while_no_completion_is_done_nothing_is_decoded(running: Make, monkeypat
     one = turn(random_prompts((5,))[0], seed=1, max_tokens=30)
     running().serve(Script([[one]]))
     assert len(one.answer.result().token_ids_T)
+
+
+class Recorder:
+    """Notes what a kernel is compiled for: everything of its inputs but the number of rows."""
+
+    def __init__(self) -> None:
+        self.launches: set[tuple[object, ...]] = set()
+
+    def decode_attention(self, query: Any, pair: Any, stores: Any, *rest: Any) -> Any:
+        held = [(part.dtype, part.shape[1:]) for store in stores for part in store.parts]
+        is_split = rest[-1] > 1
+        self.launches.add(("attention", query.dtype, query.shape[1:], pair[0].shape[1:], str(held), is_split))
+        return plain_kernels.decode_attention(query, pair, stores, *rest)
+
+    def draw_tokens(self, logits: Any, state: Any, slots: Any) -> None:
+        self.launches.add(("sampling", logits.dtype, logits.shape[1], slots.dtype, len(state.stops)))
+        plain_kernels.draw_tokens(logits, state, slots)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bf16", "fp8", "int8"])
+def test_the_kernels_of_a_step_are_compiled_ahead(llama: Rig, running: Make, cache_dtype: str) -> None:
+    decoder = decoder_of(running(kv_cache_dtype=cache_dtype))
+    ahead, used = Recorder(), Recorder()
+    for future in compile_ahead(decoder.model, ahead, decoder.cache_dtype):
+        future.result()
+    decoder.kernels = used
+    decoder.warm_up()
+    decoder.draw([Row(np.array([1]), 0, row, 3) for row in range(600)], Sampling(max_tokens=3), lambda *_: None)
+    assert used.launches == ahead.launches
+    assert len(used.launches) == 3

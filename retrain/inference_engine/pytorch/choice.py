@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from retrain.inference_engine.pytorch.native import NativeForward
 from retrain.inference_engine.pytorch.weights import SamplingModel, SmallBatch
 from retrain.modeling.compiling import compile_layers
 from retrain.modeling.policy import Policy
+from retrain.modeling.triton_internals import runs_triton
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", FP8: "fp8", torch.int8: "int8"}
 TAKES = {
@@ -69,11 +69,6 @@ class Choice:
         return f"pytorch on {self.device.type}, {how}, {attention}, {weights} weights, {NAMES[self.cache_dtype]} cache"
 
 
-def runs_kernels(device: torch.device) -> bool:
-    """Whether the Triton kernels run on a device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
 def choose(policy: Policy, inference: Inference) -> Choice:
     """Resolve `auto` options to the best available choice; raises for unsupported ones."""
     in_fp8 = inference.dtype == "fp8"
@@ -121,7 +116,7 @@ def _eager_reason(policy: Policy, inference: Inference) -> str:
         return policy.attention_fallback_reason
     if kernel == "flash":
         return FLASH
-    if runs_kernels(policy.device):
+    if runs_triton(policy.device):
         return ""
     reason = "Triton is not installed" if policy.device.type == "cuda" else f"no CUDA GPU, but {policy.device.type}"
     if kernel == "triton":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from retrain.capacity.sampling import BLOCK, SMALLEST, blocks_for, first_blocks
 from retrain.errors import SamplingMemoryError
 from retrain.inference_engine import Progress
+from retrain.inference_engine.pytorch.ahead import compile_ahead
 from retrain.inference_engine.pytorch.batch_shape import (
     WORTH_GROWING,
     BatchShape,
@@ -82,11 +84,14 @@ class GraphDecoder:
         self.restarts = 0
         self.room = 0
         """Bytes free for the KV cache at the first batch."""
+        self.ahead: Sequence[Future[None]] = ()
+        """Kernels that threads compile and launch, which must not happen while a graph is captured."""
         self.release()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile with fixed batches, so that kernels do not depend on which batch comes first."""
+        self.ahead = compile_ahead(self.model, self.kernels, self.cache_dtype)
         sampling = Sampling(max_tokens=2)
         with varying_tokens(self.model.causal_lm):
             self.draw(
@@ -412,6 +417,7 @@ class GraphDecoder:
 
     def _capture(self, size: int) -> torch.cuda.CUDAGraph:
         assert self.slots is not None
+        wait(self.ahead)
         body = self._body(size)
         kept = [(tensor, tensor.clone()) for tensor in self.slots.state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

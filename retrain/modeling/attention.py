@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 from retrain.modeling.causal_lm import Backbone
@@ -287,12 +288,19 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     length = key.shape[2]
     if not prefix and scoring.softcap is None and (scoring.window is None or scoring.window >= length):
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=grouped
-        )
+        with _unplanned(query.device):
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scoring.scale, enable_gqa=grouped
+            )
     positions = torch.arange(length, device=query.device)
     sees = visible(positions[prefix:, None], positions[None, :], scoring.window)
     return masked_attention(query, key, value, sees, scoring)
+
+
+def _unplanned(device: torch.device) -> AbstractContextManager[None]:
+    """Not cuDNN, which PyTorch prefers on new GPUs: it plans every new length for 60 ms, and lengths vary here."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(backends) if device.type == "cuda" else nullcontext()
 
 
 def visible(query_position: Tensor, key_position: Tensor, window: int | None) -> Tensor:
@@ -305,9 +313,10 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, sc
     """Attention with a boolean mask, and logit soft-capping for models that use it."""
     grouped = query.shape[1] != key.shape[1]
     if scoring.softcap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=sees, scale=scoring.scale, enable_gqa=grouped
-        )
+        with _unplanned(query.device):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=sees, scale=scoring.scale, enable_gqa=grouped
+            )
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = (query @ key.transpose(2, 3)).float() * scoring.scale

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from retrain.capacity.memory import LOGITS_SLICE
 from retrain.modeling.distribution import shape_logits
 from retrain.modeling.policy import Policy
+from retrain.modeling.triton_internals import runs_triton
 from retrain.types import Sampling
 
 # Maximum bytes of float32 logits at once.
@@ -57,6 +58,17 @@ def only_tempered(sampling: Sampling) -> bool:
     return (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
 
 
+def start_compiling(policy: Policy, sampling: Sampling) -> None:
+    """Compile the kernels of `token_logprobs` in the background, if this policy needs them."""
+    if policy.device.type != "cuda" or not runs_triton(policy.device) or not policy.has_plain_head:
+        return
+    if only_tempered(sampling):
+        from retrain.modeling import logprob_kernels  # noqa: PLC0415  (Triton exists only with CUDA)
+
+        weight = policy.causal_lm.get_output_embeddings().weight
+        logprob_kernels.start_compiling(weight.dtype, policy.vocabulary, weight.requires_grad)
+
+
 class TemperedLogprobs(torch.autograd.Function):
     """log softmax(hidden · Wᵀ / temperature) at the targets.
 
@@ -68,7 +80,7 @@ class TemperedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, rows: int) -> Tensor:
         """Slice by slice."""
-        normalize, differentiate = _fused_functions()
+        normalize, differentiate = _fused_functions(hidden.device)
         logprobs, normalizers = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         directions = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
@@ -91,7 +103,7 @@ class TemperedLogprobs(torch.autograd.Function):
             (directions,) = ctx.saved_tensors
             return (directions.float() * gradient[:, None]).to(directions.dtype), None, None, None, None
         hidden, weight, targets, normalizers = ctx.saved_tensors
-        _, differentiate = _fused_functions()
+        _, differentiate = _fused_functions(hidden.device)
         result = torch.empty_like(hidden)
         # Accumulated in float32, like the gradients of micro-batches.
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -121,16 +133,13 @@ def _differentiate(
     return (slope * scale).to(logits.dtype)
 
 
-_FUSED: list[Callable[..., Any]] = []
-
-
-def _fused_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Both functions, compiled once per process; uncompiled without a GPU."""
-    if not torch.cuda.is_available():
+def _fused_functions(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Both functions as kernels where Triton runs, else as above."""
+    if not runs_triton(device):
         return _normalize, _differentiate
-    if not _FUSED:
-        _FUSED.extend(torch.compile(function, dynamic=True) for function in (_normalize, _differentiate))
-    return _FUSED[0], _FUSED[1]
+    from retrain.modeling import logprob_kernels  # noqa: PLC0415  (Triton exists only with CUDA)
+
+    return logprob_kernels.normalize, logprob_kernels.differentiate
 
 
 class History:

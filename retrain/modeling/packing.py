@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -88,14 +89,14 @@ Cost = Callable[[BatchLoad], int]
 def split_by_tokens(
     datums: Sequence[Datum], most: int, cost: Cost = BatchLoad.padded, most_rows: int = 0
 ) -> list[list[Datum]]:
-    """Batches of at most `most` tokens, completions of one prompt together; a longer datum gets its own batch.
+    """Batches of at most `most` tokens; a longer datum gets its own batch.
 
-    As few and as even as possible: a small last batch costs nearly as much as a full one.
+    Completions of one prompt stay together where they share it. Batches are as few and as even as possible: a small
+    last one costs nearly as much as a full one.
     """
     if most_rows:
         cost = _limited(cost, most_rows, most + 1)
-    groups = [sorted(group, key=length_of, reverse=True) for group in by_prompt(datums)]
-    groups.sort(key=lambda group: length_of(group[0]), reverse=True)
+    groups = [piece for group in by_prompt(datums) for piece in _kept_together(group)]
     fewest = len(_fill(groups, most, cost))
     low, high = 1, most
     while low < high:
@@ -104,28 +105,45 @@ def split_by_tokens(
     return _fill(groups, high, cost)
 
 
+def _kept_together(group: Sequence[Datum]) -> list[list[Datum]]:
+    """The completions of a prompt, longest first; one by one where sharing the prompt is not worthwhile."""
+    longest_first = sorted(group, key=length_of, reverse=True)
+    return [longest_first] if BatchLoad.of(group).saved else [[datum] for datum in longest_first]
+
+
 def _limited(cost: Cost, most_rows: int, too_much: int) -> Cost:
     return lambda load: too_much if load.rows > most_rows else cost(load)
 
 
 def _fill(groups: Sequence[Sequence[Datum]], most: int, cost: Cost) -> list[list[Datum]]:
-    """Fill batches with groups up to `most`; only groups that exceed it by themselves are cut."""
+    """Fill batches up to `most`, each with the largest pieces that fit; only groups that exceed it are cut."""
+    pieces = [piece for group in groups for piece in _cut(group, most, cost)]
+    left = sorted(((BatchLoad.of(piece), piece) for piece in pieces), key=lambda one: cost(one[0]))
     batches: list[list[Datum]] = []
-    load: BatchLoad | None = None
-    for group in groups:
-        for piece in [group] if cost(BatchLoad.of(group)) <= most else _cut(group, most, cost):
-            both = BatchLoad.of(piece) + load if load is not None else None
-            if both is not None and cost(both) <= most:
-                batches[-1] += piece
-                load = both
-            else:
-                batches.append(list(piece))
-                load = BatchLoad.of(piece)
+    while left:
+        load, first = left.pop()
+        batches.append(list(first))
+        while left:
+            at = _count_fitting(left, load, most, cost)
+            if not at:
+                break
+            added, piece = left.pop(at - 1)
+            load += added
+            batches[-1] += piece
     return batches
 
 
+def _count_fitting(left: Sequence[tuple[BatchLoad, Sequence[Datum]]], load: BatchLoad, most: int, cost: Cost) -> int:
+    """How many of the pieces, smallest first, fit beside a load by themselves. Usually all do."""
+
+    def together(one: tuple[BatchLoad, Sequence[Datum]]) -> int:
+        return cost(load + one[0])
+
+    return len(left) if together(left[-1]) <= most else bisect_right(left, most, key=together)
+
+
 def _cut(group: Sequence[Datum], most: int, cost: Cost) -> list[Sequence[Datum]]:
-    """Split a group, longest completions first."""
+    """Split a group, longest completions first, if it exceeds `most`."""
     pieces: list[Sequence[Datum]] = []
     start = 0
     for stop in range(1, len(group) + 1):

@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
@@ -327,9 +326,8 @@ def find_attention_fallback(causal_lm: CausalLM) -> str:
 
     ids = torch.arange(4, device=causal_lm.device)[None] % int(causal_lm.get_output_embeddings().weight.shape[0])
     counting = Counting([ids.shape[1]], causal_lm.device)
-    # Given to both kinds of models: those that are trained, and those that are only sampled from. Fused kernels take a
-    # second to prepare, and this pass only counts.
-    with suppress(TypeError, AttributeError), attending(counting), sdpa_kernel(SDPBackend.MATH):
+    # Given to both kinds of models: those that are trained, and those that are only sampled from.
+    with suppress(TypeError, AttributeError), attending(counting):
         last_hidden(causal_lm, ids, ids, attend=counting)
     if calls == list(range(int(causal_lm.config.get_text_config().num_hidden_layers))):
         return ""

@@ -1,7 +1,8 @@
-"""How Triton builds the C code that launches a kernel. Tested with Triton 3.6 (GPU) and 3.9."""
+"""Whether Triton runs, and how it builds the C code that launches a kernel. Tested with Triton 3.6 (GPU) and 3.9."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -9,6 +10,13 @@ import subprocess
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device, and what PyTorch compiles for a GPU with them."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def build_launchers_quickly() -> None:

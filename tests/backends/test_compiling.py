@@ -47,7 +47,7 @@ def rows(length: int, count: int) -> list[Datum]:
 def test_prompts_and_tokens_of_any_number_run_through_one_graph_per_layer(
     tiny: Path, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
     engine = PyTorchEngine(policy_for(config_for(tiny)), Inference(), PlainTokenizer(), lambda *_: None)
     assert engine.model is not None

@@ -234,7 +234,7 @@ def test_a_sampler_gets_its_turn_between_two_micro_batches(tiny: Path) -> None:
 @pytest.fixture
 def _running_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine samples as on a GPU, with plain loops in place of kernels."""
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(choice, "load_kernels", lambda: plain_kernels)
     monkeypatch.setattr(graphs, "SMALLEST", 2)
     monkeypatch.setattr(graphs, "POLL_EVERY", 2)

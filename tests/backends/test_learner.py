@@ -30,7 +30,7 @@ from retrain.errors import BackendError, ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.modeling import logprobs as logprobs_module
 from retrain.modeling.attention import PackedAttention
-from retrain.modeling.packing import length_of, pack, split_by_tokens
+from retrain.modeling.packing import BatchLoad, length_of, pack, split_by_tokens
 from retrain.types import Datum, Sampling
 
 SIZES = ((3, 9), (11, 2), (1, 17), (6, 6), (3, 1), (8, 13))
@@ -108,6 +108,16 @@ def test_micro_batches_hold_every_datum_once_and_no_more_tokens_than_asked() -> 
         batches = split_by_tokens(datums, most)
         assert sorted(id(datum) for batch in batches for datum in batch) == sorted(map(id, datums))
         assert all(len(batch) == 1 or max(map(length_of, batch)) * len(batch) <= most for batch in batches)
+
+
+def test_long_completions_of_one_prompt_are_spread_over_full_batches() -> None:
+    """Their prompt is too short to be worth sharing; kept together, the groups would leave half of a batch empty."""
+    lengths = [(5, length) for length in (900, 700, 400, 300, 800, 600, 500, 200)]
+    datums = [replace(datum, prompt_ids=np.arange(5) + (at % 2)) for at, datum in enumerate(random_datums(lengths))]
+    batches = split_by_tokens(datums, 1200, BatchLoad.fed)
+    tokens = [sum(map(length_of, batch)) for batch in batches]
+    assert len(batches) == 4
+    assert max(tokens) - min(tokens) < 20
 
 
 def test_masked_tokens_take_no_part_in_loss_or_gradient(tiny: Path) -> None:

@@ -217,7 +217,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("check_devices", {"backend": {"devices": "auto,cpu"}}, "[backend] devices has 'auto'"),
     ("check_devices", {"backend": {"devices": "gpu:٣"}}, "[backend] devices has"),
     ("check_devices", {"backend": {"devices": "gpu:00"}}, "[backend] devices has 'gpu:00'"),
-    ("check_devices", {"backend": {"devices": "gpu:1,gpu:1"}}, "[backend] devices names 'gpu:1' twice"),
+    ("check_devices", {"backend": {"devices": "gpu:1,gpu:2,gpu:1"}}, "[backend] devices names 'gpu:1' twice"),
     ("check_group_size", {"training": {"group_size": 1}}, "[training] group_size must be at least 2"),
     (
         "check_ratio_cap",

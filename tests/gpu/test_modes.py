@@ -1,7 +1,9 @@
-"""Whole runs on one GPU in every mode: campaigns that share a model, and environments."""
+"""Whole runs on one GPU in every mode: campaigns that share a model, environments, split mode, no Triton."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +33,24 @@ def test_turns_of_an_environment_join_the_running_batch(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert all(row["ratio_mean"] is None or abs(row["ratio_mean"] - 1) < 0.1 for row in found[0])
     assert any(row["num_datums"] for row in found[0])
+
+
+def test_split_mode_on_one_gpu_repeats_to_the_bit(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        config = gpu_run(Path("builtin:tiny"), tmp_path / name, training__max_steps=4, backend__devices="gpu:0,gpu:0")
+        train_quietly(config)
+        found.append(rows_without_times(tmp_path / name / "logs"))
+    assert found[0] == found[1]
+    assert [row["staleness"] for row in found[0]] == [0, 1, 1, 1]
+
+
+def test_without_triton_a_run_is_eager_and_trains(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    hidden = "import sys; sys.modules['triton'] = None; from retrain.cli import main; main()"
+    flags = ["run.toml", "--model", "builtin:tiny", "--devices", "gpu:0", "--data-source", "arithmetic"]
+    flags += ["--max-steps", "2", "--batch-size", "2", "--group-size", "4", "--max-tokens", "16"]
+    done = subprocess.run([sys.executable, "-c", hidden, *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "eager (Triton is not installed)" in done.stdout

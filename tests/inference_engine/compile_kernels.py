@@ -17,6 +17,7 @@ from retrain.inference_engine.pytorch import kernels, small_batch
 from retrain.inference_engine.pytorch.cache import FP8
 from retrain.inference_engine.pytorch.launching import CAPABILITY
 from retrain.inference_engine.pytorch.paged import Group, PagedCache
+from retrain.modeling import logprob_kernels
 from retrain.modeling.attention import Scoring
 from tests.inference_engine.kernel_checks import slots_for
 
@@ -78,4 +79,8 @@ if __name__ == "__main__":
         for rows in (8, 32):
             inputs, weight = (torch.zeros(size, width, dtype=torch.bfloat16) for size in (rows, outputs))
             small_batch.multiply(inputs, weight, None, torch.zeros(small_batch.FEW_TILES, dtype=torch.int32))
+    logits, targets = torch.zeros(2, 151_936, dtype=torch.bfloat16), torch.tensor([1, 2])
+    _, normalizers = logprob_kernels.normalize(logits, targets, 0.7)
+    for gradient in (None, normalizers):
+        logprob_kernels.differentiate(logits, targets, normalizers, 0.7, gradient)
     print(f"{len(compiled)} launches compiled")

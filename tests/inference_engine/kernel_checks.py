@@ -12,6 +12,7 @@ from retrain.inference_engine.pytorch.cache import FP8, Store
 from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.paged import Group, PagedCache
 from retrain.inference_engine.pytorch.slots import Slots
+from retrain.modeling import logprobs
 from retrain.modeling.attention import Scoring
 
 from . import plain_kernels
@@ -138,3 +139,24 @@ def check_small_batch(small_batch: ModuleType, rows: int, outputs: int, width: i
         expected = inputs.double() @ weight.double().T + (bias.double() if bias is not None else 0)
         assert torch.equal(found.cpu(), expected.to(dtype))
         assert not arrived.any()
+
+
+def check_logprobs(kernels: ModuleType, vocabulary: int, dtype: torch.dtype, device: str) -> None:
+    """Against PyTorch; a padded vocabulary has logits of minus infinity, and a row may be almost certain."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, vocabulary, generator=generator) * 4
+    logits[1, vocabulary - 5 :] = float("-inf")
+    logits[2, 3] = 200.0
+    targets = torch.tensor([0, 1, 3, vocabulary - 1, 2, 5])
+    gradient = torch.randn(6, generator=generator)
+    logits, targets, gradient = logits.to(device, dtype), targets.to(device), gradient.to(device)
+    expected, normalizers = logprobs._normalize(logits, targets, 0.7)
+    slopes = [logprobs._differentiate(logits, targets, normalizers, 0.7, given) for given in (None, gradient)]
+    got, sums = kernels.normalize(logits, targets, 0.7)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sums, normalizers, atol=1e-4, rtol=1e-5)
+    # Triton's interpreter rounds to fewer bits towards zero; a GPU does not.
+    tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-5, "rtol": 1e-2}
+    for given, slope in zip((None, gradient), slopes, strict=True):
+        overwritten = kernels.differentiate(logits.clone(), targets, sums, 0.7, given)
+        torch.testing.assert_close(overwritten, slope, **tolerance)

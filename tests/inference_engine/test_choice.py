@@ -57,7 +57,7 @@ def test_what_is_not_available_is_rejected_with_the_reason(llama: Rig, key: str,
 def test_an_older_gpu_is_rejected_with_what_8_bit_floats_need(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.policy, "device", torch.device("cuda"))
     monkeypatch.setattr(choice, "free_memory", lambda device: 1 << 40)
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for options in ({"dtype": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(
@@ -78,7 +78,7 @@ def test_the_line_at_the_start_says_what_was_chosen(llama: Rig, monkeypatch: pyt
     assert lacking.startswith("pytorch on cuda, eager (Triton is not installed), sdpa attention") or lacking.startswith(
         "pytorch on cuda, CUDA graphs, triton attention"
     )
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     best = choice.choose(llama.policy, Inference(dtype="bf16")).description
     assert best == "pytorch on cuda, CUDA graphs, triton attention, bf16 weights, bf16 cache"
     flash = choice.choose(llama.policy, Inference(attention_kernel="flash")).description
@@ -154,7 +154,7 @@ def test_adapters_are_merged_in_place_where_copies_would_take_too_much(
 ) -> None:
     assert choice.choose(llama.policy, Inference()).merging == "copies"
     monkeypatch.setattr(choice, "free_memory", lambda device: free)
-    monkeypatch.setattr(choice, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(choice, "runs_triton", lambda device: True)
     on_gpu = replace(llama.policy, device=torch.device("cuda"))
     chosen = choice.choose(on_gpu, Inference())
     assert (chosen.merging == "in-place") == in_place

@@ -21,6 +21,7 @@ from .kernel_checks import (
     check_drawing,
     check_endings,
     check_frequencies,
+    check_logprobs,
     check_small_batch,
 )
 
@@ -97,3 +98,9 @@ def test_matrices_that_no_plan_divides_evenly_are_left_to_cublas() -> None:
     assert small_batch.plan(19456, 2560) == (128, 1, 3)
     assert small_batch.plan(6144, 2560) == (256, 1, 4)
     assert small_batch.plan(576, 576) is None
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(5000, torch.float32), (37, torch.float32), (8192, torch.bfloat16)])
+def test_logprobs_and_their_derivatives_are_those_of_plain_pytorch(vocabulary: int, dtype: torch.dtype) -> None:
+    kernels = importlib.import_module("retrain.modeling.logprob_kernels")
+    check_logprobs(kernels, vocabulary, dtype, "cpu")

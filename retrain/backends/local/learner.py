@@ -32,6 +32,7 @@ from retrain.modeling.compiling import (
     varying_tokens,
 )
 from retrain.modeling.determinism import Determinism, sum_by_row
+from retrain.modeling.logprobs import start_compiling
 from retrain.modeling.packing import (
     BatchLoad,
     MicroBatch,
@@ -45,6 +46,7 @@ from retrain.modeling.policy import Policy
 from retrain.modeling.prefix import takes_uneven_lengths
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.transformers_internals import decoder_layers
+from retrain.modeling.triton_internals import runs_triton
 from retrain.schedules.learning_rate import learning_rate
 from retrain.types import Datum, FloatArray, StepMetrics
 
@@ -103,9 +105,10 @@ class Learner:
         # Enabled for all layers; `_train_mode` chooses which of them recompute.
         policy.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layers = decoder_layers(policy.adapted)
-        self.is_compiled = policy.device.type == "cuda" and not policy.attention_fallback_reason
+        self.is_compiled = runs_triton(policy.device) and not policy.attention_fallback_reason
         if self.is_compiled:
             compile_layers(policy.causal_lm)
+        start_compiling(policy, self.sampling)
         self.warm: set[str] = set()
         """Modes whose compiled layers are warmed up."""
         self.trainable = self.make_trainable(policy)

@@ -49,7 +49,8 @@ def check_devices(config: TrainConfig) -> Iterator[ConfigIssue]:
             f"has {bad[0]!r}; a device is cpu or gpu:N, several are separated by commas; auto stands alone.",
             'Try: devices = "auto"',
         )
-    elif len(set(devices)) < len(devices) and set(devices) != {"cpu"}:
+    elif len(set(devices)) < len(devices) > 2 and set(devices) != {"cpu"}:
+        # Two that are the same are split mode on one GPU.
         twice = max(devices, key=devices.count)
         yield option_issue("backend.devices", f"names {twice!r} twice.", f'Try: devices = "{devices[0]}"')
 

@@ -430,7 +430,8 @@ class GraphDecoder:
         for tensor, value in kept:
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # In split mode, another thread trains meanwhile, and may allocate.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             body()
         return graph
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from retrain.errors import ConfigError, PluginError, RetrainError
+from retrain.errors import ConfigError, PluginError, blaming
 from retrain.plugins import REGISTRIES, make_importable
 from retrain.types import Example
 
@@ -134,12 +134,8 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     make_importable(search_paths)
     if not callable(provider):
         raise PluginError(f"{who} is {provider!r}; it must be a function or class callable as f(section, log).")
-    try:
+    with blaming(who, "when it was built"):
         environment = provider(section, log)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} when it was built.") from error
     if not isinstance(environment, Environment):
         raise PluginError(f"{who} returned {environment!r}, which lacks an examples or a rollout method.")
     return environment
@@ -148,12 +144,8 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
 def load_split(environment: Environment, section: schema.Environment, split: str) -> Sequence[Example]:
     """The validated examples of a split: at least one, none with an empty prompt."""
     who = f"environment {section.id or section.provider!r}"
-    try:
+    with blaming(who, f"in examples({split!r})"):
         examples: object = environment.examples(split)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} in examples({split!r}).") from error
     if not isinstance(examples, Sequence) or isinstance(examples, str):
         raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
     if not len(examples):

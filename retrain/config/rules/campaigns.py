@@ -54,6 +54,3 @@ def check_campaign(config: TrainConfig) -> Iterator[ConfigIssue]:
     if campaign.stop_when and len(campaign.conditions) < 2:
         text = "compares conditions, and there is only one."
         yield option_issue("campaign.stop_when", text, 'Try: stop_when = ""', ("campaign",))
-
-
-RULES = (check_conditions, check_campaign)

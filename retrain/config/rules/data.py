@@ -110,13 +110,3 @@ def _is_same_file(one: str, other: str) -> bool:
         return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
     except (OSError, ValueError):
         return one == other  # not a valid file name, which is reported when it is read
-
-
-RULES = (
-    check_data_source,
-    check_eval_temperature,
-    check_pass_at_k,
-    check_greedy_samples,
-    check_held_out_file,
-    check_held_out_split,
-)

@@ -105,7 +105,7 @@ def all_options() -> tuple[Option, ...]:
     for section, key, field in fields:
         assert isinstance(field.json_schema_extra, Facets), f"[{section}] {key} is not declared by option(...)"
         facets = field.json_schema_extra.over(section_type(section).facets)
-        leaf = key if uses[key] == 1 else f"{section}_{key}"
+        leaf = key if uses[key] == 1 and not facets.prefixed else f"{section}_{key}"
         options.append(Option(section, key, facets.flag or "--" + leaf.replace("_", "-"), facets, field))
     return tuple(options)
 

@@ -118,15 +118,20 @@ class Checkpoints:
 
 def write_state_file(log_dir: Path, state: JsonObject) -> None:
     """Replace trainer_state.json atomically."""
-    draft = log_dir / f".{STATE_FILE}"
+    replace_file(log_dir / STATE_FILE, json.dumps(state, indent=1))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically."""
+    draft = path.with_name(f".{path.name}")
     try:
         with draft.open("w", encoding="utf-8") as file:
-            json.dump(state, file, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, log_dir / STATE_FILE)
+        os.replace(draft, path)
     except OSError as error:
-        raise explain_write_error(error, log_dir) from error
+        raise explain_write_error(error, path.parent) from error
 
 
 def record_failure(log_dir: Path, reason: str) -> None:

@@ -83,8 +83,11 @@ def make_temporary(kind: str) -> Path:
 
 def is_another_process(pid: int) -> bool:
     """Whether a process other than this one has the number."""
-    if pid == os.getpid():
-        return False
+    return pid != os.getpid() and is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has the number."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -57,15 +57,12 @@ class TaskSource(Protocol):
 
     def load(self, tokenizer: Tokenizer) -> tuple[Sequence[Example], Sequence[Example]]:
         """The examples for training and for evaluation."""
-        ...
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The scorer, once the context length is known."""
-        ...
 
     def close(self) -> None:
         """Release resources."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,6 @@ class RolloutSource(Protocol):
         self, engine: InferenceEngine, step: int, batch_size: int, deliver: DeliverGroup | None = None
     ) -> Rollouts:
         """Sample and score the groups of one step; `deliver` gets each as early as possible."""
-        ...
 
 
 class RolloutScorer(Protocol):
@@ -77,15 +76,12 @@ class RolloutScorer(Protocol):
         deliver: DeliverGroup | None = None,
     ) -> Rollouts:
         """One group of `sampling.n` completions per example, in order; `deliver` gets each as early as possible."""
-        ...
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Additional metrics of a step's groups."""
-        ...
 
     def reward_metrics(self) -> Mapping[str, Metric]:
         """Metrics of scoring since the last call, such as the requests to a judge."""
-        ...
 
 
 class GroupCollector:

@@ -37,7 +37,6 @@ class DataSource(Protocol):
 
     def load(self) -> Sequence[Example]:
         """Return the examples, always in the same order."""
-        ...
 
 
 def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> DataSource:

@@ -78,15 +78,12 @@ class Chat(Protocol):
     @property
     def seed(self) -> int:
         """A seed for this rollout, the same when the run is repeated."""
-        ...
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages (a string is a user message) and return the model's reply. Raises ChatOver."""
-        ...
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Reply to a complete history; a prefix shared with an earlier turn keeps its tokens. Raises ChatOver."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,11 +103,9 @@ class Environment(Protocol):
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split: `train`, or `[eval] split` for evaluation; may be empty."""
-        ...
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Run one example once. An error raised here is a failed rollout, which is excluded and counted."""
-        ...
 
 
 @runtime_checkable
@@ -119,11 +114,9 @@ class ManagedEnvironment(Protocol):
 
     async def open(self) -> None:
         """Called once, in the event loop that the rollouts will run in."""
-        ...
 
     async def close(self) -> None:
         """Called once, in the same event loop, if `open` succeeded."""
-        ...
 
 
 def build_environment(section: schema.Environment, search_paths: Sequence[str], log: Log) -> Environment:

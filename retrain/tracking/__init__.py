@@ -32,15 +32,12 @@ class Tracker(Protocol):
 
     def start(self, config: TrainConfig) -> None:
         """The run starts or resumes."""
-        ...
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log a step."""
-        ...
 
     def finish(self) -> None:
         """The run has ended, successfully or not."""
-        ...
 
 
 class Trackers:

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -179,20 +180,17 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], N
         )
         return source
     log_dir = checkpoint.parent.parent.absolute()
+    # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them
+    # may be another user's.
+    copy = partial(shutil.copytree, source, dirs_exist_ok=True, copy_function=shutil.copyfile)
     try:
-        publish_folder(adapter_path, lambda draft: _copy_into(source, draft), run=str(log_dir))
+        publish_folder(adapter_path, copy, run=str(log_dir))
     except OSError as error:
         # copytree raises one error with a list of (source, target, reason).
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         log(f"Warning: the adapter could not be copied to {adapter_path}: {reason}. It is in {source}.")
         return source
     return adapter_path
-
-
-def _copy_into(source: Path, folder: Path) -> None:
-    # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them
-    # may be another user's.
-    shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def digest(path: Path) -> str:

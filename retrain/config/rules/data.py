@@ -86,23 +86,20 @@ def check_held_out_split(config: TrainConfig) -> Iterator[ConfigIssue]:
     # Without its own source or path, evaluation reads the file of [data], with another split.
     path = held_out.path if held_out.source or held_out.path else data.path
     is_same_file = not SOURCES.reads(data.source, "path") or _is_same_file(path, data.path)
+    both_held_out = SOURCES.facts(data.source).two_splits and "train" not in (held_out.split, data.split)
     if not SOURCES.reads(data.source, "split"):
         # check_held_out_file reports an empty path.
         if held_out.path and is_same_file:
             yield option_issue(
                 "eval.path", "is the file of [data] path.", f'Try: path = "held_out.{data.source}"', ("eval", "data")
             )
-    elif is_same_file and _is_same_split(data.source, held_out.split, data.split):
+    elif is_same_file and (held_out.split == data.split or both_held_out):
         yield option_issue(
             "eval.split",
             f"= {show_value(held_out.split)} holds the problems of [data] split = {show_value(data.split)}.",
             'Try: split = "test"' if data.split == "train" else 'Try: [data] split = "train"',
             ("eval", "data"),
         )
-
-
-def _is_same_split(source: str, one: str, other: str) -> bool:
-    return one == other or (SOURCES.facts(source).two_splits and "train" not in (one, other))
 
 
 def _is_same_file(one: str, other: str) -> bool:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from retrain.config import schema
 from retrain.errors import ConfigError, PluginError, blaming
 from retrain.plugins import REGISTRIES, make_importable
 from retrain.types import Example
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 __all__ = [
     "Chat",

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from retrain.config.rules.schedule import used_arguments
-
-if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+from retrain.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,6 @@ class Scorer:
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
 
     def _score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with their scores."""
         items = [
             Item(completion.text, example.reference, example.prompt, example.meta, completion.token_ids_T)
             for example, completions in ((group.example, group.completions_G) for group in groups)

@@ -181,7 +181,6 @@ class Campaign:
             self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {run.folder}")
 
     def _skip_decided(self) -> None:
-        """Skip pending runs of decided conditions."""
         if self.early_stopping is None:
             return
         for sentence in self.early_stopping.update():

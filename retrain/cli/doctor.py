@@ -253,7 +253,6 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
 
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:
-    """Check files and folders that the configuration reads."""
     adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
     state = str(Path(config.resume.from_) / "trainer_state.json") if config.resume.from_ else ""
     for where, path in (

@@ -16,8 +16,6 @@ from retrain.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class _Position:
-    """A step of a run."""
-
     step: int
     warmup: int
     last: int

@@ -200,7 +200,6 @@ def digest(path: Path) -> str:
 
 
 def _seal(manifest: JsonObject) -> str:
-    """A digest of the manifest."""
     text = json.dumps([manifest["step"], manifest["state"], manifest["files"]], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -102,7 +102,6 @@ class RunFolder:
             )
 
     def _step_aside_earlier_run(self) -> None:
-        """Rename the folder of an earlier run or campaign."""
         held = "a campaign" if (self.path / MANIFEST).exists() else "an earlier run"
         aside = step_aside(self.path)
         self.path.mkdir()

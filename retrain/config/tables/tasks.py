@@ -69,40 +69,27 @@ AS_IN_TRAINING = -1.0
 class Eval(Section):
     """Held-out evaluation, before and during training."""
 
-    facets: ClassVar[Facets] = Facets(prefixed=True, on_resume="free")
+    facets: ClassVar[Facets] = Facets(prefixed=True, on_resume="free", held_out=True)
 
     every: BoundedInt = option(
         0,
         "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.",
         ge=0,
+        held_out=False,
         synonyms=("eval_steps", "eval_strategy"),
     )
-    source: str = option(
-        "", "Data source; empty uses that of [data].", kind="data", held_out=True, unused=reasons.needs_held_out_data
-    )
+    source: str = option("", "Data source; empty uses that of [data].", kind="data", unused=reasons.needs_held_out_data)
     path: str = option(
-        "",
-        "File of held-out problems for source = {data.path}.",
-        path="absolute",
-        held_out=True,
-        unused=reasons.needs_held_out_file,
+        "", "File of held-out problems for source = {data.path}.", path="absolute", unused=reasons.needs_held_out_file
     )
     split: str = option(
-        "test",
-        "Split to evaluate on; must differ from [data] split.",
-        min_length=1,
-        held_out=True,
-        unused=reasons.needs_splits,
+        "test", "Split to evaluate on; must differ from [data] split.", min_length=1, unused=reasons.needs_splits
     )
-    max_examples: BoundedInt = option(128, "Number of held-out problems, always the same ones.", ge=1, held_out=True)
-    samples: BoundedInt = option(1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1, held_out=True)
-    k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0)
+    max_examples: BoundedInt = option(128, "Number of held-out problems, always the same ones.", ge=1)
+    samples: BoundedInt = option(1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1)
+    k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, held_out=False)
     temperature: float = option(
-        AS_IN_TRAINING,
-        "Sampling temperature; 0 is greedy, -1 uses that of training.",
-        ge=AS_IN_TRAINING,
-        le=100,
-        held_out=True,
+        AS_IN_TRAINING, "Sampling temperature; 0 is greedy, -1 uses that of training.", ge=AS_IN_TRAINING, le=100
     )
 
 

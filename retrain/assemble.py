@@ -57,15 +57,12 @@ class TaskSource(Protocol):
 
     def load(self, tokenizer: Tokenizer) -> tuple[Sequence[Example], Sequence[Example]]:
         """The examples for training and for evaluation."""
-        ...
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The scorer, once the context length is known."""
-        ...
 
     def close(self) -> None:
         """Release resources."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -353,7 +350,7 @@ def _build_backpressure(config: TrainConfig) -> BackPressure:
 def _build_log(config: TrainConfig, folder: RunFolder, console: Console, trackers: Sequence[Tracker]) -> StepLog:
     """`trackers` log every step; the console and the optional trackers every `[logging] every` steps."""
     every = config.logging.every
-    optional = ThrottledTracker(every, Trackers(_optional_trackers(config, folder, console.print)))
+    optional = ThrottledTracker(every, *_optional_trackers(config, folder, console.print))
     return StepLog(ThrottledTracker(every, console), Trackers([trackers[0], optional, *trackers[1:]]))
 
 

@@ -14,6 +14,8 @@ A message says what is wrong, where, what was found and what to try. Only `retra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -55,6 +57,18 @@ class ConfigError(RetrainError):
 
 class PluginError(RetrainError):
     """A plugin could not be found, is not of its kind, or returned an invalid value."""
+
+
+@contextmanager
+def blaming(plugin: str, where: str) -> Iterator[None]:
+    """Turn exceptions of third-party code into a PluginError with its name and the place."""
+    try:
+        yield
+    except RetrainError:
+        raise
+    # SystemExit: a plugin that calls sys.exit must not end the run silently.
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{plugin} raised {error!r} {where}.") from error
 
 
 class MissingExtraError(RetrainError):

@@ -44,11 +44,9 @@ class StepOverlap(Protocol):
 
         `sepa_lambda` is None if it depends on the rewards of the step.
         """
-        ...
 
     def discard(self) -> None:
         """Discard the step: it will not be trained on."""
-        ...
 
 
 class Sequential:

@@ -63,7 +63,6 @@ class RolloutSource(Protocol):
         self, engine: InferenceEngine, step: int, batch_size: int, deliver: DeliverGroup | None = None
     ) -> Rollouts:
         """Sample and score the groups of one step; `deliver` gets each as early as possible."""
-        ...
 
 
 class RolloutScorer(Protocol):
@@ -77,15 +76,12 @@ class RolloutScorer(Protocol):
         deliver: DeliverGroup | None = None,
     ) -> Rollouts:
         """One group of `sampling.n` completions per example, in order; `deliver` gets each as early as possible."""
-        ...
 
     def group_metrics(self, groups: Sequence[Group]) -> Mapping[str, Metric]:
         """Additional metrics of a step's groups."""
-        ...
 
     def reward_metrics(self) -> Mapping[str, Metric]:
         """Metrics of scoring since the last call, such as the requests to a judge."""
-        ...
 
 
 class GroupCollector:
@@ -166,7 +162,6 @@ class Scorer:
         return Rollouts(groups, sampled - started, time.perf_counter() - sampled)
 
     def _score(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with their scores."""
         items = [
             Item(completion.text, example.reference, example.prompt, example.meta, completion.token_ids_T)
             for example, completions in ((group.example, group.completions_G) for group in groups)

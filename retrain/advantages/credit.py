@@ -17,7 +17,7 @@ from retrain.advantages.method import AlgorithmContext, EntropyTransform, Method
 from retrain.advantages.ragged import Ragged, Scalar
 from retrain.advantages.token import gtpo_weights, hicra_amplify
 from retrain.advantages.uncertainty import UncertaintyContext
-from retrain.errors import PluginError, RetrainError, RolloutError
+from retrain.errors import PluginError, RolloutError, blaming
 from retrain.types import BoolArray, Completion, FloatArray, IntArray
 
 
@@ -111,13 +111,8 @@ def read_rows(tokens: Ragged, flat: NDArray[Scalar]) -> tuple[NDArray[Scalar], .
 
 def call_plugin(who: str, where: str, call: Callable[[], object]) -> object:
     """Call third-party code; exceptions become a PluginError with its name and place."""
-    try:
+    with blaming(who, f"at {where}"):
         return call()
-    except RetrainError:
-        raise
-    # SystemExit: a plugin that calls sys.exit must not end the run silently.
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} at {where}.") from error
 
 
 def check_values(who: str, where: str, unit: str, values: object, indices: IntArray) -> FloatArray:

@@ -179,10 +179,11 @@ def compare(
         for name, seeds in pairs.items()
     }
     p_values = {name: test.p_value for name, test in tests.items() if test.p_value is not None}
-    adjusted = {name: looks.adjust(p) for name, p in p_values.items()} if looks else _holm(p_values)
     if looks:
+        adjusted = {name: looks.adjust(p) for name, p in p_values.items()}
         found = {name for name, p in p_values.items() if p <= level and len(pairs[name]) >= FIRST_LOOK} | looks.decided
     else:
+        adjusted = dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
         found = {name for name, p in adjusted.items() if p < alpha}
     power_level = level if looks else alpha / max(1, len(p_values))
     return [
@@ -194,10 +195,6 @@ def compare(
         )
         for name, test in tests.items()
     ]
-
-
-def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    return dict(zip(p_values, adjust_holm(list(p_values.values())), strict=True))
 
 
 @dataclass(frozen=True)

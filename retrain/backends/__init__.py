@@ -48,11 +48,9 @@ class Backend(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """Properties of this backend."""
-        ...
 
     def sampler(self, step: int) -> InferenceEngine:
         """An engine with the weights that `step` is sampled from."""
-        ...
 
     def train_step(self, datums: Sequence[Datum], step: int) -> StepMetrics:
         """One optimizer step over all datums; without datums the weights stay unchanged.
@@ -60,15 +58,12 @@ class Backend(Protocol):
         All returned metrics are logged; `loss`, `grad_norm`, `ratio_mean`, `ratio_max` and `kl_sample_train` are
         expected.
         """
-        ...
 
     def save(self, path: Path) -> None:
         """Write the state for a resume into the empty folder `path`; the PEFT adapter goes to `path`/adapter."""
-        ...
 
     def load(self, path: Path) -> None:
         """Restore what `save` wrote."""
-        ...
 
 
 @runtime_checkable
@@ -77,7 +72,6 @@ class AsyncBackend(Protocol):
 
     def settle(self) -> StepMetrics:
         """Wait for the running step; returns its metrics."""
-        ...
 
 
 @runtime_checkable
@@ -86,7 +80,6 @@ class OverlappingBackend(Protocol):
 
     def overlap_obstacle(self) -> Obstacle | None:
         """Why this run cannot do so, or should not; None if it should."""
-        ...
 
     def accumulate(self, part: int, datums: Sequence[Datum]) -> None:
         """Compute the gradients of some rows of the next `train_step`, which gets all rows; the weights do not change.
@@ -94,11 +87,9 @@ class OverlappingBackend(Protocol):
         Returns at once. Parts come in any order and are summed by their numbers, which start at 0. Rows may have
         another `group` in `train_step`, but the same arrays.
         """
-        ...
 
     def discard_parts(self) -> None:
         """Drop these gradients: there will be no such `train_step`."""
-        ...
 
 
 @runtime_checkable
@@ -107,7 +98,6 @@ class Closeable(Protocol):
 
     def close(self, ended_by: type[BaseException] | None) -> None:
         """Release them; called once, however the run ends. `ended_by` is None after a regular end."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -127,4 +117,3 @@ class FrozenModelProvider(Protocol):
         self, config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> FrozenModel:
         """The model of `[teaching] student_model`; if empty, the policy's initial weights."""
-        ...

@@ -17,7 +17,7 @@ from retrain.campaign.plan import RUNS, Run
 from retrain.config import TrainConfig
 from retrain.errors import CheckpointError
 from retrain.runtime.version import version
-from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.checkpoint import replace_file
 from retrain.storage.logs import MANIFEST
 from retrain.types import JsonObject
 
@@ -84,15 +84,7 @@ class Manifest:
 
     def write(self) -> None:
         """Replace the file atomically."""
-        draft = self.folder / f".{MANIFEST}"
-        try:
-            with draft.open("w", encoding="utf-8") as file:
-                json.dump(self.table, file, indent=1, ensure_ascii=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self.folder / MANIFEST)
-        except OSError as error:
-            raise explain_write_error(error, self.folder) from error
+        replace_file(self.folder / MANIFEST, json.dumps(self.table, indent=1, ensure_ascii=False))
 
 
 def read_table(folder: Path) -> Record:

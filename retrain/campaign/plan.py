@@ -10,9 +10,8 @@ from itertools import combinations
 from pathlib import Path
 
 from retrain.config import TrainConfig
-from retrain.config.conditions import condition_overrides
 from retrain.config.load import build_condition
-from retrain.config.options import all_options
+from retrain.config.options import all_options, condition_overrides
 from retrain.config.schema import Training
 from retrain.errors import ConfigError
 

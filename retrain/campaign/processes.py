@@ -38,23 +38,18 @@ class Executor(Protocol):
 
     def start(self, run: Run) -> None:
         """Start a run, or resume it if its folder has a checkpoint."""
-        ...
 
     def poll(self) -> list[RunExit]:
         """The runs that exited since the last call."""
-        ...
 
     def stop(self) -> None:
         """Ask every run to save and end."""
-        ...
 
     def kill(self) -> None:
         """Kill every run."""
-        ...
 
     def close(self) -> None:
         """Release resources; no run is left."""
-        ...
 
 
 class LocalProcesses:

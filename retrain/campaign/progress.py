@@ -15,6 +15,7 @@ from retrain.analysis.health import Check, check_health
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
+from retrain.storage.publishing import is_alive
 from retrain.types import JsonObject
 
 Table = JsonObject
@@ -205,7 +206,7 @@ def is_locked(folder: Path) -> bool:
     path = folder / LOCK_FILE
     try:
         owner = path.read_text().strip()
-        if not owner.isdecimal() or not _is_alive(int(owner)):
+        if not owner.isdecimal() or not is_alive(int(owner)):
             return False
         # The process id may have been reused, so the lock decides. It is tried last, because trying takes it briefly.
         with path.open("a+") as file:
@@ -281,13 +282,3 @@ def _age(path: Path) -> float | None:
         return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return None
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -103,8 +103,6 @@ class RemoteRun:
 
 @dataclass
 class _Job:
-    """A submitted run."""
-
     run: Run
     actor: Any
     update: Any

@@ -183,7 +183,6 @@ class Campaign:
             self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {shorten_path(run.folder)}")
 
     def _skip_decided(self) -> None:
-        """Skip pending runs of decided conditions."""
         if self.early_stopping is None:
             return
         for sentence in self.early_stopping.update():

@@ -85,17 +85,17 @@ class Shape:
         """Values per token in the KV cache."""
         return 2 * self.layers * self.keys
 
+    def _adapted(self, target_modules: str) -> list[tuple[int, int]]:
+        names = [name.strip() for name in target_modules.split(",")]
+        return [size for name, size in self.matrices.items() if names == ["all-linear"] or name in names]
+
     def adapter_parameters(self, rank: int, target_modules: str) -> int:
         """rank × (in + out) per adapted layer."""
-        names = [name.strip() for name in target_modules.split(",")]
-        sizes = [sum(size) for name, size in self.matrices.items() if names == ["all-linear"] or name in names]
-        return self.layers * rank * sum(sizes)
+        return self.layers * rank * sum(map(sum, self._adapted(target_modules)))
 
     def adapted_parameters(self, target_modules: str) -> int:
         """Parameters of the adapted layers, of which sampling keeps a merged copy."""
-        names = [name.strip() for name in target_modules.split(",")]
-        chosen = [a * b for name, (a, b) in self.matrices.items() if names == ["all-linear"] or name in names]
-        return self.layers * sum(chosen)
+        return self.layers * sum(a * b for a, b in self._adapted(target_modules))
 
 
 # Families that normalize queries and keys.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +14,7 @@ from retrain.config.options import paths_where
 from retrain.config.toml import show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
+from retrain.types import JsonObject
 
 if TYPE_CHECKING:
     from retrain.analysis.runs import RunRecord
@@ -87,20 +88,8 @@ def find_side(given: str) -> list[RunRecord]:
     raise ConfigError(f"there is no folder {given}.")
 
 
-class Difference(TypedDict):
-    """What `retrain diff --json` prints."""
-
-    a: list[str]
-    b: list[str]
-    seeds: list[int]
-    config: dict[str, dict[str, object]]
-    steps: dict[str, int]
-    only_in: dict[str, list[str]]
-    metrics: list[MetricDifference]
-
-
-def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> Difference:
-    """Everything that `retrain diff` prints."""
+def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> JsonObject:
+    """Everything that `retrain diff` prints, under the keys that its help lists."""
     from retrain.analysis.runs import config_differences  # noqa: PLC0415  (slow to import)
 
     seeds: list[int] = []
@@ -196,7 +185,7 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _print(data: Difference) -> None:
+def _print(data: JsonObject) -> None:
     for side, runs in (("a", data["a"]), ("b", data["b"])):
         many = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
         click.echo(f"{side.upper()}: {runs[0]}{many}, {plural(data['steps'][side], 'step')}")

@@ -116,7 +116,8 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None
     with announce_if_slow("Importing PyTorch and testing the configured components ..."):
-        checks = [_redact(check) for check in run_checks(loaded)]
+        # Errors of third-party code may contain secrets.
+        checks = [replace(one, detail=redact(one.detail), fix=redact(one.fix)) for one in run_checks(loaded)]
     ok = all(check.status != "missing" for check in checks)
     if as_json:
         print_json({"ok": ok, "file": str(path) if path else None, "checks": [asdict(check) for check in checks]})
@@ -128,16 +129,11 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
 command.params.extend(click_options(listed=()))
 
 
-def _redact(check: Check) -> Check:
-    """A check without secrets, which errors of third-party code may contain."""
-    return replace(check, detail=redact(check.detail), fix=redact(check.fix))
-
-
 def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     """Every check in the order of the report; those of a configuration only when there is one."""
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(try_out, config) if config is not None else None
-        yield _check_python()
+        yield Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
         yield from _check_gpus(config)
         yield from _check_packages(config)
         yield from _check_keys(config)
@@ -152,10 +148,6 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
             yield _check_model(config.teaching.student_model, "student", "[teaching] student_model")
     yield from _check_inputs(config)
     yield from _check_disk(config)
-
-
-def _check_python() -> Check:
-    return Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
 
 
 def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
@@ -261,7 +253,6 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
 
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:
-    """Check files and folders that the configuration reads."""
     adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
     state = str(Path(config.resume.from_) / "trainer_state.json") if config.resume.from_ else ""
     for where, path in (

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import click
 
@@ -36,6 +35,7 @@ from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.runtime.text import format_bytes, format_duration, plural
+from retrain.types import JsonObject
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
 _FOUND = {
@@ -54,93 +54,6 @@ _RUN_FILES = (
     "trainer_state.json",
     "checkpoints/step_.../",
 )
-
-
-class Change(TypedDict):
-    """An option whose value is not the default."""
-
-    path: str
-    value: object
-    default: object
-
-
-class Adapter(TypedDict):
-    """The adapter that a LoRA rank analysis reads; `exists` is None for one on a service."""
-
-    path: str
-    exists: bool | None
-    min_variance_retention: float
-
-
-class Model(TypedDict):
-    """The model and its size; None where unknown."""
-
-    name: str
-    found: str
-    path: str | None
-    parameters: int | None
-    parameters_from: str
-    trainable: int | None
-
-
-class Engine(TypedDict):
-    """What samples and trains, and where."""
-
-    name: str
-    url: str | None
-    backend: str
-    devices: str
-
-
-class Step(TypedDict):
-    """The size of one step."""
-
-    prompts: int
-    completions: int
-    turns: int | None
-    max_tokens: int
-
-
-Time = TypedDict(
-    "Time",
-    {
-        "steps": int | None,
-        "evaluations": int | None,
-        "step_seconds": float | None,
-        "evaluation_seconds": float | None,
-        "run_seconds": float | None,
-        "from": str,
-    },
-)
-
-
-class RunEntry(TypedDict):
-    """One run of a campaign."""
-
-    name: str
-    condition: str
-    seed: int
-
-
-class Explanation(TypedDict):
-    """What `retrain explain --json` prints; None where a part does not apply."""
-
-    file: str
-    kind: str
-    condition: str | None
-    blockers: list[str]
-    notes: list[str]
-    changed: list[Change]
-    adapter: Adapter | None
-    model: Model | None
-    engine: Engine | None
-    problems: str | None
-    runs: list[RunEntry]
-    runs_at_once: int
-    step: Step | None
-    memory: dict[str, int | None] | None
-    time: Time | None
-    files: list[str]
 
 
 @click.command("explain", short_help="Show what a configuration would do.", context_settings={"max_content_width": 110})
@@ -188,12 +101,12 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
 command.params.extend(click_options(listed=()))
 
 
-def explain(config: TrainConfig, file: str) -> Explanation:
-    """Everything that `retrain explain` prints."""
+def explain(config: TrainConfig, file: str) -> JsonObject:
+    """Everything that `retrain explain` prints, under the keys that its help lists; None where one does not apply."""
     trains = config.kind != "squeeze"
     files = find_model(config.model.model)
     facts = read_facts(files)
-    model: Model = {
+    model = {
         "name": config.model.model,
         "found": files.found,
         "path": str(files.folder) if files.folder else None,
@@ -203,7 +116,7 @@ def explain(config: TrainConfig, file: str) -> Explanation:
     }
     runs = list_runs(config, file)
     completions = config.training.batch_size * config.training.group_size
-    step: Step = {
+    step = {
         "prompts": config.training.batch_size,
         "completions": completions,
         "turns": max_turns(config),
@@ -229,7 +142,7 @@ def explain(config: TrainConfig, file: str) -> Explanation:
     }
 
 
-def find_changes(config: TrainConfig) -> list[Change]:
+def find_changes(config: TrainConfig) -> list[JsonObject]:
     """Options whose value is not the default, in the order of the schema."""
     defaults = {option.path: _plain(option.default) for option in all_options()}
     values = {path: _plain(value) for path, value in values_of(config).items()}
@@ -256,7 +169,7 @@ def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     return [f"{condition}: {note}" for condition, note in notes.items() if note]
 
 
-def _engine(config: TrainConfig) -> Engine:
+def _engine(config: TrainConfig) -> JsonObject:
     backend = config.backend.backend
     if backend == "tinker":
         return {"name": "tinker", "url": config.model.base_url or None, "backend": backend, "devices": "the service"}
@@ -282,7 +195,7 @@ def _tasks(config: TrainConfig) -> str:
     return f"data {config.data.source}, reward {rewards}{student}"
 
 
-def _adapter(config: TrainConfig) -> Adapter | None:
+def _adapter(config: TrainConfig) -> JsonObject | None:
     if config.squeeze is None or config.kind != "squeeze":
         return None
     path = config.squeeze.adapter_path
@@ -308,7 +221,7 @@ def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | N
     }
 
 
-def estimate_time(config: TrainConfig) -> Time:
+def estimate_time(config: TrainConfig) -> JsonObject:
     """Seconds per step, evaluation and run, from earlier steps of the same size."""
     measured, steps = measure_time(config), steps_per_run(config)
     seconds = measured.of_run(config, steps)
@@ -354,7 +267,7 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _print(data: Explanation) -> None:
+def _print(data: JsonObject) -> None:
     click.echo(f"{data['file']}: {_KINDS[data['kind']]}")
     for blocker in data["blockers"]:
         click.echo(f"cannot run here: {blocker}")
@@ -393,7 +306,7 @@ def _print_files(files: Sequence[str]) -> None:
         click.echo(f"    {name}")
 
 
-def _summary(data: Explanation) -> list[tuple[str, str]]:
+def _summary(data: JsonObject) -> list[tuple[str, str]]:
     adapter, model, engine, step, memory, time = (
         data["adapter"], data["model"], data["engine"], data["step"], data["memory"], data["time"],
     )  # fmt: skip
@@ -403,7 +316,6 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
             ("adapter", f"{adapter['path']} ({found})"),
             ("analysis", f"the smallest rank that keeps {adapter['min_variance_retention']:.0%} of the variance"),
         ]
-    assert model is not None and engine is not None and step is not None and memory is not None and time is not None
     parameters = f"{model['parameters']:,} (from {model['parameters_from']})" if model["parameters"] else "unknown"
     trainable = f"{model['trainable']:,}" if model["trainable"] is not None else "unknown"
     return [
@@ -422,9 +334,9 @@ def _summary(data: Explanation) -> list[tuple[str, str]]:
     ]
 
 
-def _describe_time(time: Time) -> str:
+def _describe_time(time: JsonObject) -> str:
     if time["step_seconds"] is None:
-        return time["from"]
+        return str(time["from"])
     per_run = ""
     if time["run_seconds"] is not None:
         left_out = time["evaluations"] and time["evaluation_seconds"] is None

@@ -91,7 +91,8 @@ def command(kind: str, name: str, with_test: bool, output: Path) -> None:
     files = {output / f"{name}.py": scaffold.module}
     if with_test:
         files[output / f"test_{name}.py"] = scaffold.test
-    _check_name(name)
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise ConfigError(f"--name {name!r} is not a valid module name.  Try: letters, digits and _, e.g. my_plugin")
     present = [path for path in files if path.exists()]
     if present:
         raise ConfigError(f"{present[0]} already exists.  Try: another --name or --output.")
@@ -105,11 +106,6 @@ def command(kind: str, name: str, with_test: bool, output: Path) -> None:
     for path in files:
         click.echo(f"Wrote {path}")
     click.echo(_next_steps(kind, scaffold, name, output, with_test))
-
-
-def _check_name(name: str) -> None:
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise ConfigError(f"--name {name!r} is not a valid module name.  Try: letters, digits and _, e.g. my_plugin")
 
 
 def _check_is_free(name: str) -> None:

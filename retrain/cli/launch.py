@@ -10,7 +10,6 @@ from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_multi_process
 from retrain.checks.unsupported import check_supported
 from retrain.cli import train
-from retrain.config.flags import load_with_flags, overrides_from
 from retrain.distributed.launch import launch
 
 
@@ -26,10 +25,9 @@ def command(processes: int, arguments: tuple[str, ...]) -> int:
     """
     parameters = train.command.make_context("retrain", list(arguments)).params
     parameters.pop("force_resume")
-    strict = parameters.pop("strict")
-    overrides = overrides_from({name: value for name, value in parameters.items() if name != "config"})
-    train.load_environment(announce=False)
-    loaded = load_with_flags(train.find_config(parameters["config"], overrides), overrides, strict)
+    config, strict = parameters.pop("config"), parameters.pop("strict")
+    # Rank 0 shows what it read.
+    _, loaded = train.read_config(config, parameters, as_json=True, strict=strict, show=False)
     check_supported(loaded)
     check_multi_process(loaded, {})
     check_before_loading(loaded, click.echo)

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from retrain.cli.console import terminal_width
 from retrain.errors import ConfigError
 from retrain.manual import SOURCE, read_manual
 from retrain.manual.render import as_data, as_html, as_roff, as_text
@@ -53,7 +54,8 @@ def _show(topic: str | None, form: str) -> None:
     manual = read_manual()
     sections = manual.sections if topic is None else (manual.find(topic),)
     if form == "text":
-        _print_text(as_text(sections, _text_width(), lambda title: click.style(title, bold=True)))
+        width = min(terminal_width() or _PIPE_WIDTH, _WIDEST_TEXT)
+        _print_text(as_text(sections, width, lambda title: click.style(title, bold=True)))
         return
     if form == "json":
         entries = [as_data(section) for section in sections]
@@ -63,11 +65,6 @@ def _show(topic: str | None, form: str) -> None:
 
     render = as_html if form == "html" else as_roff
     click.echo(render(manual, sections, version()), nl=False)
-
-
-def _text_width() -> int:
-    """The terminal's width up to a readable limit; fixed in a pipe."""
-    return min(shutil.get_terminal_size().columns, _WIDEST_TEXT) if sys.stdout.isatty() else _PIPE_WIDTH
 
 
 def _print_text(text: str) -> None:

@@ -47,6 +47,8 @@ class Facets:
 
     flag: str | None = None
     """Command-line flag, where it is not derived from the key."""
+    prefixed: bool | None = None
+    """Whether the name of its table comes first in its flag, even if no other table has the key."""
     synonyms: tuple[str, ...] | None = None
     """Its names in other tools, to suggest this option for; `table.key` for a name in that table only."""
     kind: str | None = None

@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from retrain.config.conditions import condition_overrides
 from retrain.config.options import (
     OPTIONAL_SECTIONS,
     Option,
     all_options,
     campaign_paths,
+    condition_overrides,
     option_issue,
     options_by_path,
 )

@@ -7,6 +7,7 @@ in it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -104,7 +105,7 @@ def all_options() -> tuple[Option, ...]:
     for section, key, field in fields:
         assert isinstance(field.json_schema_extra, Facets), f"[{section}] {key} is not declared by option(...)"
         facets = field.json_schema_extra.over(section_type(section).facets)
-        leaf = key if uses[key] == 1 else f"{section}_{key}"
+        leaf = key if uses[key] == 1 and not facets.prefixed else f"{section}_{key}"
         options.append(Option(section, key, facets.flag or "--" + leaf.replace("_", "-"), facets, field))
     return tuple(options)
 
@@ -132,6 +133,17 @@ def campaign_paths() -> dict[str, str]:
     """Options of [training] that a campaign has under the same name, and those of [campaign] that replace them."""
     pairs = ((f"training.{option.key}", option.path) for option in all_options() if option.section == "campaign")
     return {path: replacement for path, replacement in pairs if path in options_by_path()}
+
+
+def condition_overrides(condition: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """A condition as `section.key` overrides; a bare key belongs to the first table that has it."""
+    homes = {option.key: option.path for option in reversed(all_options())}
+    for key, value in condition.items():
+        # `model` and `backend` are tables as well as options; neither option takes a table.
+        if isinstance(value, Mapping) and (key in TrainConfig.model_fields or key not in homes):
+            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
+        else:
+            yield homes.get(key, key), value
 
 
 @cache

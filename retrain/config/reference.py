@@ -197,7 +197,6 @@ def _short_default(option: Option) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape pipes and brackets for Markdown."""
     return text.replace("|", "\\|").replace("[", "\\[")
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_steps
-from retrain.errors import PluginError, RetrainError
+from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES
 from retrain.types import Example
 
@@ -38,7 +38,6 @@ class DataSource(Protocol):
 
     def load(self) -> Sequence[Example]:
         """Return the examples, always in the same order."""
-        ...
 
 
 def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> DataSource:
@@ -48,12 +47,8 @@ def build_source(section: schema.Data, search_paths: Sequence[str] = ()) -> Data
         raise PluginError(
             f"data source {section.source!r} is {part!r}; it must be a class that takes the [data] table."
         )
-    try:
+    with blaming(f"data source {section.source!r}", "when it was created"):
         source = part(section)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"data source {section.source!r} raised {error!r} when it was created.") from error
     if not isinstance(source, DataSource):
         raise PluginError(f"data source {section.source!r} returned {source!r}, which has no load method.")
     return source
@@ -63,7 +58,7 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
     """Build the source and load it; raises if it is empty or contains anything other than examples."""
     who = f"data source {section.source!r}"
     source = build_source(section, search_paths)
-    try:
+    with blaming(who, "in load"):
         examples: object = source.load()
         if isinstance(examples, Endless):
             return examples.named(section.source)
@@ -74,10 +69,6 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
             )
         # A custom sequence may read its rows lazily.
         _check_each(who, examples)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} in load.") from error
     if not len(examples):
         raise PluginError(f"{who} has no examples (split {section.split!r}).")
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
-from retrain.errors import CheckpointError, ConfigError, PluginError, RetrainError
+from retrain.errors import CheckpointError, ConfigError, PluginError, blaming
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -51,12 +51,8 @@ class Endless(Sequence[Example]):
             raise IndexError("there is no last example in an endless source")
         # Text seeds are hashed with SHA-512: consecutive numbers give independent draws, the same on every machine.
         rng = random.Random(f"{self._seed}:{index}")
-        try:
+        with blaming(f"data source {self._origin!r}", f"at example {index}"):
             example: object = self._draw(rng)
-        except RetrainError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"data source {self._origin!r} raised {error!r} at example {index}.") from error
         if not isinstance(example, Example):
             raise PluginError(
                 f"data source {self._origin!r} returned a {type(example).__name__} as example {index}; "

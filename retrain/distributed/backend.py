@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from retrain.backends import FrozenModel
@@ -12,9 +13,9 @@ from retrain.backends.local.learner import StepSize
 from retrain.backends.local.split import engine_metrics
 from retrain.config import TrainConfig
 from retrain.distributed.balance import balance_datums, split_prompts
-from retrain.distributed.commands import Load, Sample, Save, Sync, Train
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.links import Hub
+from retrain.distributed.worker import Worker
 from retrain.inference_engine import InferenceEngine, Progress
 from retrain.modeling.tokens import Tokenizer
 from retrain.runtime.interrupts import deferred
@@ -31,20 +32,20 @@ class RankedEngine:
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Sample completions for all prompts, in order."""
         parts = split_prompts(len(prompts), self.hub.rank_info.world)
-        samples = {
-            rank: Sample(prompts[part], replace(sampling, first=sampling.first + part.start * sampling.n))
+        shares = {
+            rank: (prompts[part], replace(sampling, first=sampling.first + part.start * sampling.n))
             for rank, part in enumerate(parts)
             if part.start < part.stop
         }
-        first = samples.pop(0, None)
-        self.hub.send(samples)
+        first = shares.pop(0, None)
+        self.hub.send({rank: partial(Worker.sample, prompts=p, sampling=s) for rank, (p, s) in shares.items()})
         try:
-            drawn = self.local.generate(first.prompts, first.sampling) if first is not None else []
+            drawn = self.local.generate(*first) if first is not None else []
             results = self.hub.collect()
         except BaseException:
             self.hub.abandon()
             raise
-        return [*drawn, *(group for rank in sorted(samples) for group in results[rank])]
+        return [*drawn, *(group for rank in sorted(shares) for group in results[rank])]
 
     def sync(self, weights: object) -> None:
         """Does nothing: the backend syncs every rank before it returns this engine."""
@@ -69,7 +70,7 @@ class RankedBackend:
         """The engine, with the newest weights on every rank."""
         # A rank interrupted inside a collective would leave the others waiting in it.
         with deferred():
-            self.hub.broadcast(Sync(step))
+            self.hub.broadcast(partial(Worker.sync, step=step))
             with self.hub.blaming_failed_rank():
                 self.local.sampler(step)
             self.hub.collect()
@@ -89,7 +90,8 @@ class RankedBackend:
         if self.learner.is_replicated:
             # With sharded weights a forward pass involves every rank, so rows that are not trained on are not checked.
             parts[0] += [datum for datum in datums if datum.check_T is not None]
-        self.hub.send({rank: Train(part, size, step) for rank, part in enumerate(parts) if rank})
+        train = partial(Worker.train, size=size, step=step)
+        self.hub.send({rank: partial(train, datums=part) for rank, part in enumerate(parts) if rank})
         with self.hub.blaming_failed_rank():
             metrics = self.learner.take_step(parts[0], size, step)
         self.hub.collect()
@@ -102,14 +104,14 @@ class RankedBackend:
             with self.hub.writing():
                 self.local.save(path)
             return
-        self.hub.broadcast(Save(path))
+        self.hub.broadcast(partial(Worker.save, path=path))
         with self.hub.blaming_failed_rank():
             self.local.save(path)
         self.hub.collect()
 
     def load(self, path: Path) -> None:
         """Restore a checkpoint on every rank."""
-        self.hub.broadcast(Load(path))
+        self.hub.broadcast(partial(Worker.load, path=path))
         with self.hub.blaming_failed_rank():
             self.local.load(path)
         self.hub.collect()

@@ -15,20 +15,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from retrain.distributed.commands import RankCommand
 from retrain.errors import BackendError
 from retrain.runtime.interrupts import deferred
 from retrain.runtime.ranks import RankInfo
+
+if TYPE_CHECKING:
+    from retrain.distributed.worker import Worker
+
+RankCommand = Callable[["Worker"], object]
+"""A method of `Worker` with its arguments."""
 
 # A process that hangs in a collective with a lost rank is ended after this time.
 GRACE_S = 40.0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,8 @@ from retrain.checks.processes import check_multi_process
 from retrain.config import TrainConfig
 from retrain.distributed.backend import RankedBackend
 from retrain.distributed.build import build_rank, samples_on_all
-from retrain.distributed.commands import Build
 from retrain.distributed.links import Hub
-from retrain.distributed.worker import serve
+from retrain.distributed.worker import Worker, serve
 from retrain.errors import ConfigError
 from retrain.inference_engine import Progress
 from retrain.modeling.tokens import Tokenizer
@@ -61,7 +61,7 @@ def train_on_ranks(
     def make_backend(
         config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress
     ) -> Backend:
-        hub.broadcast(Build(config))
+        hub.broadcast(partial(Worker.build, config=config))
         with hub.blaming_failed_rank():
             own = build_rank(config, rank_info, tokenizer, log, progress)
         hub.collect()

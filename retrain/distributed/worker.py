@@ -5,31 +5,34 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from retrain.backends.local import LocalBackend
+from retrain.backends.local.learner import StepSize
 from retrain.config import TrainConfig
 from retrain.distributed.build import build_rank
-from retrain.distributed.commands import Build, Load, RankCommand, Sample, Save, Sync, Train
 from retrain.distributed.learner import RankedLearner
-from retrain.distributed.links import CommandAbandoned, Link, is_lost_peer
+from retrain.distributed.links import CommandAbandoned, Link, RankCommand, is_lost_peer
 from retrain.errors import BackendError
 from retrain.modeling.tokens import load_tokenizer
 from retrain.runtime.interrupts import SIGNALS
 from retrain.runtime.ranks import RankInfo
 from retrain.seeding import derive_seed
+from retrain.types import Completion, Datum, IntArray, Sampling
 
 
 class Worker:
-    """Executes commands on one rank's backend."""
+    """One rank's backend. A command of rank 0 is one of these methods with its arguments."""
+
+    backend: LocalBackend
 
     def __init__(self, rank_info: RankInfo, link: Link) -> None:
         self.rank_info = rank_info
         self.link = link
-        self.config: TrainConfig | None = None
-        self.backend: LocalBackend | None = None
+        self.is_built = False
 
     def serve(self) -> None:
         """Execute commands until the run is over."""
@@ -42,29 +45,11 @@ class Worker:
 
     def execute(self, command: RankCommand) -> object:
         """Execute a command; returns its result."""
-        if isinstance(command, Build):
-            self._build(command.config)
-            return None
-        assert self.backend is not None and self.config is not None
-        match command:
-            case Sync():
-                self.backend.sampler(command.step)
-            case Sample():
-                return self.backend.engine.generate(command.prompts, command.sampling)
-            case Train():
-                # Dropout masks must differ between ranks, and be the same when the step is repeated.
-                torch.manual_seed(derive_seed(self.config.training.seed, f"rank/{self.rank_info.rank}", command.step))
-                assert isinstance(self.backend.learner, RankedLearner)
-                self.backend.learner.take_step(command.datums, command.size, command.step)
-            case Save():
-                self.backend.save(command.path)
-            case Load():
-                self._require(command.path)
-                self.backend.load(command.path)
-        return None
+        return command(self)
 
-    def _build(self, config: TrainConfig) -> None:
-        self.config = config
+    def build(self, config: TrainConfig) -> None:
+        """Load the model."""
+        self.seed = config.training.seed
         tokenizer = load_tokenizer(config.model.model)
 
         def log(line: str) -> None:
@@ -75,10 +60,32 @@ class Worker:
             self.link.raise_if_abandoned()
 
         self.backend = build_rank(config, self.rank_info, tokenizer, log, progress)
+        self.is_built = True
 
-    def _require(self, path: Path) -> None:
+    def sync(self, step: int) -> None:
+        """Sync the newest weights to the engine."""
+        self.backend.sampler(step)
+
+    def sample(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
+        """Sample completions for these prompts."""
+        return self.backend.engine.generate(prompts, sampling)
+
+    def train(self, datums: Sequence[Datum], size: StepSize, step: int) -> None:
+        """Train on these datums; `size` is that of the global step."""
+        # Dropout masks must differ between ranks, and be the same when the step is repeated.
+        torch.manual_seed(derive_seed(self.seed, f"rank/{self.rank_info.rank}", step))
+        assert isinstance(self.backend.learner, RankedLearner)
+        self.backend.learner.take_step(datums, size, step)
+
+    def save(self, path: Path) -> None:
+        """Take part in gathering a checkpoint, which rank 0 writes."""
+        self.backend.save(path)
+
+    def load(self, path: Path) -> None:
+        """Restore a checkpoint."""
         if not path.is_dir():
             raise BackendError(f"rank {self.rank_info.rank} cannot see {path}.  Try: a log_dir on a shared file system")
+        self.backend.load(path)
 
 
 def serve(rank_info: RankInfo) -> int:
@@ -96,6 +103,6 @@ def serve(rank_info: RankInfo) -> int:
         link.fail(trace, is_lost_peer(error))
         return 1
     finally:
-        if worker.backend is not None:
+        if worker.is_built:
             worker.backend.close(None)
     return 0

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from retrain.errors import ConfigError, PluginError, RetrainError
+from retrain.config import schema
+from retrain.errors import ConfigError, PluginError, blaming
 from retrain.plugins import REGISTRIES, make_importable
 from retrain.types import Example
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 __all__ = [
     "Chat",
@@ -78,15 +76,12 @@ class Chat(Protocol):
     @property
     def seed(self) -> int:
         """A seed for this rollout, the same when the run is repeated."""
-        ...
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Add messages (a string is a user message) and return the model's reply. Raises ChatOver."""
-        ...
 
     async def reply_to(self, history: Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
         """Reply to a complete history; a prefix shared with an earlier turn keeps its tokens. Raises ChatOver."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -106,11 +101,9 @@ class Environment(Protocol):
 
     def examples(self, split: str) -> Sequence[Example]:
         """The tasks of a split: `train`, or `[eval] split` for evaluation; may be empty."""
-        ...
 
     async def rollout(self, example: Example, chat: Chat) -> Outcome:
         """Run one example once. An error raised here is a failed rollout, which is excluded and counted."""
-        ...
 
 
 @runtime_checkable
@@ -119,11 +112,9 @@ class ManagedEnvironment(Protocol):
 
     async def open(self) -> None:
         """Called once, in the event loop that the rollouts will run in."""
-        ...
 
     async def close(self) -> None:
         """Called once, in the same event loop, if `open` succeeded."""
-        ...
 
 
 def build_environment(section: schema.Environment, search_paths: Sequence[str], log: Log) -> Environment:
@@ -134,12 +125,8 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     make_importable(search_paths)
     if not callable(provider):
         raise PluginError(f"{who} is {provider!r}; it must be a function or class callable as f(section, log).")
-    try:
+    with blaming(who, "when it was built"):
         environment = provider(section, log)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} when it was built.") from error
     if not isinstance(environment, Environment):
         raise PluginError(f"{who} returned {environment!r}, which lacks an examples or a rollout method.")
     return environment
@@ -148,12 +135,8 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
 def load_split(environment: Environment, section: schema.Environment, split: str) -> Sequence[Example]:
     """The validated examples of a split: at least one, none with an empty prompt."""
     who = f"environment {section.id or section.provider!r}"
-    try:
+    with blaming(who, f"in examples({split!r})"):
         examples: object = environment.examples(split)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{who} raised {error!r} in examples({split!r}).") from error
     if not isinstance(examples, Sequence) or isinstance(examples, str):
         raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
     if not len(examples):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from retrain.config import schema
 from retrain.errors import ConfigError, ConfigIssue
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 
 class Args(BaseModel):

@@ -135,7 +135,6 @@ class PolicyChat:
         return Branch(ids, shown=list(messages), text=text), ids
 
     def _append(self, branch: Branch, messages: list[Message], ids: IntArray, completion: Completion) -> Reply:
-        """Append a sampled turn to its branch."""
         inserted = ids[len(branch.ids()) :]
         if len(inserted):
             branch.parts.append(_inserted(inserted, completion.entropies_T is not None))

@@ -10,19 +10,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
+from retrain.config import schema
 from retrain.data import Lazy
 from retrain.environments import Chat, Log, Message, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
 from retrain.types import Example, JsonObject
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 Entry = JsonObject
 """A task of reasoning-gym: question, answer and metadata."""

@@ -13,7 +13,6 @@ import itertools
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -42,7 +41,7 @@ from retrain.environments.wire import (
     turn_fields,
 )
 from retrain.errors import PluginError, RolloutError
-from retrain.isolation.framing import FrameBuffer
+from retrain.isolation.framing import FrameBuffer, PipeWriter
 from retrain.types import Example
 
 Work = Coroutine[object, object, object]
@@ -95,22 +94,12 @@ class Requests:
         return self._waiting.pop(0)
 
 
-class Replies:
-    """Sends replies, from any thread of this process but not from forked processes."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
+class Replies(PipeWriter):
+    """Sends replies."""
 
     def send(self, kind: str, number: int = 0, **fields: object) -> None:
-        """Write a reply; exits if called in a process that the environment forked."""
-        if os.getpid() != self._owner:
-            os._exit(1)
-        data = memoryview(pack_reply(kind, number, **fields))
-        with self._lock:
-            while data:
-                data = data[os.write(self._fd, data) :]
+        """Write a reply."""
+        self.write(pack_reply(kind, number, **fields))
 
     def log(self, line: str) -> None:
         """Print a line on the console of the training process."""

@@ -37,15 +37,12 @@ class InferenceEngine(Protocol):
 
     def generate(self, prompts: Sequence[IntArray], sampling: Sampling) -> list[list[Completion]]:
         """Sample `sampling.n` completions for each prompt, in order. The same seed gives the same completions."""
-        ...
 
     def sync(self, weights: object) -> None:
         """Load the policy's newest weights; an engine that shares them has nothing to do."""
-        ...
 
     def shutdown(self) -> None:
         """Release all resources."""
-        ...
 
 
 @runtime_checkable
@@ -56,7 +53,6 @@ class IncrementalEngine(Protocol):
         self, prompts: Sequence[IntArray], sampling: Sampling, deliver: Deliver
     ) -> list[list[Completion]]:
         """Like `generate`; each prompt's completions are also delivered early, in any order, in the caller's thread."""
-        ...
 
 
 @runtime_checkable
@@ -65,15 +61,12 @@ class Remote(Protocol):
 
     def check(self, sampling: Sampling, log: Callable[[str], None]) -> int:
         """Validate the engine for this run; returns its context length."""
-        ...
 
     def metrics(self) -> StepMetrics:
         """Metrics since the last call: `policy_proof`, and the mismatch between its log-probs and the trainer's."""
-        ...
 
     def shutdown(self) -> None:
         """Release all resources."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +76,6 @@ class Measured(Protocol):
     @property
     def mismatch_at_start(self) -> float:
         """Mean difference from the trainer's log-probs under the same weights."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,6 @@ class Turns(Protocol):
 
     def take(self, wait: bool) -> list[Turn]:
         """All pending turns. With `wait`, at least one, or none if the queue is closed."""
-        ...
 
 
 @runtime_checkable
@@ -113,7 +104,6 @@ class StreamingEngine(Protocol):
 
     def serve(self, turns: Turns) -> None:
         """Sample turns as they arrive and resolve each as soon as it is done, until the queue is closed."""
-        ...
 
 
 @runtime_checkable
@@ -122,11 +112,9 @@ class ResumableSizes(Protocol):
 
     def sizes(self) -> dict[str, int]:
         """Sizes to save."""
-        ...
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
         """Restore these sizes; False if memory does not allow it."""
-        ...
 
 
 @runtime_checkable
@@ -135,7 +123,6 @@ class HoldsMemory(Protocol):
 
     def release_memory(self) -> None:
         """Free it; the next batch allocates it again, which takes time."""
-        ...
 
 
 @runtime_checkable
@@ -145,4 +132,3 @@ class Described(Protocol):
     @property
     def description(self) -> str:
         """Printed when a run starts."""
-        ...

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import struct
+import threading
 from collections.abc import Iterator
 
 LENGTH = struct.Struct(">I")
@@ -11,6 +14,25 @@ LENGTH = struct.Struct(">I")
 def frame(body: bytes) -> bytes:
     """A message with its length prefix."""
     return LENGTH.pack(len(body)) + body
+
+
+class PipeWriter:
+    """Writes to a pipe, from any thread of this process but not from processes that the user's code forked."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """Write all of it; exits if called in a forked process."""
+        if os.getpid() != self._owner:
+            os._exit(1)
+        rest = memoryview(data)
+        # That the parent has exited is noticed by the reader of its requests.
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
 
 
 class FrameBuffer:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import quote
 
 HIDDEN = "***"
@@ -119,11 +119,8 @@ def _find_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] |
 def _forms(value: str) -> set[str]:
     """A secret as it is, line by line, and escaped as `repr` and JSON print it and as URLs quote it."""
     parts = {value, *(line.strip() for line in value.splitlines())}
-    quoted = {write(part)[1:-1] for part in parts for write in (repr, json.dumps, _dump_unicode)}
+    dump_unicode = partial(json.dumps, ensure_ascii=False)
+    quoted = {write(part)[1:-1] for part in parts for write in (repr, json.dumps, dump_unicode)}
     # repr escapes one kind of quote only where both occur.
     quoted |= {quote(part, safe=safe, errors="surrogateescape") for part in parts for safe in ("", "/")}
     return parts | quoted | {part.replace("\\", "\\\\").replace("'", "\\'") for part in parts}
-
-
-def _dump_unicode(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

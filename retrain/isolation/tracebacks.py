@@ -29,7 +29,8 @@ def summarize_error(error: BaseException) -> str:
 
 def format_traceback(error: BaseException) -> str:
     """The traceback from the first frame of the user's code; of a long one, the end."""
-    lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
+    frames = _after_own(error.__traceback__) or error.__traceback__
+    lines = traceback.format_exception(type(error), error, frames)
     text = redact("".join(lines)).strip()  # before it is cut: a part of a secret is not recognized
     return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
@@ -37,10 +38,6 @@ def format_traceback(error: BaseException) -> str:
 def _says_all(error: BaseException) -> bool:
     """Whether the message suffices: a module was not found, or none of the user's code had a part in it."""
     return isinstance(error, ModuleNotFoundError) or _after_own(error.__traceback__) is None
-
-
-def _user_frames(frames: TracebackType | None) -> TracebackType | None:
-    return _after_own(frames) or frames
 
 
 def _after_own(frames: TracebackType | None) -> TracebackType | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retrain.errors import PluginError, RetrainError
+from retrain.errors import PluginError, blaming
 from retrain.losses.averages import TOKEN_MEAN, Average
 from retrain.plugins import REGISTRIES
 
@@ -75,9 +75,5 @@ def build_loss(settings: Loss, search_paths: Sequence[str] = ()) -> PolicyLoss:
     part = REGISTRIES["loss"].load(settings.type, search_paths)
     if not isinstance(part, type) or not issubclass(part, PolicyLoss):
         raise PluginError(f"loss {settings.type!r} is {part!r}; it must be a subclass of retrain.losses.PolicyLoss.")
-    try:
+    with blaming(f"loss {settings.type!r}", "when it was created"):
         return part(settings)
-    except RetrainError:
-        raise
-    except Exception as error:
-        raise PluginError(f"loss {settings.type!r} raised {error!r} when it was created.") from error

@@ -121,7 +121,7 @@ def _block_roff(block: Block, after_title: bool) -> list[str]:
     if block.kind == "heading":
         return [f'.SS "{_inline_roff(block.text)}"']
     if block.kind == "code":
-        return [".RS 4", ".EX", *map(_text_line, block.text.splitlines()), ".EE", ".RE"]
+        return [".RS 4", ".EX", *(_guard(_escape(line)) for line in block.text.splitlines()), ".EE", ".RE"]
     if block.kind == "list":
         return [line for _, text in block.items for line in (r".IP \(bu 2", _inline_roff(text))]
     if block.kind == "definitions":
@@ -137,10 +137,6 @@ def _inline_roff(text: str) -> str:
         parts += [_escape(text[end : found.start()]), rf"\fB{_escape(found['code'] or found['bold'])}\fR"]
         end = found.end()
     return _guard("".join([*parts, _escape(text[end:])]))
-
-
-def _text_line(line: str) -> str:
-    return _guard(_escape(line))
 
 
 def _guard(line: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from retrain.errors import PluginError, RetrainError
+from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES
 from retrain.types import BoolArray
 
@@ -42,12 +42,8 @@ def build_detector(planning: Planning, strategic_grams: str = "", search_paths: 
             f"planning plugin {name!r} has no from_config(planning, strategic_grams). "
             "Try: name a class with that classmethod and with detect(token_texts)."
         )
-    try:
+    with blaming(f"planning plugin {name!r}", "in from_config"):
         detector = found.from_config(planning, strategic_grams)
-    except RetrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"planning plugin {name!r} raised {error!r} in from_config.") from error
     if not isinstance(detector, PlanningDetector):
         raise PluginError(
             f"planning plugin {name!r}: from_config returned {type(detector).__name__}, without detect()."
@@ -64,12 +60,8 @@ class _CheckedDetector:
 
     def detect(self, token_texts: Sequence[str]) -> BoolArray:
         """Detect, and check that there is a value per token."""
-        try:
+        with blaming(f"planning plugin {self._name!r}", "in detect"):
             mask = np.asarray(self._detector.detect(token_texts), dtype=np.bool_)
-        except RetrainError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"planning plugin {self._name!r} raised {error!r} in detect.") from error
         if mask.shape != (len(token_texts),):
             raise PluginError(
                 f"planning plugin {self._name!r} returned a mask of shape {mask.shape} for {len(token_texts)} tokens."

@@ -137,7 +137,6 @@ def resolve_model(model: str) -> str:
 
 
 def _unit(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Normalized vectors."""
     lengths = np.sqrt(np.square(vectors).sum(axis=-1, keepdims=True))
     unit: NDArray[np.float64] = vectors / np.maximum(lengths, 1e-12)
     return unit

@@ -145,7 +145,6 @@ class Columns:
         column.frombytes(numbers.clip(-3e38, 3e38).astype(np.float32).tobytes())
 
     def _cut(self, step: int) -> None:
-        """Remove this step and all later ones."""
         if not self.steps or step > self.steps[-1]:
             return
         keep = bisect_left(self.steps, step)

@@ -115,7 +115,8 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
 def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
     """Every run at its beginning and its end: held-out, or in training where there are not two evaluations."""
     held_out = all(len(_scored(run)) > 1 for run in runs) and bool(runs)
-    metric = "eval_pass_at_1" if held_out else _training_metric(logs)
+    has_rates = any("correct_rate" in log.columns.values for log in logs)
+    metric = "eval_pass_at_1" if held_out else "correct_rate" if has_rates else "mean_reward"
     rows = []
     for run, log in zip(runs, logs, strict=True):
         pair = _evaluations(run) if held_out else _training(log, metric)
@@ -135,10 +136,6 @@ def _left_out(runs: Sequence[RunRecord]) -> str:
     verb = "is" if count == 1 else "are"
     what = "on other problems or with other sampling options"
     return f" {plural(count, 'earlier evaluation')} {what} {verb} left out." if count else ""
-
-
-def _training_metric(logs: Sequence[RunLog]) -> str:
-    return "correct_rate" if any("correct_rate" in log.columns.values for log in logs) else "mean_reward"
 
 
 def _evaluations(run: RunRecord) -> tuple[JsonObject, JsonObject]:

@@ -50,7 +50,6 @@ class Reward(Protocol):
 
     def score(self, response: str, reference: str) -> float | Awaitable[float]:
         """Return a number within ±1,000,000; it counts as correct if it is at least `[reward] correct_from`."""
-        ...
 
 
 def read_spec(section: schema.Reward, search_paths: Sequence[str] = ()) -> RewardSpec:

@@ -225,10 +225,11 @@ def find_server(section: schema.Reward) -> Server:
 def write_messages(template: str, item: Item, fence: str = "") -> Messages:
     """The messages to the judge. Placeholders are replaced only in the template, not in inserted text."""
     fence = fence or f"====={secrets.token_hex(16)}====="
+    response = _CONTROL.sub(r"\g<0> ", item.response)
     texts = {
         "question": _show_prompt(item),
         "reference": item.reference,
-        "response": f"{fence}\n{_CONTROL.sub(_split_control, item.response)}\n{fence}",
+        "response": f"{fence}\n{response}\n{fence}",
     }
     user = _PLACEHOLDER.sub(lambda match: texts[match[1]], template)
     # Unpaired surrogates cannot be encoded.
@@ -243,10 +244,6 @@ def read_verdict(reply: str) -> float:
         shown = reply if len(reply) <= 80 else f"{reply[:77]}..."
         raise ValueError(f"it replied {shown!r}, neither yes nor no")
     return float(word == "yes")
-
-
-def _split_control(match: re.Match[str]) -> str:
-    return f"{match[0]} "
 
 
 def _show_prompt(item: Item) -> str:

@@ -108,7 +108,9 @@ def split_answer(answer: str) -> tuple[str, Unit | None, str]:
     text = _BRACED_SCRIPT.sub(r"\1\2", text[assigned.end() :] if assigned else text)
     while len(text) > 2 and text[0] == "{" and text[-1] == "}" and text.count("{") == 1:
         text = text[1:-1]
-    text = _normalize_word(_normalize_number(_normalize_fractions(text)))
+    text = _normalize_number(_normalize_fractions(text))
+    # A single letter is a variable or a choice, where case matters.
+    text = text.lower() if len(text) > 1 and text.isalpha() else text
     return text, unit, assigned[1] if assigned else ""
 
 
@@ -155,11 +157,6 @@ def _normalize_number(text: str) -> str:
         text = clock[1] + (f"{clock[2].lower()}m" if clock[2] else "")
     text = re.sub(r"^\(([0-9A-Za-z]+)\)_", r"\1_", text)
     return _BASE.sub(lambda found: f"_{_BASE_WORDS[found[1]]}", text)
-
-
-def _normalize_word(text: str) -> str:
-    # A single letter is a variable or a choice, where case matters.
-    return text.lower() if len(text) > 1 and text.isalpha() else text
 
 
 def equal_as_text(answer: str, gold: str) -> bool:

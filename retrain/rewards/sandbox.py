@@ -25,7 +25,7 @@ from retrain.rewards.cache import ScoreCache
 from retrain.rewards.process import WorkerProcess
 from retrain.rewards.weighted import WeightedScore
 from retrain.rewards.wire import Item, Reply, RewardSpec, Start
-from retrain.types import Score, StepMetrics
+from retrain.types import Outcome, Score, StepMetrics
 
 # Importing the user's module may load a model.
 START_LIMIT_S = 300.0
@@ -203,11 +203,11 @@ class RewardPool(BatchReward):
             raise PluginError(f"the reward process exited during start-up ({worker.describe_end()})")
         self._fail_current(worker, batch, worker.describe_end())
 
-    def _fail_current(self, worker: WorkerProcess, batch: _Batch, detail: str) -> None:
+    def _fail_current(self, worker: WorkerProcess, batch: _Batch, detail: str, outcome: Outcome = "error") -> None:
         """Fail the current item of a discarded worker and requeue the others."""
         if worker.assigned:
             index, *rest = worker.assigned
-            self._record(batch, index, Score(0.0, "error", detail))
+            self._record(batch, index, Score(0.0, outcome, detail))
             batch.waiting.extendleft(reversed(rest))
 
     def _end_overdue(self, worker: WorkerProcess, batch: _Batch) -> None:
@@ -215,10 +215,8 @@ class RewardPool(BatchReward):
         self._discard(worker)
         if not worker.ready:
             raise PluginError(f"the reward did not load within {START_LIMIT_S:g} s\n{worker.last_output()}".rstrip())
-        index, *rest = worker.assigned
         detail = f"no result after {self._timeout_s:g} s\n{worker.last_output()}".rstrip()
-        self._record(batch, index, Score(0.0, "timeout", detail))
-        batch.waiting.extendleft(reversed(rest))
+        self._fail_current(worker, batch, detail, "timeout")
 
     def _record(self, batch: _Batch, index: int, score: Score) -> None:
         if score.detail:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from retrain.errors import RetrainError
+from retrain.isolation.framing import PipeWriter
 from retrain.isolation.tracebacks import describe_error
 from retrain.rewards import load_reward
 from retrain.rewards.custom import call_reward, extras_of
@@ -31,19 +32,19 @@ def main() -> None:
     """Serve the parent until it closes the pipe."""
     requests: SimpleQueue[Start | Work] = SimpleQueue()
     threading.Thread(target=_listen, args=(os.dup(0), requests), daemon=True).start()
-    replies = _Replies(os.dup(1))
+    replies = PipeWriter(os.dup(1))
     streams = _Streams()
     start = requests.get()
     assert isinstance(start, Start)
     _limit_process(start.memory_mb)
     evaluate, ready = _prepare(start.spec)
-    replies.send(ready)
+    replies.write(pack_reply(ready))
     while True:
         work = requests.get()
         assert isinstance(work, Work) and evaluate is not None
         for number, (response, reference, extras) in enumerate(work.items, start=work.first):
             streams.refresh()
-            replies.send(replace(evaluate(response, reference, extras), number=number))
+            replies.write(pack_reply(replace(evaluate(response, reference, extras), number=number)))
 
 
 def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
@@ -52,25 +53,6 @@ def _listen(fd: int, requests: SimpleQueue[Start | Work]) -> None:
         while (request := unpack_request(stream)) is not None:
             requests.put(request)
         os._exit(0)
-
-
-class _Replies:
-    """Sends replies to the parent, from this process only."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._owner = os.getpid()
-
-    def send(self, reply: Reply) -> None:
-        """Write a reply; exits if called in a process that the user's code forked."""
-        if os.getpid() != self._owner:
-            os._exit(1)
-        data = memoryview(pack_reply(reply))
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except BrokenPipeError:  # the parent has exited
-            pass
 
 
 class _Streams:

@@ -12,11 +12,9 @@ class RunControl(Protocol):
 
     def should_stop(self) -> bool:
         """Whether to save and stop. Polled before every step, and while completions are being sampled."""
-        ...
 
     def after_step(self, step: int, metrics: StepMetrics) -> None:
         """Called after every step, once it is logged and its checkpoint, if due, is written. May block."""
-        ...
 
 
 class NoControl:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def plural(count: int, noun: str, many: str = "", form: str = ",") -> str:
-    """`1 step`, `2 steps`, `1,000 steps`; `many` is the plural when it takes more than an "s".
-
-    `form = "d"` writes 1000, for lines that other programs may read.
-    """
-    return f"{count:{form}} {noun if count == 1 else many or noun + 's'}"
+def plural(count: int, noun: str, form: str = ",") -> str:
+    """`1 step`, `2 steps`, `1,000 steps`; `form = "d"` writes 1000, for lines that other programs may read."""
+    return f"{count:{form}} {noun if count == 1 else noun + 's'}"
 
 
 def format_bytes(count: int | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from types import TracebackType
 
 
 def limit_openmp_spinning() -> None:
@@ -45,9 +44,7 @@ class FairLock:
                 raise
             self.depth = 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.changed:
             self.depth -= 1
             if not self.depth:

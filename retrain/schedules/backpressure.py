@@ -34,23 +34,18 @@ class BackPressure(Protocol):
 
     def observe(self, metrics: StepMetrics) -> None:
         """Record the time and size of a step."""
-        ...
 
     def recommend(self, batch_size: int) -> int:
         """The batch size of the next step."""
-        ...
 
     def metrics(self) -> StepMetrics:
         """Metrics for the logs."""
-        ...
 
     def state_dict(self) -> JsonObject:
         """State for a checkpoint."""
-        ...
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Restore the state."""
-        ...
 
 
 class NoBackPressure:

@@ -9,18 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from retrain.config.rules.schedule import used_arguments
-
-if TYPE_CHECKING:
-    from retrain.config.schema import TrainConfig
+from retrain.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
 class _Position:
-    """A step of a run."""
-
     step: int
     warmup: int
     last: int

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -118,15 +119,20 @@ class Checkpoints:
 
 def write_state_file(log_dir: Path, state: JsonObject) -> None:
     """Replace trainer_state.json atomically."""
-    draft = log_dir / f".{STATE_FILE}"
+    replace_file(log_dir / STATE_FILE, json.dumps(state, indent=1))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically."""
+    draft = path.with_name(f".{path.name}")
     try:
         with draft.open("w", encoding="utf-8") as file:
-            json.dump(state, file, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, log_dir / STATE_FILE)
+        os.replace(draft, path)
     except OSError as error:
-        raise explain_write_error(error, log_dir) from error
+        raise explain_write_error(error, path.parent) from error
 
 
 def record_failure(log_dir: Path, reason: str) -> None:
@@ -174,20 +180,17 @@ def publish_adapter(checkpoint: Path, adapter_path: Path, log: Callable[[str], N
         )
         return source
     log_dir = checkpoint.parent.parent.absolute()
+    # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them
+    # may be another user's.
+    copy = partial(shutil.copytree, source, dirs_exist_ok=True, copy_function=shutil.copyfile)
     try:
-        publish_folder(adapter_path, lambda draft: _copy_into(source, draft), run=str(log_dir))
+        publish_folder(adapter_path, copy, run=str(log_dir))
     except OSError as error:
         # copytree raises one error with a list of (source, target, reason).
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         log(f"Warning: the adapter could not be copied to {adapter_path}: {reason}. It is in {source}.")
         return source
     return adapter_path
-
-
-def _copy_into(source: Path, folder: Path) -> None:
-    # Without the permissions of the originals: weights are written for their owner alone, and a server that reads them
-    # may be another user's.
-    shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def digest(path: Path) -> str:
@@ -197,7 +200,6 @@ def digest(path: Path) -> str:
 
 
 def _seal(manifest: JsonObject) -> str:
-    """A digest of the manifest."""
     text = json.dumps([manifest["step"], manifest["state"], manifest["files"]], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -16,7 +16,7 @@ from retrain.config.options import free_on_resume, options_by_path, paths_where,
 from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.seeding import fresh_seed
-from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error
+from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
 from retrain.storage.logs import EVAL_PROBLEMS, FILES, MANIFEST, cut_logs, restore_logs
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
@@ -77,9 +77,7 @@ class RunFolder:
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
             elif any(_is_not_empty(self.path / name) for name in (*RUN_FILES, MANIFEST)):
                 self._step_aside_earlier_run()
-            draft = self.path / f".{CONFIG_FILE}"
-            draft.write_text(self.settings(), encoding="utf-8")
-            os.replace(draft, self.path / CONFIG_FILE)
+            replace_file(self.path / CONFIG_FILE, self.settings())
         except OSError as error:
             raise explain_write_error(error, self.path) from error
         self._warn_about_adapter_path()
@@ -104,7 +102,6 @@ class RunFolder:
             )
 
     def _step_aside_earlier_run(self) -> None:
-        """Rename the folder of an earlier run or campaign."""
         held = "a campaign" if (self.path / MANIFEST).exists() else "an earlier run"
         aside = step_aside(self.path)
         self.path.mkdir()

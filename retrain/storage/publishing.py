@@ -26,14 +26,9 @@ def may_replace(target: Path) -> bool:
     return not target.exists()
 
 
-def published_by(target: Path) -> str:
-    """The folder of the run that published to `target`; empty if that is not known."""
-    return str(_read_record(target).get("run") or "")
-
-
 def other_run(target: Path, run: Path) -> str:
     """The folder of another run, still there, that published to `target`; empty if there is none."""
-    other, own = published_by(target), run.resolve()
+    other, own = str(_read_record(target).get("run") or ""), run.resolve()
     is_own = not other or Path(other).resolve() == own or target.resolve().is_relative_to(own)
     return "" if is_own or not Path(other).is_dir() else other
 
@@ -83,8 +78,11 @@ def make_temporary(kind: str) -> Path:
 
 def is_another_process(pid: int) -> bool:
     """Whether a process other than this one has the number."""
-    if pid == os.getpid():
-        return False
+    return pid != os.getpid() and is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has the number."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from retrain.config import schema
 from retrain.inference_engine import InferenceEngine
 from retrain.rewards import BatchReward, Item
 from retrain.rollout import DeliverGroup, Failures, Rollouts, check_completions
@@ -15,9 +15,6 @@ from retrain.teaching.student import Baseline, Student
 from retrain.teaching.templates import Reader, ask, question_of
 from retrain.tracking.console import Console
 from retrain.types import Completion, Example, Group, IntArray, Metric, Sampling, Score, StepMetrics
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 # Teaching of this length gets 1/e of the bonus.
 BONUS_TOKENS = 100.0

@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from retrain.config import schema
 from retrain.modeling.tokens import PromptEncoder
 from retrain.types import Example, IntArray
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 DIAGNOSTIC = (
     "{question}\n\n"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact
 from retrain.types import Example, Group, JsonObject, StepMetrics
 
-__all__ = ["ThrottledTracker", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text"]
+__all__ = [
+    "DashboardTracker", "ThrottledTracker", "Tracker", "Trackers", "completions_table", "metric_name", "prompt_text",
+]  # fmt: skip
 
 TABLE_COLUMNS = ["step", "prompt", "completion", "reward", "advantage"]
 
@@ -29,15 +32,12 @@ class Tracker(Protocol):
 
     def start(self, config: TrainConfig) -> None:
         """The run starts or resumes."""
-        ...
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log a step."""
-        ...
 
     def finish(self) -> None:
         """The run has ended, successfully or not."""
-        ...
 
 
 class Trackers:
@@ -62,25 +62,39 @@ class Trackers:
             tracker.finish()
 
 
-class ThrottledTracker:
-    """Passes every n-th step and every evaluation to a tracker; none if n is 0."""
+class ThrottledTracker(Trackers):
+    """Passes every n-th step and every evaluation to trackers; none if n is 0."""
 
-    def __init__(self, every: int, tracker: Tracker) -> None:
+    def __init__(self, every: int, *trackers: Tracker) -> None:
+        super().__init__(trackers)
         self.every = every
-        self.tracker = tracker
-
-    def start(self, config: TrainConfig) -> None:
-        """Start the tracker."""
-        self.tracker.start(config)
 
     def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
         """Log the step if it is due."""
         if self.every and ((step + 1) % self.every == 0 or "eval_pass_at_1" in metrics):
-            self.tracker.log(step, metrics, groups)
+            super().log(step, metrics, groups)
+
+
+class DashboardTracker:
+    """Sends each step's metrics to a dashboard, once `start` of a subclass has opened its run."""
+
+    table: Callable[..., Any]
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.run: Any = None
+
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """Log under the documented names."""
+        values: JsonObject = {metric_name(key): value for key, value in metrics.items() if value is not None}
+        if groups:
+            values["completions"] = self.table(**completions_table(step, groups))
+        self.run.log(values, step=step)
 
     def finish(self) -> None:
-        """Finish the tracker."""
-        self.tracker.finish()
+        """Close the run."""
+        if self.run is not None:
+            self.run.finish()
 
 
 def completions_table(step: int, groups: Sequence[Group]) -> JsonObject:

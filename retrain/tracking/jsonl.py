@@ -19,11 +19,13 @@ from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.logs import DEBUG, EVAL_PROBLEMS, EVALS, FILES, GENERATIONS, METRICS, STEPS, replace_rows
 from retrain.tracking import prompt_text
-from retrain.tracking.debug import debug_row
 from retrain.types import Group, JsonObject, Metric, StepMetrics
 
 if TYPE_CHECKING:
     from retrain.evaluate import Evaluation
+
+# Metrics of the update, in debug.jsonl.
+RATIOS = ("ratio_mean", "ratio_max", "kl_sample_train", "kl_ref", "loss", "grad_norm")
 
 
 class JsonlTracker:
@@ -143,6 +145,41 @@ def generation_rows(step: int, group: Group, extract: Callable[[str], str] | Non
             row["transcript"] = completion.transcript
         rows.append(row | ({"detail": score.detail} if score.detail and not score.counts else {}))
     return rows
+
+
+def debug_row(step: int, metrics: StepMetrics, groups: Sequence[Group], all_groups: bool) -> JsonObject:
+    """One row of debug.jsonl: what happened to every completion, and why.
+
+    With a KL penalty, `all_groups` are trained on.
+    """
+    return {
+        "step": step,
+        **{key: metrics[key] for key in RATIOS if key in metrics},
+        "groups": [_group_row(group, all_groups) for group in groups],
+    }
+
+
+def _group_row(group: Group, all_groups: bool) -> JsonObject:
+    """Rewards, advantages and lengths of a group, and excluded completions."""
+    counting = [score.value for score in group.scores_G if score.counts]
+    advantages = [] if group.advantages_G is None else [float(value) for value in group.advantages_G]
+    dropped: dict[str, str] = {}
+    for index, (completion, score) in enumerate(zip(group.completions_G, group.scores_G, strict=True)):
+        if not score.counts:
+            dropped[str(index)] = f"scoring: {score.outcome}"
+        elif len(set(counting)) < 2 and not all_groups:
+            dropped[str(index)] = "all rewards of the group are equal"
+        elif not len(completion.token_ids_T):
+            dropped[str(index)] = "empty"
+    return {
+        "id": group.example.id,
+        "prompt_tokens": len(group.prompt_ids),
+        "rewards": [score.value if score.counts else None for score in group.scores_G],
+        "advantages": advantages,
+        "lengths": [completion.num_sampled for completion in group.completions_G],
+        "finish_reasons": [completion.finish_reason for completion in group.completions_G],
+        "dropped": dropped,
+    }
 
 
 def _finite(value: Metric) -> Metric:

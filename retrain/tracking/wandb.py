@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,17 @@ import wandb
 
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
-from retrain.tracking import completions_table, metric_name
-from retrain.types import Group, JsonObject, StepMetrics
+from retrain.tracking import DashboardTracker
+from retrain.types import JsonObject
 
 # wandb's limit.
 MAX_TAG = 64
 
 
-class WandbTracker:
+class WandbTracker(DashboardTracker):
     """Sends each step's metrics to wandb; a resumed run keeps its id."""
 
-    def __init__(self, log_dir: Path) -> None:
-        self.log_dir = log_dir
-        self.run: Any = None
+    table = wandb.Table
 
     def start(self, config: TrainConfig) -> None:
         """Open the run, or resume the one of this folder."""
@@ -54,18 +51,6 @@ class WandbTracker:
             # Otherwise it would wrap the standard output of the process, from a thread.
             settings=wandb.Settings(console="off"),
         )
-
-    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Log under the documented names."""
-        values: JsonObject = {metric_name(key): value for key, value in metrics.items() if value is not None}
-        if groups:
-            values["completions"] = wandb.Table(**completions_table(step, groups))
-        self.run.log(values, step=step)
-
-    def finish(self) -> None:
-        """Close the run."""
-        if self.run is not None:
-            self.run.finish()
 
 
 def log_squeeze(config: TrainConfig, folder: Path, analysis: JsonObject) -> None:

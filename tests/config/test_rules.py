@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retrain.config import build_config
-from retrain.config.conditions import condition_overrides
+from retrain.config.options import condition_overrides
 from retrain.config.rules import RULES
 from retrain.errors import ConfigError
 

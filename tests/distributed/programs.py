@@ -99,7 +99,7 @@ def _break(broken: Break, mark: Path) -> None:
     execute = Worker.execute
 
     def obey_or_break(self: Worker, command: Any) -> Any:
-        strike(type(command).__name__, vars(command).get("step", broken.step))
+        strike(command.func.__name__.capitalize(), command.keywords.get("step", broken.step))
         return execute(self, command)
 
     Worker.execute = obey_or_break  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ class StepMemory:
         shape = read_shape(policy.causal_lm.config.to_dict()) if self.device.type == "cuda" else None
         self.cost = TrainingCost(shape, policy.rank, policy.dtype.itemsize) if shape is not None else None
         self.measured = False
-        self.reclaim: Callable[[], None] = _nothing
+        self.reclaim: Callable[[], None] = lambda: None
         """Makes the sampler free what it holds between batches; called only when memory is short."""
 
     def prepare(self, longest: int, pending: int = 0) -> None:
@@ -165,7 +165,3 @@ class StepMemory:
         return (
             f"{message}.  Try: a smaller [training] max_tokens, or fewer completions per step, for a smaller KV cache."
         )
-
-
-def _nothing() -> None:
-    pass

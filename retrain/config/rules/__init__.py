@@ -1,24 +1,18 @@
-"""Rules that a configuration is validated by. Each is a function that yields the issues it finds."""
+"""Rules that a configuration is validated by: every `check_` function of these modules yields the issues it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from retrain.config.rules import campaigns, data, models, paths, rewards, schedule, urls, values
+from retrain.config.rules import campaigns, data, models, rewards, schedule, urls, values
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigIssue
 
 Rule = Callable[[TrainConfig], Iterator[ConfigIssue]]
 
-RULES: tuple[Rule, ...] = (
-    *values.RULES,
-    *urls.RULES,
-    *paths.RULES,
-    *schedule.RULES,
-    *campaigns.RULES,
-    *models.RULES,
-    *rewards.RULES,
-    *data.RULES,
+MODULES = (values, urls, schedule, campaigns, models, rewards, data)
+RULES: tuple[Rule, ...] = tuple(
+    function for module in MODULES for name, function in vars(module).items() if name.startswith("check_")
 )
 
 

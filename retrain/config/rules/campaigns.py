@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from retrain.config.conditions import condition_overrides
-from retrain.config.options import all_options, option_issue, options_by_path
+from retrain.config.options import all_options, condition_overrides, option_issue, options_by_path
 from retrain.config.schema import TrainConfig
 from retrain.config.toml import format_value
 from retrain.errors import ConfigIssue
@@ -54,6 +53,3 @@ def check_campaign(config: TrainConfig) -> Iterator[ConfigIssue]:
     if campaign.stop_when and len(campaign.conditions) < 2:
         text = "compares conditions, and there is only one."
         yield option_issue("campaign.stop_when", text, 'Try: stop_when = ""', ("campaign",))
-
-
-RULES = (check_conditions, check_campaign)

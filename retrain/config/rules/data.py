@@ -86,13 +86,14 @@ def check_held_out_split(config: TrainConfig) -> Iterator[ConfigIssue]:
     # Without its own source or path, evaluation reads the file of [data], with another split.
     path = held_out.path if held_out.source or held_out.path else data.path
     is_same_file = not SOURCES.reads(data.source, "path") or _is_same_file(path, data.path)
+    both_held_out = SOURCES.facts(data.source).two_splits and "train" not in (held_out.split, data.split)
     if not SOURCES.reads(data.source, "split"):
         # check_held_out_file reports an empty path.
         if held_out.path and is_same_file:
             yield option_issue(
                 "eval.path", "is the file of [data] path.", f'Try: path = "held_out.{data.source}"', ("eval", "data")
             )
-    elif is_same_file and _is_same_split(data.source, held_out.split, data.split):
+    elif is_same_file and (held_out.split == data.split or both_held_out):
         yield option_issue(
             "eval.split",
             f"= {show_value(held_out.split)} holds the problems of [data] split = {show_value(data.split)}.",
@@ -101,22 +102,8 @@ def check_held_out_split(config: TrainConfig) -> Iterator[ConfigIssue]:
         )
 
 
-def _is_same_split(source: str, one: str, other: str) -> bool:
-    return one == other or (SOURCES.facts(source).two_splits and "train" not in (one, other))
-
-
 def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
     except (OSError, ValueError):
         return one == other  # not a valid file name, which is reported when it is read
-
-
-RULES = (
-    check_data_source,
-    check_eval_temperature,
-    check_pass_at_k,
-    check_greedy_samples,
-    check_held_out_file,
-    check_held_out_split,
-)

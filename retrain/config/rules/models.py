@@ -141,15 +141,3 @@ def check_batch_size_bounds(config: TrainConfig) -> Iterator[ConfigIssue]:
             f"Try: max_batch_size = {pressure.min_batch_size}",
             ("backpressure",),
         )
-
-
-RULES = (
-    check_dropout,
-    check_sampling_device,
-    check_full_training,
-    check_quantization,
-    check_micro_batches,
-    check_sharding,
-    check_student_weights,
-    check_batch_size_bounds,
-)

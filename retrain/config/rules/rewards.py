@@ -108,13 +108,3 @@ def check_penalties(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 def _uses_maxrl(config: TrainConfig) -> bool:
     return config.algorithm.advantage_mode == "maxrl" and not config.algorithm.algorithm_mode
-
-
-RULES = (
-    check_custom_rewards,
-    check_correct_from,
-    check_environment,
-    check_teaching_data,
-    check_teaching_advantage,
-    check_penalties,
-)

@@ -68,6 +68,3 @@ def _check_arguments(schedule: str, args: Mapping[str, object]) -> Iterator[Conf
         else:
             continue
         yield option_issue("optimizer.schedule_args", text, hint)
-
-
-RULES = (check_schedule,)

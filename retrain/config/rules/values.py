@@ -143,16 +143,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-RULES = (
-    check_names,
-    check_devices,
-    check_launch_device,
-    check_init_kwargs,
-    check_group_size,
-    check_ratio_cap,
-    check_strategic_grams,
-    check_templates,
-    check_toml_values,
-)

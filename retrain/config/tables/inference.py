@@ -11,58 +11,41 @@ _SOURCES = "are C++ sources, built for one generation of GPUs where they run"
 class Inference(Section):
     """Where completions are sampled."""
 
-    facets: ClassVar[Facets] = Facets(on_tinker=IGNORED, shared_model=True, step_time=True)
+    facets: ClassVar[Facets] = Facets(prefixed=True, on_tinker=IGNORED, shared_model=True, step_time=True)
 
-    engine: str = option(
-        "pytorch",
-        "Sampling engine: {names} or a dotted path.",
-        kind="engine",
-        flag="--inference-engine",
-        synonyms=("engine",),
-    )
+    engine: str = option("pytorch", "Sampling engine: {names} or a dotted path.", kind="engine", synonyms=("engine",))
     url: str = option(
         "",
         "Server URL, or several comma-separated, for engines that are servers.",
-        flag="--inference-url",
         on_resume="free",
         unused=reasons.needs_server,
     )
     attention_kernel: Literal["default", "flash", "triton", "tk", "cutlass"] = option(
         "default",
         "Attention implementation.",
-        flag="--inference-attention-kernel",
         unsupported={"tk": f"ThunderKittens {_SOURCES}", "cutlass": f"CUTLASS kernels {_SOURCES}"},
         unused=reasons.not_on_servers("attention_kernel"),
     )
     dtype: Literal["auto", "bf16", "fp8", "fp4"] = option(
         "auto",
         "Precision of the sampling weights.",
-        flag="--inference-dtype",
         unsupported={"fp4": "only Blackwell GPUs have 4-bit matmul, which is not implemented"},
         unused=reasons.not_on_servers("dtype", launched="launch_dtype"),
     )
     kv_cache_dtype: Literal["auto", "bf16", "fp8", "int8"] = option(
-        "auto",
-        "Precision of the KV cache.",
-        flag="--inference-kv-cache-dtype",
-        unused=reasons.not_on_servers("kv_cache_dtype"),
+        "auto", "Precision of the KV cache.", unused=reasons.not_on_servers("kv_cache_dtype")
     )
     merge_adapter: Literal["auto", "always", "never"] = option(
         "auto",
         "Sample with a merged adapter: faster, but rounded. auto: fp32, and bf16 from 1B parameters.",
-        flag="--inference-merge-adapter",
         unused=reasons.not_on_servers("merge_adapter"),
     )
     prefix_caching: bool = option(
-        True,
-        "Compute the KV cache of a prompt once for its group.",
-        flag="--inference-prefix-caching",
-        unused=reasons.not_on_servers("prefix_caching"),
+        True, "Compute the KV cache of a prompt once for its group.", unused=reasons.not_on_servers("prefix_caching")
     )
     adapter_dir: str = option(
         "",
         "Folder that servers load each step's adapter from, shared with their machine; empty uses a temporary one.",
-        flag="--inference-adapter-dir",
         path="as_given",
         step_time=False,
         unused=reasons.needs_server,
@@ -72,7 +55,6 @@ class Inference(Section):
         "Timeout in seconds of one request to a server.",
         gt=0,
         le=86400,
-        flag="--inference-timeout-s",
         step_time=False,
         unused=reasons.needs_server,
     )
@@ -81,14 +63,12 @@ class Inference(Section):
         "Seconds to wait for a server that does not answer.",
         ge=0,
         le=86400,
-        flag="--inference-wait-s",
         step_time=False,
         unused=reasons.needs_server,
     )
     launch: bool = option(
         False,
         "Start a vLLM server for the duration of the run, with the options below.",
-        flag="--inference-launch",
         on_resume="free",
         unused=reasons.can_launch_server,
     )
@@ -96,7 +76,6 @@ class Inference(Section):
         "auto",
         "Device of the started server: cpu, cuda:N, or auto for the first GPU not used for training.",
         min_length=1,
-        flag="--inference-launch-device",
         on_resume="free",
         unused=reasons.launches_server,
     )
@@ -110,17 +89,12 @@ class Inference(Section):
         unused=reasons.launches_server,
     )
     launch_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
-        "auto",
-        "Compute precision of the started server.",
-        flag="--inference-launch-dtype",
-        on_resume="free",
-        unused=reasons.launches_server,
+        "auto", "Compute precision of the started server.", on_resume="free", unused=reasons.launches_server
     )
     max_model_len: BoundedInt = option(
         0,
         "Context length of the started server; 0 uses the model's.",
         ge=0,
-        flag="--inference-max-model-len",
         on_resume="free",
         unused=reasons.launches_server,
         synonyms=("context_length",),

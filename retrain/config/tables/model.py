@@ -9,17 +9,19 @@ from retrain.config.declare import IGNORED, BoundedInt, Facets, Section, Table, 
 class Backend(Section):
     """Where the weights are trained."""
 
+    facets: ClassVar[Facets] = Facets(on_resume="free")
+
     backend: str = option(
         "local",
         "Training backend: local (PyTorch and PEFT) or tinker (a remote service).",
         kind="backend",
+        on_resume="fixed",
         shared_model=True,
         step_time=True,
     )
     devices: str = option(
         "gpu:0",
         "auto (first GPU, else CPU), cpu, gpu:N, or a comma-separated list: the first samples, the last trains.",
-        on_resume="free",
         on_tinker=IGNORED,
         shared_model=True,
         step_time=True,
@@ -32,7 +34,6 @@ class Backend(Section):
         flag="--adapter-path",
         path="absolute",
         identity=True,
-        on_resume="free",
         on_tinker=IGNORED,
         per_condition=False,
         in_campaign=reasons.always("every run of a campaign has an adapter folder of its own"),
@@ -41,14 +42,12 @@ class Backend(Section):
         4,
         "Maximum concurrent Tinker calls over all runs that share throttle_dir.",
         ge=1,
-        on_resume="free",
         unused=reasons.needs_remote_backend,
     )
     throttle_dir: str = option(
         "",
         "Folder of the semaphore shared by parallel Tinker runs; empty uses the system's temporary folder.",
         path="absolute",
-        on_resume="free",
         unused=reasons.needs_remote_backend,
     )
 

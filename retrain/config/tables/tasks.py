@@ -69,53 +69,27 @@ AS_IN_TRAINING = -1.0
 class Eval(Section):
     """Held-out evaluation, before and during training."""
 
-    facets: ClassVar[Facets] = Facets(on_resume="free")
+    facets: ClassVar[Facets] = Facets(prefixed=True, on_resume="free", held_out=True)
 
     every: BoundedInt = option(
         0,
         "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.",
         ge=0,
-        flag="--eval-every",
+        held_out=False,
         synonyms=("eval_steps", "eval_strategy"),
     )
-    source: str = option(
-        "",
-        "Data source; empty uses that of [data].",
-        kind="data",
-        flag="--eval-source",
-        held_out=True,
-        unused=reasons.needs_held_out_data,
-    )
+    source: str = option("", "Data source; empty uses that of [data].", kind="data", unused=reasons.needs_held_out_data)
     path: str = option(
-        "",
-        "File of held-out problems for source = {data.path}.",
-        flag="--eval-path",
-        path="absolute",
-        held_out=True,
-        unused=reasons.needs_held_out_file,
+        "", "File of held-out problems for source = {data.path}.", path="absolute", unused=reasons.needs_held_out_file
     )
     split: str = option(
-        "test",
-        "Split to evaluate on; must differ from [data] split.",
-        min_length=1,
-        flag="--eval-split",
-        held_out=True,
-        unused=reasons.needs_splits,
+        "test", "Split to evaluate on; must differ from [data] split.", min_length=1, unused=reasons.needs_splits
     )
-    max_examples: BoundedInt = option(
-        128, "Number of held-out problems, always the same ones.", ge=1, flag="--eval-max-examples", held_out=True
-    )
-    samples: BoundedInt = option(
-        1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1, flag="--eval-samples", held_out=True
-    )
-    k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, flag="--eval-k")
+    max_examples: BoundedInt = option(128, "Number of held-out problems, always the same ones.", ge=1)
+    samples: BoundedInt = option(1, "Completions per problem, for pass@1 and unbiased pass@k.", ge=1)
+    k: BoundedInt = option(0, "The k of pass@k; 0 uses the number of samples.", ge=0, held_out=False)
     temperature: float = option(
-        AS_IN_TRAINING,
-        "Sampling temperature; 0 is greedy, -1 uses that of training.",
-        ge=AS_IN_TRAINING,
-        le=100,
-        flag="--eval-temperature",
-        held_out=True,
+        AS_IN_TRAINING, "Sampling temperature; 0 is greedy, -1 uses that of training.", ge=AS_IN_TRAINING, le=100
     )
 
 
@@ -265,55 +239,37 @@ class Reward(Section):
 class Teaching(Section):
     """Adaptive teaching: the model learns to teach a frozen student."""
 
-    facets: ClassVar[Facets] = Facets(unused=reasons.used_if("teaching.enabled", bool))
+    facets: ClassVar[Facets] = Facets(prefixed=True, unused=reasons.used_if("teaching.enabled", bool))
 
     enabled: bool = option(
-        False,
-        "Train the model as a teacher; advantage_mode defaults to grpo.",
-        flag="--teaching-enabled",
-        step_time=True,
-        unused=reasons.never,
+        False, "Train the model as a teacher; advantage_mode defaults to grpo.", step_time=True, unused=reasons.never
     )
     student_model: str = option(
         "",
         "Student: Hugging Face id or folder; empty uses the base model without the adapter.",
-        flag="--teaching-student-model",
         path="or_id",
         step_time=True,
     )
-    max_probe_tokens: BoundedInt = option(
-        50, "Maximum tokens of the student's diagnostic answer.", ge=1, flag="--teaching-max-probe-tokens"
-    )
+    max_probe_tokens: BoundedInt = option(50, "Maximum tokens of the student's diagnostic answer.", ge=1)
     degradation_penalty_multiplier: float = option(
-        2.0,
-        "Factor on the reward when teaching made the student worse.",
-        ge=0,
-        flag="--teaching-degradation-penalty-multiplier",
+        2.0, "Factor on the reward when teaching made the student worse.", ge=0
     )
-    efficiency_weight: float = option(
-        1.0, "Weight of the bonus for short teaching.", ge=0, flag="--teaching-efficiency-weight"
-    )
+    efficiency_weight: float = option(1.0, "Weight of the bonus for short teaching.", ge=0)
     student_diagnostic_template: str = option(
-        "",
-        "Prompt of the probe, with {question}; empty uses the built-in one.",
-        flag="--teaching-student-diagnostic-template",
-        variables={"question": True},
+        "", "Prompt of the probe, with {question}; empty uses the built-in one.", variables={"question": True}
     )
     teacher_adaptive_template: str = option(
         "",
         "Prompt of the teacher, with {question} and {approach}; empty uses the built-in one.",
-        flag="--teaching-teacher-adaptive-template",
         variables={"question": True, "approach": True},
     )
     student_with_teaching_template: str = option(
         "",
         "Prompt of the taught student, with {question} and {teaching}; empty uses the built-in one.",
-        flag="--teaching-student-with-teaching-template",
         variables={"question": True, "teaching": True},
     )
     student_baseline_template: str = option(
         "",
         "Prompt of the student without teaching, with {question}; empty uses the question itself.",
-        flag="--teaching-student-baseline-template",
         variables={"question": True},
     )

@@ -192,40 +192,21 @@ class Optimizer(Section):
 class Loss(Section):
     """The policy-gradient loss."""
 
-    type: str = option(
-        "importance_sampling",
-        "Token loss: {names} or a dotted path.",
-        kind="loss",
-        flag="--loss-type",
-        synonyms=("loss",),
-    )
-    clip_low: float = option(
-        0.2,
-        "Clip ratios below 1 - clip_low; for {loss.clip_low}.",
-        ge=0,
-        le=1,
-        flag="--loss-clip-low",
-    )
+    facets: ClassVar[Facets] = Facets(prefixed=True)
+
+    type: str = option("importance_sampling", "Token loss: {names} or a dotted path.", kind="loss", synonyms=("loss",))
+    clip_low: float = option(0.2, "Clip ratios below 1 - clip_low; for {loss.clip_low}.", ge=0, le=1)
     clip_high: float = option(
-        0.2,
-        "Clip ratios above 1 + clip_high; for {loss.clip_high}.",
-        ge=0,
-        flag="--loss-clip-high",
-        synonyms=("clip", "epsilon"),
+        0.2, "Clip ratios above 1 + clip_high; for {loss.clip_high}.", ge=0, synonyms=("clip", "epsilon")
     )
     ratio_cap: float = option(
         2.0,
         "Cap on importance ratios against sampler-trainer mismatch; 0 is off, else at least 1.",
         ge=0,
-        flag="--loss-ratio-cap",
         unused=reasons.needs_ratio_cap,
     )
     grad_clip: float = option(
-        1.0,
-        "Maximum gradient norm; 0 is off.",
-        ge=0,
-        flag="--loss-grad-clip",
-        synonyms=("gradient_clip", "max_grad_norm"),
+        1.0, "Maximum gradient norm; 0 is off.", ge=0, synonyms=("gradient_clip", "max_grad_norm")
     )
 
 
@@ -291,23 +272,15 @@ class Hicra(Section):
 class Sepa(Section):
     """Pooling of execution-token uncertainty."""
 
-    facets: ClassVar[Facets] = Facets(replay=True)
+    facets: ClassVar[Facets] = Facets(prefixed=True, replay=True)
 
-    steps: BoundedInt = option(
-        500, "Length of the linear ramp of lambda from 0 to 1, in steps.", ge=1, flag="--sepa-steps"
-    )
+    steps: BoundedInt = option(500, "Length of the linear ramp of lambda from 0 to 1, in steps.", ge=1)
     schedule: Literal["linear", "auto"] = option(
-        "linear",
-        "How pooling grows: linear by step; auto also as the variance of uncertainty decays.",
-        flag="--sepa-schedule",
+        "linear", "How pooling grows: linear by step; auto also as the variance of uncertainty decays."
     )
-    delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0, flag="--sepa-delay-steps")
+    delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0)
     correct_rate_gate: float = option(
-        0.1,
-        "SEPA starts once the correct rate of a batch reaches this value, and then stays on.",
-        ge=0,
-        le=1,
-        flag="--sepa-correct-rate-gate",
+        0.1, "SEPA starts once the correct rate of a batch reaches this value, and then stays on.", ge=0, le=1
     )
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
+from retrain.config import schema
 from retrain.environments import Environment, Log, Provider
 from retrain.environments.builtin.arithmetic import Arithmetic
 from retrain.environments.builtin.calculator import Calculator
 from retrain.environments.builtin.guess_number import GuessNumber
 from retrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 BUILTIN: dict[str, Provider] = {"arithmetic": Arithmetic, "guess-number": GuessNumber, "calculator": Calculator}
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
+from retrain.config import schema
 from retrain.data import Endless
 from retrain.data.arithmetic import draw_split
 from retrain.environments import Chat, Log, Outcome
 from retrain.environments.args import Args, read_args
 from retrain.rewards.match import MatchReward, last_boxed
 from retrain.types import Example
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 
 class Arithmetic:

@@ -6,18 +6,15 @@ import ast
 import operator
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from retrain.config import schema
 from retrain.data import Endless
 from retrain.environments import Chat, Log, Outcome, Tool, ToolCall
 from retrain.environments.args import Args, read_args
 from retrain.rewards.match import MatchReward
 from retrain.types import Example
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 CALCULATE: Tool = {
     "type": "function",

@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from retrain.config import schema
 from retrain.environments import Chat, Log, Outcome, Reply
 from retrain.environments.args import Args, read_args
 from retrain.types import Example
-
-if TYPE_CHECKING:
-    from retrain.config import schema
 
 _GUESS = re.compile(r"\\boxed\{\s*(\d{1,6})\s*\}")
 

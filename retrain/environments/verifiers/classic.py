@@ -216,7 +216,6 @@ def _recording_errors(reward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reason(error: object) -> str:
-    """An error with its cause."""
     cause = error.__cause__ if isinstance(error, BaseException) else None
     return f"{type(error).__name__}: {error}" + (
         f" ({cause})" if cause is not None and str(cause) != str(error) else ""

@@ -29,14 +29,10 @@ LIMITS = {torch.float32: 0.05}
 LIMIT = 0.15
 
 
-def _untempered(sampling: Sampling) -> Sampling:
-    return Sampling(max_tokens=sampling.max_tokens, repetition_penalty=sampling.repetition_penalty)
-
-
 MEANINGS: dict[str, Callable[[Sampling], Sampling]] = {
     "sampled": lambda s: s,
     "tempered": lambda s: replace(s, top_p=1.0, top_k=0, min_p=0.0),
-    "untempered": _untempered,
+    "untempered": lambda s: Sampling(max_tokens=s.max_tokens, repetition_penalty=s.repetition_penalty),
     "raw": lambda s: Sampling(max_tokens=s.max_tokens),
 }
 """Distributions that a server's log-probs may describe: the sampled one, or one before a stage of the sampler."""

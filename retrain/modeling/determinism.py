@@ -70,6 +70,15 @@ class Determinism:
             torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
             torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
+    def keep_on(self) -> None:
+        """Leave PyTorch's setting on from now on, if this run uses it.
+
+        For a sampler in another thread: its compiled layers are compiled anew, and differently, when it changes.
+        """
+        if self.is_on:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     def cost(self, lengths: Sequence[int]) -> float:
         """How much longer a micro-batch takes with deterministic kernels, as a share of its time."""
         pairs = sum(length * length for length in lengths)

@@ -72,14 +72,13 @@ def differentiate(
     return logits
 
 
-def start_compiling(dtype: torch.dtype, vocabulary: int, has_gradient: bool) -> None:
-    """Compile both in the background, without a launch."""
+def start_compiling(device: torch.device, dtype: torch.dtype, vocabulary: int, has_gradient: bool) -> None:
+    """Launch both once, in the background, on a row of zeros."""
 
-    def compile_both() -> None:
-        options = {"BLOCK": BLOCK, "num_warps": WARPS, "grid": (1,)}
-        _normalize.warmup(dtype, torch.int64, torch.float32, torch.float32, 1.0, vocabulary, **options)
-        _differentiate.warmup(
-            dtype, torch.int64, torch.float32, torch.float32, 1.0, vocabulary, HAS_GRADIENT=has_gradient, **options
-        )
+    def launch_both() -> None:
+        with torch.cuda.device(device):
+            logits, targets = torch.zeros(1, vocabulary, dtype=dtype, device=device), torch.zeros(1, device=device)
+            _, normalizers = normalize(logits, targets.long(), 1.0)
+            differentiate(logits, targets.long(), normalizers, 1.0, normalizers if has_gradient else None)
 
-    threading.Thread(target=compile_both, name="retrain-logprobs", daemon=True).start()
+    threading.Thread(target=launch_both, name="retrain-logprobs", daemon=True).start()

@@ -60,13 +60,13 @@ def only_tempered(sampling: Sampling) -> bool:
 
 def start_compiling(policy: Policy, sampling: Sampling) -> None:
     """Compile the kernels of `token_logprobs` in the background, if this policy needs them."""
-    if policy.device.type != "cuda" or not runs_triton(policy.device) or not policy.has_plain_head:
+    if not runs_triton(policy.device) or not policy.has_plain_head:
         return
     if only_tempered(sampling):
         from retrain.modeling import logprob_kernels  # noqa: PLC0415  (Triton exists only with CUDA)
 
         weight = policy.causal_lm.get_output_embeddings().weight
-        logprob_kernels.start_compiling(weight.dtype, policy.vocabulary, weight.requires_grad)
+        logprob_kernels.start_compiling(policy.device, weight.dtype, policy.vocabulary, weight.requires_grad)
 
 
 class TemperedLogprobs(torch.autograd.Function):

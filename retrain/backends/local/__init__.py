@@ -55,6 +55,8 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
     elif config.training.async_steps and config.samples_separately:
         mirror = replace(policy.clone_with_new_adapter(), is_trained_while_sampled=True)
     learner = Learner(policy, config, log)
+    if mirror is not None:
+        learner.determinism.keep_on()
     engine = make_engine(config, mirror or policy, tokenizer, log, progress)
     context = check_server(engine, config, log) if isinstance(engine, Remote) else policy.context_length
     learner.agreement = make_agreement(config, policy, engine, log)

@@ -41,8 +41,9 @@ from retrain.types import Sampling
 
 # Completions and tokens per completion that sampling is checked with.
 ROWS_CHECKED, TOKENS_CHECKED = 2, 16
-# Largest mean difference in log-probs from TRL's forward pass, by precision.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+# Largest mean difference in log-probs from TRL's forward pass, by precision. Rounding to bf16 alone causes up to 0.07
+# for random weights; a wrong mask or adapter causes more than 1.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
 
 GENERATE = GenerationMixin.generate
 

@@ -350,6 +350,14 @@ def test_a_hook_that_changes_a_layer_is_noticed_with_filters(make: Make, late: b
     assert "differ from TRL's" in trainer._reasons["sampling"]
 
 
+def test_with_gradient_checkpointing_the_engine_is_built_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    build = GRPOTrainer._build_engine
+    monkeypatch.setattr(GRPOTrainer, "_build_engine", lambda trainer: built.append(1) or build(trainer))
+    make(peft=LORA, gradient_checkpointing=True, max_steps=3).train()
+    assert len(built) == 1
+
+
 @pytest.mark.parametrize("trained", ["lm_head", "norm"])
 def test_parameters_that_are_trained_beside_an_adapter_are_sampled_from(make: Make, trained: str) -> None:
     trainer = make(peft=LORA, learning_rate=0.05, max_steps=3)

@@ -151,6 +151,8 @@ class AgreementReport:
     """Number of trained rows, which come first; the others are only checked."""
     shift: float = 0.0
     """Deviation of the mean ratio of all tokens from 1, if significant; else 0."""
+    is_stale: bool = False
+    """Whether the rows were sampled from older weights."""
 
     @cached_property
     def excluded_rows(self) -> BoolArray:
@@ -207,9 +209,11 @@ class AgreementReport:
         what = self.summary()
         if not self.mismatched.any():
             what = f"all of the sampler's log-probs are shifted: the mean ratio is {1 + self.shift:.3f}, not 1"
+        advice = "check what lies between the sampler and the trainer, restart the server, and resume"
+        if self.is_stale:
+            advice = f"a smaller [training] lr, if one update may have changed the policy that much; otherwise {advice}"
         return DisagreementError(
-            f"{what}. It looks like {self.likely_cause()}. Nothing was trained on this step.  "
-            "Try: check what lies between the sampler and the trainer, restart the server, and resume",
+            f"{what}. It looks like {self.likely_cause()}. Nothing was trained on this step.  Try: {advice}",
             state_intact,
         )
 
@@ -225,7 +229,7 @@ class Agreement:
         """Find mismatched rows; with samples of older weights, only outliers."""
         tolerance = self.tolerance if not staleness else self.tolerance.with_drift
         gaps = trained if checked is None else trained.joined(checked)
-        report = AgreementReport(gaps, gaps.disagreeing(tolerance), len(trained.tokens))
+        report = AgreementReport(gaps, gaps.disagreeing(tolerance), len(trained.tokens), is_stale=staleness > 0)
         if report.mismatched.any() and not report.rejected:
             excluded = f"the {report.excluded} rows of its group are excluded from the loss"
             outcome = excluded if report.excluded else "it is not part of the loss"

@@ -86,6 +86,12 @@ def test_one_row_is_left_out_and_two_of_eight_stop_the_run() -> None:
         raise two.error()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_samples_of_older_weights_may_also_be_off_because_the_learning_rate_is_too_high(staleness: int) -> None:
+    found = Agreement(FLOAT32, lambda line: None).check(gaps([1e-4] * 6 + [9.0, 9.0]), None, staleness)
+    assert ("Try: a smaller [training] lr" in str(found.error())) == bool(staleness)
+
+
 def test_five_percent_of_many_rows_may_be_left_out() -> None:
     agreement = Agreement(FLOAT32, lambda line: None)
     assert not agreement.check(gaps([1e-4] * 95 + [3.0] * 5), None, 0).rejected

@@ -35,6 +35,7 @@ class SplitBackend:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrain-train")
         self.pending: Future[StepMetrics] | None = None
         self.reported: StepMetrics = {"loss": 0.0}
+        self.has_compiled = False
         self.capabilities = Capabilities(
             context_length=learner.policy.context_length,
             gives_entropies=True,
@@ -57,6 +58,10 @@ class SplitBackend:
         self._mirror(step)
         metrics = self.reported | {"staleness": staleness} | engine_metrics(self.engine)
         self.pending = self.thread.submit(self.learner.step, datums, step, staleness)
+        if self.learner.is_compiled and not self.has_compiled:
+            # The first step compiles the layers, and compiled layers of a sampler fail while another thread does that.
+            self.has_compiled = True
+            self.pending.exception()
         return metrics
 
     def settle(self) -> StepMetrics:

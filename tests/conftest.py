@@ -16,6 +16,9 @@ hypothesis.settings.load_profile("any machine")
 if not Path("/dev/nvidiactl").exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Tests say themselves when the Hub is to be out of reach.
+os.environ.pop("HF_HUB_OFFLINE", None)
+
 
 # Environments that tests load, one of which is named like a test.
 collect_ignore = ["environments/packages"]

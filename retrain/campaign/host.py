@@ -93,12 +93,16 @@ class Host:
 
     def _run(self, folder: Path) -> None:
         with self.turns.turn():
-            code = self._train(folder)
-            self.answers.write(json.dumps({"name": folder.name, "exit_code": code}) + "\n")
-            self.answers.flush()
+            code = 1
+            try:
+                code = self._train(folder)
+            finally:
+                # Even if the error could not be written: the campaign waits for every answer.
+                self.answers.write(json.dumps({"name": folder.name, "exit_code": code}) + "\n")
+                self.answers.flush()
 
     def _train(self, folder: Path) -> int:
-        with (folder / STDOUT).open("a") as output, (folder / STDERR).open("a") as errors:
+        with _appending(folder / STDOUT) as output, _appending(folder / STDERR) as errors:
             try:
                 resume = {"resume.from": str(folder)} if (folder / "checkpoints").is_dir() else {}
                 config = load_config(folder / CONFIG_FILE, resume)
@@ -118,6 +122,11 @@ class Host:
     def stop(self, *signal_and_frame: object) -> None:
         """Let every run save and end at its next turn."""
         self.turns.stopping = True
+
+
+def _appending(path: Path) -> TextIO:
+    # What foreign code raises may have any characters, in any locale.
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def main() -> None:

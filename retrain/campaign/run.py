@@ -28,6 +28,7 @@ from retrain.campaign.progress import (
 from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess, validate_shared_model
 from retrain.campaign.squeezing import FirstRunAnalysis
+from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_devices, check_single_process
 from retrain.checks.unsupported import check_supported
@@ -54,10 +55,12 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     # The folder to resume is the campaign's; a run that has not begun resumes nothing.
     config = config.model_copy(update={"resume": type(config.resume)()})
     runs = plan_runs(config, folder, source)
+    absent_servers: set[str] = set()
     for run in {run.condition: run for run in runs}.values():
         check_supported(run.config)
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
+            announce_wait(run.config, absent_servers.add)
         check_single_process(run.config)
         check_before_loading(run.config)
     if config.campaign is not None and config.campaign.stop_when:
@@ -69,6 +72,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     if running:
         raise ConfigError(f"{running[0]} of {folder} is still running.  Try: wait for it, or stop it")
     screen = Screen()
+    for line in sorted(absent_servers):
+        screen.log(line)
     executor = build_executor(config, folder, runs, screen.log)
     if earlier is None and (folder / METRICS).exists() and not is_locked(folder):
         moved = step_aside(folder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from retrain.builtin import resolve_model
 from retrain.config import TrainConfig
@@ -40,9 +42,14 @@ def find_absent_server(config: TrainConfig) -> tuple[str, str]:
     for url in kind.urls(config.inference.url):
         problem = explain_no_response(f"{url}{kind.health}", without_proxy)
         if problem:
-            start = kind.command.format(model=resolve_model(config.model.model), port=url.rpartition(":")[2])
+            start = kind.command.format(model=resolve_model(config.model.model), port=_port(url))
             return f"no {kind.name} server responds at {url}: {problem}", start
     return "", ""
+
+
+def _port(url: str) -> int:
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def announce_wait(config: TrainConfig, log: Callable[[str], None]) -> None:
@@ -57,11 +64,18 @@ def announce_wait(config: TrainConfig, log: Callable[[str], None]) -> None:
 
 
 def check_not_refused(url: str) -> None:
-    """Raise if a Tinker service refuses the connection or its host is unknown. One that is only slow may still come."""
-    reason = _reason(_request(url + TINKER_HEALTH))
-    if isinstance(reason, (ConnectionRefusedError, socket.gaierror)):
+    """Raise if a Tinker service refuses the connection or its host is unknown. One that is only slow may still come.
+
+    Behind a proxy, only the SDK knows which connection it will make.
+    """
+    if urllib.request.getproxies():
+        return
+    parts = urlsplit(url)
+    without_user = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    reason = _reason(_request(without_user + TINKER_HEALTH))
+    if isinstance(reason, (ConnectionRefusedError, socket.gaierror, http.client.InvalidURL)):
         raise BackendError(
-            f"no Tinker service answers at {url}: {reason}.  "
+            f"no Tinker service answers at {without_user}: {reason}.  "
             "Try: check [model] base_url (or TINKER_BASE_URL), and that the service is up"
         )
 
@@ -76,10 +90,12 @@ def check_tinker_address(config: TrainConfig) -> None:
 def _request(url: str, opener: urllib.request.OpenerDirector | None = None) -> Exception | None:
     try:
         (opener or urllib.request.build_opener()).open(url, timeout=RESPONSE_S).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return error
     return None
 
 
 def _reason(error: Exception | None) -> object:
+    if isinstance(error, http.client.HTTPException) and not isinstance(error, http.client.InvalidURL):
+        return "what listens there does not speak HTTP"
     return error.reason if isinstance(error, urllib.error.URLError) else error

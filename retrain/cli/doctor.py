@@ -173,7 +173,7 @@ def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
 def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
     state = probe_torch()
     devices = config.backend.devices if config is not None and config.backend.backend == "local" else ""
-    requested = [int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")]
+    requested = sorted({int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")})
     if isinstance(state, str):
         yield Check("system", "torch", "missing" if requested else "warning", state, install_command("torch"))
         return

@@ -31,6 +31,7 @@ _READ_BYTES = 1 << 16
 _JOIN_S = 2.0
 _KEPT_LINES = 60
 _SHOWN_LINES = 12
+_GOLDEN_RATIO = 0.618
 _LONGEST_LINE = 2000
 _OWN_FOLDER = str(Path(__file__).parent)
 # Frames below those of the environment.
@@ -148,9 +149,11 @@ class EnvironmentProcess:
             self.end_text = f"its process exited with status {code}"
         with self._lock:
             self.is_alive = False
-            # Rollouts are restarted in this order. Those of one problem are next to each other; if they all hang, the
-            # others get their turn before the next of them.
-            listeners = list(reversed(self._listeners.values()))
+            # Rollouts are restarted in this order. Those of one problem are next to each other and may all hang, so the
+            # next ones to get a turn are far from these, and from those of the time before.
+            listeners = list(self._listeners.values())
+            first = int(len(listeners) * _GOLDEN_RATIO)
+            listeners = listeners[first:] + listeners[:first]
             self._listeners.clear()
         for listener in listeners:
             listener({"kind": "died"})

@@ -34,5 +34,8 @@ def format_clock(seconds: float) -> str:
 
 def shorten_path(path: Path) -> str:
     """The path from the working directory if it is inside, as a user would type it."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the working directory has been deleted
+        return str(path)
     return str(path.relative_to(here) if path != here and path.is_relative_to(here) else path)

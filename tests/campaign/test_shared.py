@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import threading
@@ -17,7 +18,7 @@ from e2e.tiny import config_for, policy_for, write_model, write_tokenizer
 from safetensors.torch import load_file
 
 from retrain.backends.local.shared import SharedBackend, point_at, trained_parameters
-from retrain.campaign.host import Host, Turns
+from retrain.campaign.host import Host, Turns, _appending
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import prepare_folder
 from retrain.campaign.shared import validate_shared_model
@@ -157,6 +158,24 @@ def test_a_shared_run_that_fails_leaves_the_others_alone(model: Path, tmp_path: 
     codes = run_shared(runs)
     assert [codes[run.name] for run in runs] == [0, 2, 0]
     assert "not_there" in (runs[1].folder / "stderr.log").read_text()
+
+
+def test_a_run_whose_error_cannot_be_written_is_answered_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(host: Host, folder: Path) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Host, "_train", fail)
+    answers = io.StringIO()
+    with pytest.raises(OSError, match="No space left"):
+        Host(answers)._run(tmp_path / "one")
+    assert json.loads(answers.getvalue()) == {"name": "one", "exit_code": 1}
+
+
+@pytest.mark.parametrize("text", ["caf\u00e9", "\ud800"])
+def test_an_error_with_any_characters_is_written_in_any_locale(tmp_path: Path, text: str) -> None:
+    with _appending(tmp_path / "stderr.log") as errors:
+        print(text, file=errors)
+        assert errors.encoding == "utf-8"
 
 
 def test_turns_go_round() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
-from retrain.checks.connections import announce_wait, explain_no_response
+from retrain.checks.connections import announce_wait, check_not_refused, explain_no_response
 from retrain.cli import run, train
 from retrain.config import load_config
 from retrain.config.reference import starter
-from retrain.errors import RetrainError
+from retrain.errors import BackendError, RetrainError
 
 ABSENT = "http://127.0.0.1:9"
 
@@ -65,3 +66,36 @@ def test_a_run_announces_the_wait_before_it_loads_anything(
 
 def test_no_response_has_a_reason() -> None:
     assert explain_no_response(ABSENT) == "[Errno 111] Connection refused."
+
+
+def test_a_port_that_does_not_speak_http_is_named_as_such() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert explain_no_response(url) == "what listens there does not speak HTTP."
+
+
+def test_a_url_without_a_port_suggests_that_of_its_scheme() -> None:
+    (line,) = announced(engine="vllm", url="http://127.0.0.1", wait_s=1.0)
+    assert line.endswith("--port 80 --enable-lora")
+
+
+def test_a_tinker_address_is_tried_without_its_password_and_not_at_all_behind_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(BackendError, match=r"at http://127.0.0.1:9: .*refused") as caught:
+        check_not_refused("http://user:secret99@127.0.0.1:9")
+    assert "secret99" not in str(caught.value)
+    with pytest.raises(BackendError, match="nonnumeric port"):
+        check_not_refused("http://localhost:abc")
+    monkeypatch.setenv("ALL_PROXY", ABSENT)
+    check_not_refused(ABSENT)

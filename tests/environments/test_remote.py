@@ -124,6 +124,16 @@ def test_rollouts_of_one_problem_that_hang_do_not_stop_the_others() -> None:
         assert outcomes(groups) == ["timeout"] * 4 + ["right"] * 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [(0, 5), (0, 3), (0, 1)])
+def test_two_problems_of_six_that_hang_do_not_stop_the_others(places: tuple[int, int]) -> None:
+    with cases("sleep") as own:
+        bad, good, *_ = own.environment.examples("train")[:4]
+        hangs = [at // 2 in places for at in range(12)]
+        groups = sample(own, examples=[bad if hang else good for hang in hangs])
+        assert outcomes(groups) == ["timeout" if hang else "right" for hang in hangs]
+
+
 @pytest.mark.parametrize(
     ("when", "detail"),
     [

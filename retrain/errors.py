@@ -14,7 +14,9 @@ A message says what is wrong, where, what was found and what to try. Only `retra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,7 +62,9 @@ class PluginError(RetrainError):
 
 
 @contextmanager
-def blaming(plugin: str, where: str) -> Iterator[None]:
+def blaming(
+    plugin: str, where: str, is_excused: Callable[[BaseException], bool] = lambda error: False
+) -> Iterator[None]:
     """Turn exceptions of third-party code into a PluginError with its name and the place."""
     try:
         yield
@@ -68,7 +72,16 @@ def blaming(plugin: str, where: str) -> Iterator[None]:
         raise
     # SystemExit: a plugin that calls sys.exit must not end the run silently.
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{plugin} raised {error!r} {where}.") from error
+        if is_excused(error):
+            raise
+        raise PluginError(f"{plugin} raised {error!r} {where}{_line_of(error)}.") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line that an error went through in code that is not an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 class MissingExtraError(RetrainError):

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from retrain.backends.local.learner import Totals
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
+from retrain.backends.local.totals import Totals
 from retrain.backends.local.trainable import TrainableParams
 from retrain.config import TrainConfig
 from retrain.distributed.learner import RankedLearner

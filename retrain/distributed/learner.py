@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retrain.backends.local.learner import Learner, Totals
+from retrain.backends.local.learner import Learner
+from retrain.backends.local.totals import Totals
 from retrain.checks.agreement import Agreement, AgreementReport, LogprobGaps
 from retrain.config import TrainConfig
 from retrain.modeling.policy import Policy

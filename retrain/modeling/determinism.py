@@ -101,7 +101,7 @@ class Determinism:
 
     def disable_after(self, error: RuntimeError) -> None:
         """Continue without deterministic kernels if an operation has none; re-raises any other error."""
-        if _NO_KERNEL not in str(error):
+        if not lacks_deterministic_kernel(error):
             raise error
         if self.is_required:
             raise BackendError(
@@ -110,6 +110,11 @@ class Determinism:
             ) from error
         self.is_on = False
         self.log(f"Warning: this run is not bitwise reproducible: {str(error).split('.')[0]}.")
+
+
+def lacks_deterministic_kernel(error: BaseException) -> bool:
+    """Whether PyTorch has raised this because an operation has no deterministic kernel."""
+    return isinstance(error, RuntimeError) and _NO_KERNEL in str(error)
 
 
 def flash_backward_slowdown(lengths: Sequence[int], heads: int, processors: int) -> float:

@@ -25,7 +25,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from retrain.backends.local.learner import Learner
+from retrain.backends.local.learner import MAX_SKIPPED, Learner
 from retrain.errors import BackendError, ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine
 from retrain.modeling import logprobs as logprobs_module
@@ -243,6 +243,24 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(tiny: Path,
         torch.equal(s["exp_avg"], moments[n]) for n, s in zip(before, made.optimizer.adam.state.values(), strict=True)
     )
     assert made.step(good)["skipped"] == 0
+
+
+def test_a_run_that_no_longer_learns_because_of_its_gradients_ends(tiny: Path) -> None:
+    logged: list[str] = []
+    made = learner(tiny)
+    made.log = logged.append
+    good = random_datums(SIZES)
+    bad = [replace(good[0], advantages_T=np.full(len(good[0].advantages_T), math.nan)), *good[1:]]
+    for step in range(MAX_SKIPPED - 1):
+        assert made.step(bad, step)["skipped"] == 1
+    made.step(good, MAX_SKIPPED - 1)
+    for step in range(10, 9 + MAX_SKIPPED):
+        made.step(bad, step)
+    with pytest.raises(BackendError, match="not finite in 5 steps in a row, the last of them step 14"):
+        made.step(bad, 9 + MAX_SKIPPED)
+    assert logged == [
+        f"Warning: step {step}: the gradient is not finite, so the weights were not updated." for step in (0, 10)
+    ]
 
 
 def test_a_gradient_is_clipped_to_its_norm(tiny: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from retrain.backends.local.loss import summed_loss
 from retrain.config.schema import Loss
 from retrain.errors import PluginError
-from retrain.losses import build_loss
+from retrain.losses import PolicyLoss, build_loss
 from retrain.losses.batch import TokenBatch
 from retrain.plugins import REGISTRIES
 
@@ -172,3 +173,38 @@ def test_a_built_in_loss_declares_the_options_it_reads(name: str) -> None:
             for loss in (plain, plain.model_copy(update={key: value}))
         ]
         assert (values[0::2] != values[1::2]) == REGISTRIES["loss"].reads(name, key), key
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("batch.advantages.sum()", r"'odd_loss.Odd' returned a tensor of shape \(\) for 3 tokens; it must return one"),
+        ("batch.advantages[:2]", r"returned a tensor of shape \(2,\) for 3 tokens"),
+        ("0.5", r"'odd_loss.Odd' returned 0.5 for 3 tokens"),
+        ("1 / 0", r"'odd_loss.Odd' raised ZeroDivisionError\(.*\) in objective \(odd_loss.py, line 4\)\."),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "odd_loss", raising=False)
+    (tmp_path / "odd_loss.py").write_text(
+        "from retrain.losses import PolicyLoss\n"
+        f"class Odd(PolicyLoss):\n    def objective(self, batch):\n        return {body}\n"
+    )
+    loss = build_loss(Loss(type="odd_loss.Odd"), [str(tmp_path)])
+    with pytest.raises(PluginError, match=message):
+        summed_loss(batch_of((1.0, -2.0, 0.5)), loss)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("x does not have a deterministic implementation")]
+)
+def test_errors_that_the_learner_acts_on_reach_it(error: Exception) -> None:
+    class Full(PolicyLoss):
+        def objective(self, batch: TokenBatch) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        summed_loss(batch_of((1.0,)), Full(Loss()))
+    assert caught.value is error

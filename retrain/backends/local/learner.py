@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retrain.backends.local.loss import divergence, summed_loss
+from retrain.backends.local.loss import summed_loss
 from retrain.backends.local.memory import StepMemory
 from retrain.backends.local.optimizer import MasterOptimizer
 from retrain.backends.local.reference import Reference
+from retrain.backends.local.totals import Totals
 from retrain.backends.local.trainable import TrainableParams
 from retrain.capacity.memory import MICRO_BATCH
 from retrain.checks.agreement import Agreement, AgreementReport, LogprobGaps
@@ -31,7 +31,7 @@ from retrain.modeling.compiling import (
     traced_only,
     varying_tokens,
 )
-from retrain.modeling.determinism import Determinism, sum_by_row
+from retrain.modeling.determinism import Determinism
 from retrain.modeling.logprobs import start_compiling
 from retrain.modeling.packing import (
     BatchLoad,
@@ -49,6 +49,9 @@ from retrain.modeling.transformers_internals import decoder_layers
 from retrain.modeling.triton_internals import runs_triton
 from retrain.schedules.learning_rate import learning_rate
 from retrain.types import Datum, FloatArray, StepMetrics
+
+# Consecutive steps without an update after which a run ends.
+MAX_SKIPPED = 5
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Learner:
         """Compares the sampler's log-probs with ours; None where the caller's log-probs are synthetic."""
         self.report: AgreementReport | None = None
         """Its report on the last step."""
+        self.skipped_in_a_row = 0
         self.updates = 0
         """Optimizer steps of this process that changed the weights."""
 
@@ -177,10 +181,23 @@ class Learner:
         if size.rows:
             norm = self.optimizer.step(lr)
             self.updates += norm is not None
+            self._count_skipped(step, is_skipped=norm is None)
         if self.reference is not None:
             self.reference.maybe_sync(step)
         metrics |= self.report.metrics() if self.report is not None else {}
         return {**metrics, "lr": lr, "grad_norm": norm, "skipped": int(norm is None)}
+
+    def _count_skipped(self, step: int, is_skipped: bool) -> None:
+        """Report an update that was skipped; several in a row end the run, which would no longer learn."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
+        if self.skipped_in_a_row == 1:
+            self.log(f"Warning: step {step}: the gradient is not finite, so the weights were not updated.")
+        if self.skipped_in_a_row == MAX_SKIPPED:
+            raise BackendError(
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, the last of them step {step}, so the "
+                f"weights no longer change.  Try: check loss {self.config.loss.type!r} and the rewards for infinite "
+                "values, or a smaller [training] lr"
+            )
 
     def _agreed_gradients(
         self,
@@ -378,66 +395,3 @@ class Learner:
         self.optimizer.load(tensors)
         if self.reference is not None:
             self.reference.load(references)
-
-
-class Totals:
-    """Sums over the micro-batches of a step, kept on the device so that no micro-batch is waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        """Loss, ratios, KL from the sampler, KL from the reference, tokens."""
-        self.largest = torch.zeros((), dtype=torch.float64, device=device)
-        self.has_reference = False
-        self.rows: list[Tensor] = []
-        """For each micro-batch, (rows, 3): tokens, the sum of |Δ| of log-probs, and the largest."""
-        self.datums: Sequence[Datum] = ()
-        """The datums of these rows."""
-
-    @torch.no_grad()
-    def add(self, loss: Tensor, batch: TokenBatch) -> None:
-        """Add a micro-batch."""
-        taken = batch.mask > 0
-        chosen = (batch.logprobs - batch.sampled_logprobs).double().clamp(-20, 20)
-        ratio = torch.where(taken, chosen.exp(), 0.0)
-        # E_sampled[r - 1 - log r] estimates KL(sampled || trained) without bias and never below zero.
-        kl_sampler = torch.where(taken, ratio - 1 - chosen, 0.0)
-        kl_ref = torch.zeros_like(ratio)
-        if batch.reference_logprobs is not None:
-            self.has_reference = True
-            kl_ref = torch.where(taken, divergence(batch.logprobs, batch.reference_logprobs).double(), 0.0)
-        self.sums += torch.stack([loss.double(), ratio.sum(), kl_sampler.sum(), kl_ref.sum(), taken.sum()])
-        self.largest = torch.maximum(self.largest, ratio.max())
-        gap = torch.where(taken, chosen.abs().nan_to_num(0.0), 0.0)
-        sums = sum_by_row(torch.stack([taken.double(), gap], 1), batch.row, batch.rows)
-        largest = torch.zeros_like(sums[:, 0]).scatter_reduce_(0, batch.row, gap, "amax")
-        self.rows.append(torch.cat([sums, largest[:, None]], 1))
-
-    def join(self, other: Totals) -> None:
-        """Add the sums and rows of another part of the same step."""
-        self.sums += other.sums
-        self.largest = torch.maximum(self.largest, other.largest)
-        self.has_reference = self.has_reference or other.has_reference
-        self.rows += other.rows
-        self.datums = [*self.datums, *other.datums]
-
-    @property
-    def tokens(self) -> float:
-        """Number of trained tokens."""
-        return float(self.sums[4])
-
-    def gaps(self) -> LogprobGaps:
-        """Log-prob gaps between sampler and trainer, per row."""
-        table = torch.cat(self.rows).cpu().numpy() if self.rows else np.zeros((0, 3))
-        return LogprobGaps.of(self.datums, table)
-
-    def metrics(self) -> StepMetrics:
-        """Loss, means over tokens, and the largest ratio."""
-        loss, ratios, kl_sampler, kl_ref, tokens = self.sums.tolist()
-        tokens = max(tokens, 1.0)
-        metrics: StepMetrics = {
-            "loss": loss,
-            "ratio_mean": ratios / tokens,
-            "ratio_max": float(self.largest),
-            "kl_sample_train": kl_sampler / tokens,
-        }
-        return metrics | ({"kl_ref": kl_ref / tokens} if self.has_reference else {})

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from retrain.errors import PluginError, blaming
 from retrain.losses import PolicyLoss
 from retrain.losses.batch import TokenBatch
 from retrain.losses.ratios import MAX_LOG_RATIO
+from retrain.modeling.determinism import lacks_deterministic_kernel
 
 
 def summed_loss(batch: TokenBatch, loss: PolicyLoss, beta: float = 0.0) -> Tensor:
     """The negative objective plus `beta` times the KL estimate, summed with the weights of the loss's average."""
-    objective = loss.objective(batch)
+    objective = _checked_objective(batch, loss)
     if batch.reference_logprobs is not None:
         objective = objective - beta * divergence(batch.logprobs, batch.reference_logprobs)
     return -(objective * loss.average.weights(batch)).sum()
+
+
+def _checked_objective(batch: TokenBatch, loss: PolicyLoss) -> Tensor:
+    name = f"loss {loss.settings.type!r}"
+    with blaming(name, "in objective", _is_for_learner):
+        objective = loss.objective(batch)
+    tokens = batch.logprobs.shape
+    if not isinstance(objective, Tensor) or objective.shape != tokens:
+        # A number would be broadcast, and count once for every token.
+        found = f"a tensor of shape {tuple(objective.shape)}" if isinstance(objective, Tensor) else repr(objective)
+        raise PluginError(f"{name} returned {found} for {tokens[0]} tokens; it must return one number per token.")
+    return objective
+
+
+def _is_for_learner(error: BaseException) -> bool:
+    """Whether the learner retries after this error, whoever raised it."""
+    return isinstance(error, torch.OutOfMemoryError) or lacks_deterministic_kernel(error)
 
 
 def divergence(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

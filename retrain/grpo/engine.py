@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,8 @@ def _fingerprint(model: nn.Module) -> list[tuple[object, ...]]:
 
 def _count_hooks(hooks: Mapping[int, Callable[..., object]]) -> int:
     """Hooks that may change an output; with gradient checkpointing, every step adds one that only marks it."""
-    return sum(not getattr(hook, "__name__", "").startswith("make_inputs_require_grad") for hook in hooks.values())
+    names = [hook.__name__ if isinstance(hook, FunctionType) else "" for hook in hooks.values()]
+    return sum(not name.startswith("make_inputs_require_grad") for name in names)
 
 
 def read_sampling(trainer_config: Any, model_config: Any) -> tuple[Sampling, tuple[int, ...]]:

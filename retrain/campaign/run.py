@@ -51,7 +51,7 @@ GRACE_S = 8.0
 
 def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = "the campaign") -> int:
     """Run the missing runs of a campaign; returns the exit code."""
-    folder = choose_folder(config)
+    folder, is_resumed = choose_folder(config), bool(config.resume.from_)
     # The folder to resume is the campaign's; a run that has not begun resumes nothing.
     config = config.model_copy(update={"resume": type(config.resume)()})
     runs = plan_runs(config, folder, source)
@@ -67,6 +67,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         require_enough_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
+        if not is_resumed:
+            _require_its_conditions(earlier, runs)
         _require_same_campaign(earlier, runs)
     running = [run.name for run in runs if is_locked(run.folder)]
     if running:
@@ -311,6 +313,18 @@ def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], log: 
         validate_shared_model(runs)
         return SharedModelProcess(folder)
     return LocalProcesses()
+
+
+def _require_its_conditions(earlier: Manifest, runs: Sequence[Run]) -> None:
+    """Raise if a new campaign lacks conditions of the one in its folder, whose configuration it would replace."""
+    own = {run.condition for run in runs}
+    lacking = [condition["name"] for condition in earlier.table["conditions"] if condition["name"] not in own]
+    if lacking:
+        folder = shorten_path(earlier.folder)
+        raise ConfigError(
+            f"{folder} holds another campaign, with conditions that this one lacks: {', '.join(lacking)}.  "
+            f"Try: another --log-dir, or --resume {shlex.quote(folder)} to add these runs to it"
+        )
 
 
 def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ class Card:
 
 # The longest matching name is used.
 CARDS = (
+    Card("GB200", 2500, 8000, 186),
     Card("B200", 2250, 8000, 180),
+    Card("GH200", 989, 4000, 96),
     Card("H200", 989, 4800, 141),
     Card("H100 PCIe", 756, 2000, 80),
     Card("H100", 989, 3350, 80),
-    Card("A100-SXM4-40GB", 312, 1555, 40),
+    Card("A100 40GB", 312, 1555, 40),
     Card("A100", 312, 2039, 80),
     Card("L40S", 362, 864, 48),
     Card("L4", 121, 300, 24),
@@ -46,9 +49,13 @@ CARDS = (
 
 
 def find_card(name: str) -> Card | None:
-    """The GPU with a name such as `NVIDIA H200` or `h200`."""
-    known = [card for card in CARDS if card.name.lower() in name.lower()]
+    """The GPU with a name such as `NVIDIA H200` or `h200`. Whole words count: an L40 is not an L4."""
+    known = [card for card in CARDS if _words(card.name) <= _words(name)]
     return max(known, key=lambda card: len(card.name), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall("[a-z0-9]+", name.lower()))
 
 
 def cards_with_memory(gigabytes: float) -> list[Card]:

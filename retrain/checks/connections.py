@@ -42,7 +42,7 @@ def find_absent_server(config: TrainConfig) -> tuple[str, str]:
     for url in kind.urls(config.inference.url):
         problem = explain_no_response(f"{url}{kind.health}", without_proxy)
         if problem:
-            start = kind.command.format(model=resolve_model(config.model.model), port=_port(url))
+            start = kind.start_command(str(resolve_model(config.model.model)), _port(url), config.model.lora_rank)
             return f"no {kind.name} server responds at {url}: {problem}", start
     return "", ""
 

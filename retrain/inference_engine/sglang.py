@@ -43,7 +43,7 @@ def _read(reply: Any) -> list[CompletionResult]:
 SGLANG = ServerSpec(
     name="sglang",
     port=30000,
-    command="python -m sglang.launch_server --model-path {model} --port {port} --enable-lora --max-lora-rank RANK "
+    command="python -m sglang.launch_server --model-path {model} --port {port} --enable-lora --max-lora-rank {rank} "
     "--lora-target-modules all",
     request=_request,
     read=_read,

@@ -20,12 +20,15 @@ def _request(model: str, adapter: Adapter | None, request: CompletionRequest) ->
 VLLM = ServerSpec(
     name="vllm",
     port=8000,
-    command="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --port {port} --enable-lora",
+    command="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {model} --port {port} --enable-lora "
+    "--max-lora-rank {rank} --logprobs-mode processed_logprobs",
     request=_request,
     read=read_choices,
     tokenize="/tokenize",
     # It applies min_p before top_p; retrain applies top_p first.
     exclusive=("top_p", "min_p"),
+    # 0.32 takes 1 as well, earlier versions do not.
+    ranks=(8, 16, 32, 64, 128, 256, 320, 512),
     remedies={
         "ids": "vLLM sends token ids from 0.10.2 on; update it.",
         "logprobs": "Start it without --max-logprobs 0.",

@@ -57,7 +57,8 @@ def _runs(data: JsonObject) -> list[str]:
     rows = []
     for run in data["runs"]:
         evals = [point for point in run["evals"] if point["y"] is not None]
-        before, after = (_interval(evals[0]), _interval(evals[-1])) if len(evals) > 1 else ("–", "–")
+        before = _interval(evals[0]) if len(evals) > 1 or (evals and evals[0]["x"] == 0) else "–"
+        after = _interval(evals[-1]) if evals and evals[-1]["x"] > 0 else "–"
         total = run["max_steps"] if run["max_steps"] is not None else "?"
         hours, tokens = (run[key][-1] if run[key] else 0.0 for key in ("hours", "tokens"))
         steps = f"{run['done']}/{total}"

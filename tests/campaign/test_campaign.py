@@ -123,6 +123,21 @@ def test_more_seeds_conditions_and_steps_can_be_added(tmp_path: Path, monkeypatc
     assert len(manifest_of(tmp_path)["runs"]) == 4
 
 
+def test_another_campaign_does_not_replace_the_one_in_its_folder(tmp_path: Path, monkeypatch: Patch) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1]), monkeypatch)
+    before = {name: (tmp_path / name).read_text() for name in ("manifest.json", "config.toml")}
+    other = {"advantage_mode": "maxrl", "transform_mode": "gtpo"}
+    joined = FakeExecutor()
+    with pytest.raises(ConfigError, match=r"holds another campaign, .* lacks: maxrl\+none\.  Try: another --log-dir"):
+        run_with(joined, campaign_config(tmp_path, seeds=[1], conditions=[GRPO, other]), monkeypatch)
+    assert joined.started == []
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    resumed = campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}}, seeds=[1], conditions=[GRPO, other])
+    assert run_with(joined, resumed, monkeypatch) == 0
+    assert joined.started == ["maxrl+gtpo_s1"]
+    assert set(statuses(tmp_path)) == {"grpo+none_s1", "maxrl+none_s1", "maxrl+gtpo_s1"}
+
+
 def test_a_run_that_ended_while_nobody_looked_is_taken_over(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     write_result(planned(config)[0], 0.7)

@@ -296,13 +296,36 @@ def test_the_roofline_of_w1_is_the_physical_floor() -> None:
     assert 1.2 < again / train < 1.6
 
 
-def test_cards_are_found_by_any_part_of_their_name() -> None:
-    names = {"NVIDIA H100 80GB HBM3": "H100", "nvidia h100 pcie": "H100 PCIe", "NVIDIA L40S": "L40S", "l4": "L4"}
-    for given_name, found in names.items():
-        card = find_card(given_name)
-        assert card is not None
-        assert card.name == found
-    assert find_card("Voodoo 2") is None
+@pytest.mark.parametrize(
+    ("given_name", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("H100 80GB", "H100"),
+        ("nvidia h100 pcie", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("A100-40GB", "A100 40GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("l4", "L4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_cards_are_found_by_any_part_of_their_name(given_name: str, found: str) -> None:
+    card = find_card(given_name)
+    assert card is not None
+    assert card.name == found
+
+
+@pytest.mark.parametrize(
+    "name", ["Voodoo 2", "L40", "A1000", "NVIDIA RTX A1000", "H1000", "B2000", "T4x", "A10", "4090"]
+)
+def test_a_card_is_not_taken_for_one_whose_name_begins_the_same(name: str) -> None:
+    assert find_card(name) is None
+
+
+def test_a_step_takes_twice_the_roofline_and_longer_in_little_memory() -> None:
     h200 = find_card("h200")
     assert h200 is not None
     at_best = step_time(qwen(), W1, h200)

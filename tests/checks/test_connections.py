@@ -18,9 +18,11 @@ from retrain.errors import BackendError, RetrainError
 ABSENT = "http://127.0.0.1:9"
 
 
-def announced(**inference: object) -> list[str]:
+def announced(rank: int = 32, **inference: object) -> list[str]:
     lines: list[str] = []
-    options = {"model.model": "builtin:tiny"} | {f"inference.{key}": value for key, value in inference.items()}
+    options = {"model.model": "builtin:tiny", "model.lora_rank": rank} | {
+        f"inference.{key}": value for key, value in inference.items()
+    }
     announce_wait(load_config(None, options), lines.append)
     return lines
 
@@ -31,7 +33,16 @@ def test_a_server_that_is_absent_is_announced_with_the_wait_and_its_command() ->
         f"No vllm server responds at {ABSENT}: [Errno 111] Connection refused. "
         "The run will wait up to 300 s for it (--inference-wait-s). To start one: "
     )
-    assert "vllm serve " in line and line.endswith("--port 9 --enable-lora")
+    flags = "--port 9 --enable-lora --max-lora-rank 32 --logprobs-mode processed_logprobs"
+    assert "vllm serve " in line and line.endswith(flags)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "flag"), [("vllm", 4, "8"), ("vllm", 33, "64"), ("vllm", 300, "320"), ("sglang", 33, "33")]
+)
+def test_the_command_takes_adapters_of_the_rank(engine: str, rank: int, flag: str) -> None:
+    (line,) = announced(rank, engine=engine, url=ABSENT)
+    assert f" --max-lora-rank {flag} " in line
 
 
 def test_nothing_is_announced_for_a_server_that_responds_or_is_started_by_the_run() -> None:
@@ -84,7 +95,7 @@ def test_a_port_that_does_not_speak_http_is_named_as_such() -> None:
 
 def test_a_url_without_a_port_suggests_that_of_its_scheme() -> None:
     (line,) = announced(engine="vllm", url="http://127.0.0.1", wait_s=1.0)
-    assert line.endswith("--port 80 --enable-lora")
+    assert " --port 80 --enable-lora " in line
 
 
 def test_a_tinker_address_is_tried_without_its_password_and_not_at_all_behind_a_proxy(

@@ -108,6 +108,8 @@ def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[s
     assert data["memory"]["fits"] is None
     assert run(["plan", "--card", "Voodoo"]) == 2
     assert "H200" in capsys.readouterr().err
+    assert run(["plan", "--card", "L40"]) == 2
+    assert "--card 'L40' is not in the table (" in capsys.readouterr().err
     assert run(["plan", "--memory", "-1"]) == 2
 
 

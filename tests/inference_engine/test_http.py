@@ -202,8 +202,8 @@ def set_on(server: Loopback, **values: Any) -> None:
         ({"token_shift": 1}, "a different tokenizer"),
         *slow(
             ({"sends_logprobs": False}, "has no log-probs.*--max-logprobs"),
-            ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 4"),
-            ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 4"),
+            ({"max_rank": 2}, "greater than max_lora_rank 2.*--max-lora-rank 8"),
+            ({"max_rank": 2, "rank_status": 500}, "500: .*greater than max_lora_rank 2.*--max-lora-rank 8"),
             ({"key": "secret"}, "requires a different API key.*INFERENCE_API_KEY"),
         ),
     ],
@@ -278,7 +278,9 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_reported_to_lack_adapter
 def test_nobody_at_the_port_is_reported_after_the_wait(rig: Make, server: Loopback) -> None:
     server.stop()
     one = rig(server, wait_s=0.6)
-    with pytest.raises(ConfigError, match=r"no server responds at .* after 1 s.*vllm serve"):
+    with pytest.raises(
+        ConfigError, match=r"no server responds at .* after 1 s.*vllm serve .* --max-lora-rank 8 --logprobs"
+    ):
         one.check()
     assert one.logged == [f"Waiting for {server.url}, up to 1 s ..."]
     server.start()

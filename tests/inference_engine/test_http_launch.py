@@ -237,7 +237,7 @@ def test_a_gpu_goes_by_its_number_among_those_that_can_be_seen(monkeypatch: pyte
     assert "CUDA_VISIBLE_DEVICES" not in launch.environment_for("cpu")
 
 
-@pytest.mark.parametrize(("rank", "flag"), [(1, "1"), (8, "8"), (9, "16"), (300, "320")])
+@pytest.mark.parametrize(("rank", "flag"), [(1, "8"), (8, "8"), (9, "16"), (300, "320")])
 def test_the_rank_is_one_that_vllm_takes(with_vllm: None, model: Path, tmp_path: Path, rank: int, flag: str) -> None:
     config = config_of(model, tmp_path, model__lora_rank=rank, inference__gpu_memory_utilization=0.5)
     command = launch.command_for(config, policy_for(config, trained=False), "cuda:1")

@@ -45,6 +45,14 @@ def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
     assert "## Comparison" not in card and "torch" in card
 
 
+@pytest.mark.parametrize(("step", "cells"), [(0, "41.0% (31.0 to 51.0) | –"), (6, "– | 41.0% (31.0 to 51.0)")])
+def test_a_single_evaluation_is_before_or_after_training(tmp_path: Path, step: int, cells: str) -> None:
+    folder = write_run(tmp_path / "one", 1)
+    lines = (folder / "eval.jsonl").read_text().splitlines()
+    (folder / "eval.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] == step))
+    assert f"| 6/6 | {cells} |" in card_of(str(folder))
+
+
 def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:
     card = card_of(str(write_run(tmp_path / "one", 1)), "--hub")
     assert card.startswith("---\nbase_model: builtin:tiny\nlibrary_name: peft\n")

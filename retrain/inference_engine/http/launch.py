@@ -26,8 +26,6 @@ from retrain.modeling.tokens import Tokenizer
 LOG = "vllm.log"
 SHOWN_LINES = 15
 GIB = 2**30
-# The values that vLLM (0.32) takes for --max-lora-rank.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_CACHE, CPU_CACHE_BYTES = "VLLM_CPU_KVCACHE_SPACE", 2 * GIB
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 STOP_S = 30.0
@@ -124,14 +122,19 @@ def launch_engine(
 def command_for(config: TrainConfig, policy: Policy, device: str) -> list[str]:
     """`vllm serve` and its flags, without the port."""
     inference, model = config.inference, policy.peft.peft_config["default"]
-    rank = next((rank for rank in RANKS if rank >= policy.rank), None)
-    if rank is None:
+    if policy.rank > VLLM.ranks[-1]:
         raise ConfigError(
-            f"[model] lora_rank = {policy.rank} is more than vLLM supports.  Try: lora_rank = {RANKS[-1]}"
+            f"[model] lora_rank = {policy.rank} is more than vLLM supports.  Try: lora_rank = {VLLM.ranks[-1]}"
         )
     dtype = str(policy.dtype).removeprefix("torch.") if inference.launch_dtype == "auto" else inference.launch_dtype
     command = [find_vllm(), "serve", str(model.base_model_name_or_path), "--host", "127.0.0.1"]
-    command += ["--enable-lora", "--max-lora-rank", str(rank), "--logprobs-mode", "processed_logprobs"]
+    command += [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(VLLM.max_rank(policy.rank)),
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]
     command += ["--dtype", dtype, "--seed", str(config.training.seed % 2**31)]
     if inference.max_model_len:
         command += ["--max-model-len", str(inference.max_model_len)]

@@ -61,7 +61,7 @@ class ServerSpec:
     name: str
     port: int
     command: str
-    """Start command for messages, with {model} and {port}."""
+    """Start command for messages, with {model}, {port} and {rank}."""
     request: Callable[[str, Adapter | None, CompletionRequest], JsonObject]
     read: Callable[[Any], list[CompletionResult]]
     route: str = "/v1/completions"
@@ -82,14 +82,24 @@ class ServerSpec:
     """Why `[inference] url` must be set; "" if the default is this machine."""
     mlx_adapters: bool = False
     """Whether each request names an adapter folder in MLX's layout; nothing is loaded beforehand."""
+    ranks: tuple[int, ...] = ()
+    """Values of its option for the largest rank of an adapter; empty if it takes any."""
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Fix for each missing capability: ids, logprobs, lora, rank, context, processed."""
+
+    def start_command(self, model: str, port: int | str, rank: int) -> str:
+        """The command that starts a server for adapters of this rank."""
+        return self.command.format(model=model, port=port, rank=self.max_rank(rank))
+
+    def max_rank(self, rank: int) -> int:
+        """What the server's option has to be for adapters of this rank."""
+        return next((value for value in self.ranks if value >= rank), rank)
 
     def urls(self, url: str) -> list[str]:
         """The servers that `[inference] url` names, or the default one on this machine."""
         named = [part.strip().rstrip("/").removesuffix("/v1") for part in url.split(",") if part.strip()]
         if self.url_required and not named:
-            start = self.command.format(model="MODEL", port=self.port)
+            start = self.command.format(model="MODEL", port=self.port, rank="RANK")
             raise ConfigError(
                 f'[inference] engine = "{self.name}" needs url: {self.url_required}  '
                 f'Try: {start}, and url = "http://localhost:{self.port}"'

@@ -255,10 +255,11 @@ class Startup:
         return self.fleet.client.run(work)
 
     def _command(self, server: Server) -> str:
-        return self.spec.command.format(model=self.wanted, port=server.url.rpartition(":")[2].partition("/")[0])
+        port = server.url.rpartition(":")[2].partition("/")[0]
+        return self.spec.start_command(self.wanted, port, self.rank)
 
     def _remedy(self, miss: str) -> str:
-        return self.spec.remedies.get(miss, "").format(rank=self.rank, model=self.wanted)
+        return self.spec.remedies.get(miss, "").format(rank=self.spec.max_rank(self.rank), model=self.wanted)
 
     def _unsuitable(self, server: Server, what: str, error: Exception, miss: str) -> ConfigError:
         return ConfigError(f"{server.url} {what}: {str(error).rstrip('.')}.  {self._remedy(miss)}".rstrip())

@@ -191,6 +191,19 @@ def test_unequal_steps_are_compared_at_the_step_all_reached(tmp_path: Path, caps
     assert (by_training["step"], by_training["values"]["grpo+none"]["1"]) == (1, 0.2)
 
 
+def test_untrained_weights_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"a{seed}", [0.1] * 4, {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)
+        short = tmp_path / f"b{seed}"
+        options = {"training__seed": seed, "algorithm__advantage_mode": "maxrl"}
+        write_run(short, [0.1, 0.2, 0.3], {0: [0, 0], 3: [0, 0]}, **options)
+    text = " ".join(refusal(capsys, tmp_path).split())
+    assert "no common evaluation after training (grpo+none: steps 0, 2, 4; maxrl+none: steps 0, 3)" in text
+    write_run(short, [0.1], {0: [0, 0]}, **options)
+    assert "grpo+none: steps 0, 2, 4; maxrl+none: step 0)" in " ".join(refusal(capsys, tmp_path).split())
+    assert as_json(capsys, tmp_path, "--metric", "correct_rate")["step"] == 0
+
+
 def test_torn_lines_are_left_out_and_reported(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = campaign / "runs" / "grpo+none_s1" / "eval.jsonl"
     path.write_bytes(path.read_bytes() + b'{"step": 8, "eval_pa\xff')

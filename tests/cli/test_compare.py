@@ -64,6 +64,25 @@ def test_another_baseline_and_metric_can_be_asked_for(campaign: Path, capsys: py
     assert data["comparisons"][0]["problems"] is None
 
 
+def test_a_metric_without_a_better_direction_only_differs(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in campaign.glob("runs/*/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {"grad_norm": 9 - row["correct_rate"]}) + "\n" for row in rows))
+    options = ("--metric", "grad_norm", "--last", "1")
+    data = as_json(capsys, campaign, *options)
+    assert data["higher_is_better"] is None
+    assert [c["verdict"] for c in data["comparisons"]] == ["significant_difference", "insufficient_evidence"]
+    assert run(["compare", str(campaign), *options]) == 0
+    text = capsys.readouterr().out
+    assert "grad_norm at step 3, paired by seed" in text and "maxrl+none differs from grpo+none by -0." in text
+    assert not any(word in text for word in ("better", "worse", "degradation", "improvement"))
+    for flag, verdict in (
+        ("--lower-is-better", "statistically_significant_improvement"),
+        ("--higher-is-better", "significant_degradation"),
+    ):
+        assert as_json(capsys, campaign, *options, flag)["comparisons"][0]["verdict"] == verdict
+
+
 def test_the_table_says_it_in_words(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", str(campaign)]) == 0
     text = capsys.readouterr().out

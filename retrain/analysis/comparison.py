@@ -33,8 +33,29 @@ from retrain.runtime.text import plural
 from retrain.storage.logs import MANIFEST
 from retrain.types import JsonObject
 
-# Metrics where lower is better.
-LESS_IS_BETTER = ("loss", "reward_errors", "max_token_hit_rate", "kl_sample_train", "skipped_steps", "groups_all_wrong")
+MORE_IS_BETTER = (
+    "correct_rate",
+    "running_correct_rate",
+    "mean_reward",
+    "eval_pass_at_1",
+    "eval_pass_at_k",
+    "eval_ci_low",
+    "eval_ci_high",
+    "student_accuracy",
+    "improvement_rate",
+    "tokens_per_s",
+)
+LESS_IS_BETTER = (
+    "loss",
+    "reward_errors",
+    "rollout_errors",
+    "max_token_hit_rate",
+    "kl_sample_train",
+    "skipped_steps",
+    "groups_all_wrong",
+    "degradation_rate",
+)
+"""With the times; of any other metric, such as a length or a norm, neither direction is better."""
 RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
@@ -48,7 +69,8 @@ class ComparisonReport:
 
     metric: str
     step: int
-    higher_is_better: bool
+    higher_is_better: bool | None
+    """None where neither direction is better."""
     alpha: float
     level: float
     """Level of each test and of the intervals: alpha, or lower if the campaign could stop early."""
@@ -74,16 +96,20 @@ def compare_runs(
     runs: Sequence[RunRecord],
     metric: str | None = None,
     last: int = 10,
-    lower_is_better: bool = False,
+    higher_is_better: bool | None = None,
     baseline: str | None = None,
     alpha: float = 0.05,
 ) -> ComparisonReport:
-    """Compare every condition with the baseline (by default the first), paired by seed."""
+    """Compare every condition with the baseline (by default the first), paired by seed.
+
+    `higher_is_better` is by default what is known of the metric.
+    """
     measured = measure(runs, metric or default_metric(runs), last)
-    less = lower_is_better or measured.metric.endswith("_time_s") or measured.metric in LESS_IS_BETTER
+    if higher_is_better is None:
+        higher_is_better = better_direction(measured.metric)
     campaigns = find_early_stopping(runs)
     looks = _find_looks(campaigns, measured, baseline, alpha)
-    comparisons = compare(measured.values, baseline, alpha, not less, looks)
+    comparisons = compare(measured.values, baseline, alpha, higher_is_better, looks)
     floor = noise_floor(measured.values)
     if measured.metric in RATES:
         comparisons = [_limit_to_rates(c) for c in comparisons]
@@ -92,7 +118,7 @@ def compare_runs(
     return ComparisonReport(
         metric=measured.metric,
         step=measured.step,
-        higher_is_better=not less,
+        higher_is_better=higher_is_better,
         alpha=alpha,
         level=looks.level(alpha) if looks else alpha,
         notes=[*measured.notes, *_unpaired(measured, comparisons), *_describe_looks(campaigns, looks, alpha)],
@@ -101,6 +127,13 @@ def compare_runs(
         comparisons=comparisons,
         by_problem={name: found for name, found in by_problem.items() if found is not None},
     )
+
+
+def better_direction(metric: str) -> bool | None:
+    """Whether higher values of a metric are better; None where neither direction is."""
+    if metric in MORE_IS_BETTER:
+        return True
+    return False if metric.endswith("_time_s") or metric.removeprefix("eval_") in LESS_IS_BETTER else None
 
 
 def _limit_to_rates(c: Comparison) -> Comparison:

@@ -186,13 +186,25 @@ def default_metric(runs: Sequence[RunRecord]) -> str:
 
 
 def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
-    """A metric of each run at the last common step; training metrics are a mean over the `last` steps up to it."""
+    """A metric of each run at the last common step; training metrics are a mean over the `last` steps up to it.
+
+    Evaluations before training, at step 0, are never compared.
+    """
     notes: list[str] = []
     empty = [run for run in runs if not run.rows(metric)]
     if empty:
         what = "evaluation" if metric.startswith("eval_") else "step"
         raise ConfigError(f"{empty[0].path} has no {what} yet, so it has no {metric}.  Try: leave it out")
-    common = set.intersection(*({s for s, row in run.rows(metric).items() if metric in row} for run in runs))
+    found = [{s for s, row in run.rows(metric).items() if metric in row} for run in runs]
+    common = set.intersection(*found)
+    if metric.startswith("eval_") and all(found):
+        # Step 0 is before any training, where conditions do not differ.
+        common.discard(0)
+        if not common:
+            raise ConfigError(
+                f"there is no common evaluation after training ({_describe_evaluations(runs, metric)}).  "
+                "Try: leave out the runs that ended earlier, or --metric correct_rate"
+            )
     if not common:
         known = sorted(
             {k for run in runs for row in run.rows(metric).values() for k, v in row.items() if _is_number(v)}
@@ -215,12 +227,26 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     values: dict[str, dict[int, float]] = {}
     for run in runs:
         steps = [s for s in run.rows(metric) if step - last < s <= step]
-        found = [run.rows(metric)[s].get(metric) for s in steps]
-        numbers = [float(value) for value in found if _is_number(value)]
+        numbers = [float(value) for s in steps if _is_number(value := run.rows(metric)[s].get(metric))]
         if not numbers:
             raise ConfigError(f"{run.path} has no number for {metric} at step {step}.")
         values.setdefault(run.condition, {})[run.seed] = sum(numbers) / len(numbers)
     return Measured(metric, step, values, tuple(notes))
+
+
+def _describe_evaluations(runs: Sequence[RunRecord], metric: str) -> str:
+    """The steps at which all runs of each condition were evaluated."""
+    steps: dict[str, set[int]] = {}
+    for run in runs:
+        mine = {step for step, row in run.rows(metric).items() if metric in row}
+        steps[run.condition] = steps.get(run.condition, mine) & mine
+    named: dict[str, list[str]] = {}
+    for condition, found in steps.items():
+        numbers = [str(step) for step in sorted(found)]
+        shown = numbers if len(numbers) <= 6 else [*numbers[:3], "…", *numbers[-2:]]
+        text = f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(shown)}" if numbers else "no common step"
+        named.setdefault(text, []).append(condition)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in named.items())
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -29,7 +29,13 @@ from retrain.runtime.text import plural
 Conditions = Mapping[str, Mapping[int, float]]
 """A number for each seed of each condition."""
 Interval = tuple[float, float]
-Verdict = Literal["statistically_significant_improvement", "significant_degradation", "insufficient_evidence"]
+Verdict = Literal[
+    "statistically_significant_improvement",
+    "significant_degradation",
+    "significant_difference",
+    "insufficient_evidence",
+]
+"""A difference is neither an improvement nor a degradation where neither direction is better."""
 Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 9999
@@ -84,12 +90,14 @@ class Comparison:
                 f"of {self.test.difference:+.4g} may be noise. Run at least {ENOUGH_SEEDS} seeds."
             )
         if self.verdict != "insufficient_evidence":
-            word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
             where = f"in every one of {count} seeds"
             if self.test.interval:
                 low, high = self.test.interval
                 interval = f"{100 * self.confidence:.4g}% interval of the difference {low:+.4g} to {high:+.4g}"
                 where = f"({interval}, {count} seeds)"
+            if self.verdict == "significant_difference":
+                return f"{self.condition} differs from {self.baseline} by {self.test.difference:+.4g} {where}."
+            word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
             return f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} {where}."
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
         if self.test.cohens_d is None:
@@ -160,11 +168,12 @@ def compare(
     conditions: Conditions,
     baseline: str | None = None,
     alpha: float = 0.05,
-    higher_is_better: bool = True,
+    higher_is_better: bool | None = True,
     looks: Looks | None = None,
 ) -> list[Comparison]:
     """Compare every condition with the baseline (by default the first), paired by the seeds that both have.
 
+    `higher_is_better` is None where neither direction is better: verdicts are then differences.
     With `looks`, the number of seeds depended on the results, so tests and intervals use the level of the looks.
     """
     if len(conditions) < 2:
@@ -205,14 +214,16 @@ class _Criterion:
     p_adjusted: float | None
     power_level: float
     confidence: float
-    higher_is_better: bool
+    higher_is_better: bool | None
 
 
 def _decide(conditions: Conditions, pair: tuple[str, str], test: PairedTest, criterion: _Criterion) -> Comparison:
     name, first = pair
     seeds = _shared_seeds(conditions, first, name)
     verdict: Verdict = "insufficient_evidence"
-    if criterion.is_significant:
+    if criterion.is_significant and criterion.higher_is_better is None:
+        verdict = "significant_difference"
+    elif criterion.is_significant:
         better = (test.difference > 0) == criterion.higher_is_better
         verdict = "statistically_significant_improvement" if better else "significant_degradation"
     wanted = seeds_for_power(test.cohens_d, POWER, criterion.power_level) if test.cohens_d else None

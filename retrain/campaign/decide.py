@@ -63,7 +63,10 @@ class EarlyStopping:
             return {}
         # The same metric at every look: the choice must not depend on the results.
         metric = self.table.setdefault("metric", default_metric(runs))
-        return measure(runs, metric).values
+        try:
+            return measure(runs, metric).values
+        except ConfigError:
+            return {}  # no step to compare at yet; `summarize` says why
 
 
 def require_enough_seeds(seeds: int) -> None:

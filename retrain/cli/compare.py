@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="Average a training metric over the last N steps.",
 )
-@click.option("--lower-is-better", is_flag=True, help="Treat lower values as improvements.")
+@click.option(
+    "--higher-is-better/--lower-is-better",
+    default=None,
+    help="Which values are improvements; by default known for rates, rewards, losses, errors and times only.",
+)
 @click.option("--allow-different-models", is_flag=True, help="Allow comparing runs of different models.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table.")
@@ -44,7 +48,7 @@ def command(
     baseline: str | None,
     alpha: float,
     last: int,
-    lower_is_better: bool,
+    higher_is_better: bool | None,
     allow_different_models: bool,
     as_json: bool,
     markdown: bool,
@@ -57,7 +61,8 @@ def command(
     The JSON has these keys:
       metric            the metric compared
       step              the step at which it is compared
-      higher_is_better  whether higher values are improvements
+      higher_is_better  whether higher values are improvements; null if neither
+                        direction is better
       alpha             significance level
       level             significance level of each test and interval: lower
                         than alpha if the campaign could stop early
@@ -66,7 +71,8 @@ def command(
       values            by condition and seed
       comparisons       each with verdict and sentence
     A verdict is statistically_significant_improvement,
-    significant_degradation or insufficient_evidence.
+    significant_degradation, significant_difference (where neither direction
+    is better) or insufficient_evidence.
     """
     if as_json and markdown:
         raise ConfigError("--json and --markdown are mutually exclusive.")
@@ -76,7 +82,7 @@ def command(
     runs = find_runs(folders)
     if not allow_different_models:
         require_same_model(runs)
-    data = compare_runs(runs, metric, last, lower_is_better, baseline, alpha)
+    data = compare_runs(runs, metric, last, higher_is_better, baseline, alpha)
     if as_json:
         print_json(data.as_json())
     elif markdown:
@@ -89,8 +95,8 @@ def command(
 def _print(data: ComparisonReport) -> None:
     from retrain.analysis.comparison import explanation_lines, fit_table  # noqa: PLC0415
 
-    direction = "higher" if data.higher_is_better else "lower"
-    click.echo(f"{data.metric} at step {data.step}, {direction} is better, paired by seed\n")
+    directions = {True: ", higher is better", False: ", lower is better", None: ""}
+    click.echo(f"{data.metric} at step {data.step}{directions[data.higher_is_better]}, paired by seed\n")
     columns, *rows = fit_table(data, terminal_width())
     print_table(columns, rows, header=True)
     click.echo()

@@ -27,10 +27,12 @@ Values = Mapping[str, Mapping[int, object]]
 
 @dataclass(frozen=True)
 class MetricDifference:
-    """One metric at the last step both sides have. `first_step` is None where they never diverge."""
+    """One metric at the last step where both sides have it. `first_step` is None where they never diverge."""
 
     metric: str
     first_step: int | None
+    step: int
+    """The step of `a` and `b`; evaluations have other steps than training."""
     a: float | None
     b: float | None
     largest: float | None
@@ -56,7 +58,8 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
       config   options that differ
       steps    number of each side, shared, last_shared
       only_in  metrics that only one side has
-      metrics  metric, first_step, a, b, largest, largest_step
+      metrics  metric, first_step, step (that of a and b), a, b, largest,
+               largest_step
     """
     data = diff(find_side(a), find_side(b), tolerance)
     if as_json:
@@ -162,6 +165,7 @@ def compare_series(
     return MetricDifference(
         metric=name,
         first_step=differing[0] if differing else None,
+        step=last,
         a=_number(one[last]),
         b=_number(other[last]),
         largest=gaps[widest] if widest is not None and differing else None,
@@ -196,12 +200,12 @@ def _print(data: JsonObject) -> None:
     print_table(("option", "A", "B"), rows or [("none", "", "")])
     differing = [m for m in data["metrics"] if m.first_step is not None and not m.metric.endswith(_TIMINGS)]
     differing.sort(key=lambda m: m.first_step or 0)
-    print_heading(
-        f"Metrics that differ, by the first step where they diverge; values at step {data['steps']['last_shared']}"
-    )
-    table = [(m.metric, f"step {m.first_step}", _show(m.a), _show(m.b), _widest(m)) for m in differing]
-    columns = ("metric", "first step", "A", "B", "max difference")
-    table = table or [("none", "", "", "", "")]
+    print_heading("Metrics that differ, by the first step where they diverge; values at the last step that both have")
+    table = [
+        (m.metric, f"step {m.first_step}", f"step {m.step}", _show(m.a), _show(m.b), _widest(m)) for m in differing
+    ]
+    columns = ("metric", "first step", "values at", "A", "B", "max difference")
+    table = table or [("none", "", "", "", "", "")]
     print_table(columns, table, header=True)
     equal = [m.metric for m in data["metrics"] if m.first_step is None and not m.metric.endswith(_TIMINGS)]
     click.echo(f"\nEqual at every step: {', '.join(equal) or 'none'}.")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from retrain.campaign.plan import Run
+from retrain.campaign.processes import RunExit
 from retrain.campaign.run import choose_folder
 from retrain.config import load_config
 from retrain.errors import CheckpointError, ConfigError
@@ -316,6 +317,25 @@ def test_the_last_table_judges_at_the_level_of_the_sequential_test(
     assert "Decided after" not in printed
     assert "insufficient evidence" in printed and "significant improvement" not in printed
     assert "has the level 0.02246" in printed
+
+
+@pytest.mark.parametrize("stop_when", ["", "decided"])
+def test_untrained_weights_are_not_compared(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured, stop_when: str
+) -> None:
+    class Evaluated(FakeExecutor):
+        def _end(self, run: Run) -> RunExit:
+            exited = super()._end(run)
+            steps = (0, 4) if run.condition == "grpo+none" else (0, 3)
+            rows = [{"step": step, "eval_pass_at_1": 0.5 + 0.1 * step, "k": 1} for step in steps]
+            (run.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            return exited
+
+    config = campaign_config(tmp_path, seeds=list(range(1, 8)), stop_when=stop_when)
+    assert run_with(Evaluated(), config, monkeypatch) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No comparison: there is no common evaluation after training" in printed
+    assert "(grpo+none: steps 0, 4; maxrl+none: steps 0, 3)" in printed and "at step 0" not in printed
 
 
 def test_too_few_seeds_for_an_early_look_are_rejected_before_anything_is_written(

@@ -64,6 +64,25 @@ def test_another_baseline_and_metric_can_be_asked_for(campaign: Path, capsys: py
     assert data["comparisons"][0]["problems"] is None
 
 
+def test_a_metric_without_a_better_direction_only_differs(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in campaign.glob("runs/*/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {"grad_norm": 9 - row["correct_rate"]}) + "\n" for row in rows))
+    options = ("--metric", "grad_norm", "--last", "1")
+    data = as_json(capsys, campaign, *options)
+    assert data["higher_is_better"] is None
+    assert [c["verdict"] for c in data["comparisons"]] == ["significant_difference", "insufficient_evidence"]
+    assert run(["compare", str(campaign), *options]) == 0
+    text = capsys.readouterr().out
+    assert "grad_norm at step 3, paired by seed" in text and "maxrl+none differs from grpo+none by -0." in text
+    assert not any(word in text for word in ("better", "worse", "degradation", "improvement"))
+    for flag, verdict in (
+        ("--lower-is-better", "statistically_significant_improvement"),
+        ("--higher-is-better", "significant_degradation"),
+    ):
+        assert as_json(capsys, campaign, *options, flag)["comparisons"][0]["verdict"] == verdict
+
+
 def test_the_table_says_it_in_words(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", str(campaign)]) == 0
     text = capsys.readouterr().out
@@ -189,6 +208,19 @@ def test_unequal_steps_are_compared_at_the_step_all_reached(tmp_path: Path, caps
     assert any("Not finished: b1, b2" in note for note in data["notes"])
     by_training = as_json(capsys, tmp_path, "--metric", "correct_rate", "--last", "1")
     assert (by_training["step"], by_training["values"]["grpo+none"]["1"]) == (1, 0.2)
+
+
+def test_untrained_weights_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        write_run(tmp_path / f"a{seed}", [0.1] * 4, {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)
+        short = tmp_path / f"b{seed}"
+        options = {"training__seed": seed, "algorithm__advantage_mode": "maxrl"}
+        write_run(short, [0.1, 0.2, 0.3], {0: [0, 0], 3: [0, 0]}, **options)
+    text = " ".join(refusal(capsys, tmp_path).split())
+    assert "no common evaluation after training (grpo+none: steps 0, 2, 4; maxrl+none: steps 0, 3)" in text
+    write_run(short, [0.1], {0: [0, 0]}, **options)
+    assert "grpo+none: steps 0, 2, 4; maxrl+none: step 0)" in " ".join(refusal(capsys, tmp_path).split())
+    assert as_json(capsys, tmp_path, "--metric", "correct_rate")["step"] == 0
 
 
 def test_torn_lines_are_left_out_and_reported(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,10 +41,22 @@ def test_the_evaluation_after_the_last_step_is_no_step(tmp_path: Path, capsys: p
     assert as_json(capsys, *sides)["steps"] == {"a": 2, "b": 2, "shared": 2, "last_shared": 1}
 
 
+def test_values_are_labelled_with_their_own_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", [0.1, 0.2, 0.3, 0.4], {4: [0, 0]})
+    b = write_run(tmp_path / "b", [0.1, 0.2, 0.3, 0.5], {4: [1, 0]})
+    rows = {row["metric"]: row for row in as_json(capsys, a, b)["metrics"]}
+    assert (rows["correct_rate"]["step"], rows["eval_pass_at_1"]["step"]) == (3, 4)
+    assert run(["diff", str(a), str(b)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "eval_pass_at_1 step 4 step 4 0 0.5 0.5 at step 4" in lines
+    assert "correct_rate step 3 step 3 0.4 0.5 0.1 at step 3" in lines
+
+
 def test_texts_part_and_have_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [0.1]), write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
     (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]
-    assert row == {"metric": "condition", "first_step": 0, "a": None, "b": None, "largest": None, "largest_step": None}
+    nothing = {"a": None, "b": None, "largest": None, "largest_step": None}
+    assert row == {"metric": "condition", "first_step": 0, "step": 0, **nothing}
 
 
 def test_conditions_are_means_over_shared_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,15 @@ def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path) -> None:
     assert "held-out" not in next(check["value"] for check in page["runs"][0]["health"] if check["name"] == "learning")
 
 
+def test_untrained_weights_give_no_verdict(campaign: Path) -> None:
+    write_run(campaign / "shorter_s1", 1, mode="grpo_scaled", steps=4)
+    verdict = collect([campaign])["verdict"]
+    assert verdict["kind"] == "evaluation" and "distinguish" not in verdict["sentence"]
+    (note,) = verdict["notes"]
+    assert "no common evaluation after training" in note
+    assert "(grpo+gtpo_sepa, maxrl+gtpo_sepa: steps 0, 6; grpo_scaled+gtpo_sepa: steps 0, 4)" in note
+
+
 def test_runs_with_other_problems_in_the_same_file_are_not_compared(campaign: Path) -> None:
     for path, problems in ((campaign / "grpo_s1", "a"), (campaign / "maxrl_s1", "b")):
         rows = [json.loads(line) | {"problems": problems} for line in (path / "eval.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -109,19 +109,21 @@ def _missing_datasets(config: TrainConfig) -> Iterator[ConfigIssue]:
 def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:
     if config.environment.provider:
         return
+    files = (config.data.path, config.eval.path)
     for where, path, source in (
         ("[data] path", config.data.path, config.data.source),
         ("[eval] path", config.eval.path if config.eval.every else "", config.held_out_source),
     ):
         if path and "path" in REGISTRIES["data"].facts(source).reads and not _exists(path):
             text = f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()})."
-            yield ConfigIssue(where, text, _suggest_file(path))
+            yield ConfigIssue(where, text, _suggest_file(path, files))
 
 
-def _suggest_file(path: str) -> str:
-    """The file with the most similar name in the same folder, if there is one."""
+def _suggest_file(path: str, used: Sequence[str]) -> str:
+    """The file with the most similar name in the same folder, if there is one; not the one of the other table."""
     folder = Path(path).expanduser().parent
-    close = get_close_matches(Path(path).name, sorted(other.name for other in folder.glob("*.json*")), n=1)
+    others = sorted({other.name for other in folder.glob("*.json*")} - {Path(name).name for name in used})
+    close = get_close_matches(Path(path).name, others, n=1)
     if close:
         return f"Try: path = {json.dumps(str(Path(path).with_name(close[0])))}"
     return "Try: check the path, which is relative to the working directory; the file has one JSON object per line"

@@ -223,6 +223,8 @@ def test_a_missing_file_is_answered_with_one_of_a_similar_name(folder: Path) -> 
     (folder / "data").mkdir()
     (folder / "data" / "rows_1.jsonl").touch()
     assert 'Try: path = "data/rows_1.jsonl"' in check(**missing)
+    held_out = {"eval__every": 1, "eval__source": "jsonl", "eval__path": "data/rows_1.jsonl"}
+    assert "rows_1" not in check(**missing | held_out), "problems of an evaluation are not for training"
 
 
 def test_a_campaign_says_it_before_any_run_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def explain(config: TrainConfig, file: str) -> JsonObject:
         "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs],
         "runs_at_once": runs_at_once(config, len(runs)),
         "step": step if trains else None,
-        "memory": estimate_memory(config, facts) if trains else None,
+        "memory": estimate_memory(config, facts) if trains and config.backend.backend == "local" else None,
         "time": estimate_time(config) if trains else None,
         "files": list_files(config),
     }
@@ -330,7 +330,7 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
         ("tokens", f"at most {step['max_tokens']:,} sampled per step{'' if step['turns'] else ' and turn'}"),
         ("steps", f"{time['steps']:,} per run" if time["steps"] is not None else UNKNOWN_STEPS),
         ("time", _describe_time(time)),
-        *_memory_rows(memory),
+        *(_memory_rows(memory) if memory is not None else [("memory", f"managed by {engine['backend']}")]),
     ]
 
 

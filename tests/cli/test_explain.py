@@ -321,3 +321,11 @@ def test_strict_makes_unused_options_errors(command: str, tmp_path: Path, capsys
     (tmp_path / "unused.toml").write_text('[reward]\ntype = "match"\ncustom_module = "mine"\n')
     assert run([command, str(tmp_path / "unused.toml"), "--strict"]) == 2
     assert "[reward] custom_module is not used" in capsys.readouterr().err
+
+
+def test_memory_of_a_service_is_not_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[backend]\nbackend = "tinker"\n')
+    run(["explain"])
+    output = capsys.readouterr().out
+    assert "managed by tinker" in output
+    assert "KV cache" not in output and "micro-batches" not in output

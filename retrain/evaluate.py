@@ -74,7 +74,7 @@ class Evaluation:
         }
 
     def _setup(self) -> JsonObject:
-        """What it was measured on. Evaluations with another setup are not compared."""
+        """What it was measured on. Evaluations with different setups are not compared."""
         if self.sampling is None:
             return {}
         options = asdict(self.sampling)
@@ -120,7 +120,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def rate_interval(rates: Sequence[float], completions: int) -> tuple[float, float]:
-    """95% interval for the mean of per-example rates, of this many completions in all.
+    """95% interval for the mean of per-example rates, over this many completions in total.
 
     Completions of one example are correlated, so it is Wilson's interval for the sample size whose binomial variance
     equals the variance between examples, with the t quantile, since that variance is estimated. It is never wider than

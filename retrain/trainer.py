@@ -99,7 +99,7 @@ def train(
 
 
 def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainResult:
-    """Run the remaining steps; if they end early, save a checkpoint, and why unless it was interrupted."""
+    """Run the remaining steps; if they end early, save a checkpoint and, unless the run was interrupted, the reason."""
     try:
         return run_steps(parts, state, interrupts)
     except BaseException as error:
@@ -165,7 +165,7 @@ def run_steps(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainRes
 
 
 def is_done(parts: Parts, state: RunState) -> bool:
-    """Whether the run has made its steps, or its passes over the examples."""
+    """Whether the run has completed its steps, or its passes over the examples."""
     left = examples_left(parts)
     return state.step >= parts.config.training.max_steps if left is None else left == 0
 
@@ -341,17 +341,17 @@ def resume(parts: Parts) -> RunState:
 
 
 def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
-    """Report data, rewards and plugins that were edited since the checkpoint."""
+    """Report data, rewards and plugins that have been edited since the checkpoint."""
     if saved.get("data_digest", parts.order.digest) != parts.order.digest:
         parts.console.print(
-            "Warning: the data was changed since the checkpoint: it has the same number of examples, but not the same "
-            "ones in the same order. The run continues with the current data."
+            "Warning: the data has changed since the checkpoint: the number of examples is the same, but "
+            "the examples or their order differ. The run continues with the current data."
         )
     code = saved.get("code", {})
     for name, digest in parts.code_digests.items():
         if code.get(name, digest) != digest:
             parts.console.print(
-                f"Warning: the code of {name} was changed since the checkpoint. The run continues with the current "
+                f"Warning: the code of {name} has changed since the checkpoint. The run continues with the current "
                 "code."
             )
 

@@ -1,4 +1,4 @@
-"""Checks that sampler and trainer agree on every row: wrong log-probs make wrong gradients.
+"""Checks that sampler and trainer agree on every row: wrong log-probs produce wrong gradients.
 
 An altered log-prob, token, prompt or weight shows up as a difference between the sampler's and the trainer's
 log-probs, or is no larger than rounding. A few mismatched rows are excluded from the loss; more of them stop the run.
@@ -16,7 +16,7 @@ import numpy as np
 from retrain.errors import RolloutError
 from retrain.types import BoolArray, Datum, FloatArray, IntArray, StepMetrics
 
-# Share of a step's rows that may be excluded before the step is rejected; one row always may.
+# Fraction of a step's rows that may be excluded before the step is rejected; a single row always may be.
 MOST_EXCLUDED = 0.05
 # Multiple of the median gap that counts as an outlier when the sampler is noisier than its tolerance. Drift reaches 5.
 SPREAD = 10.0

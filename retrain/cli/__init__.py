@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("retrain.cli.plan", "Estimate the memory, time and cost of a run."),
     "launch": ("retrain.cli.launch", "Train with several processes on this machine."),
     "distributed": ("retrain.cli.distributed", "Write configuration files for accelerate, torchrun and Slurm."),
-    "replay": ("retrain.cli.replay", "Recompute advantages of recorded rollouts with another method."),
+    "replay": ("retrain.cli.replay", "Recompute the advantages of recorded rollouts with a different method."),
     "status": ("retrain.cli.status", "List runs and campaigns with their status."),
     "top": ("retrain.cli.top", "Watch live runs and campaigns."),
     "compare": ("retrain.cli.compare", "Compare conditions, paired by seed."),
@@ -38,19 +38,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("retrain.cli.report", "Write an HTML report on runs and campaigns."),
     "card": ("retrain.cli.card", "Write a Markdown card for runs and campaigns, with plots."),
     "ui": ("retrain.cli.ui", "Serve the HTML report locally, with live updates."),
-    "doctor": ("retrain.cli.doctor", "Check this machine and show how to fix each problem."),
+    "doctor": ("retrain.cli.doctor", "Check this machine and show how to fix any problems."),
     "import-gguf": ("retrain.cli.import_gguf", "Convert a GGUF file to a model folder that can be trained."),
     "schema": ("retrain.cli.schema", "Print the JSON schema of the configuration."),
-    "grpo": ("retrain.cli.grpo", "Train from Hydra YAML files (`retrain grpo init` writes a set)."),
+    "grpo": ("retrain.cli.grpo", "Train with TRL from Hydra YAML files (`retrain grpo init` writes a starter set)."),
     "man": ("retrain.cli.man", "Read the manual."),
-    "help": ("retrain.cli.help", "Print the reference of all commands and options."),
+    "help": ("retrain.cli.help", "Print the reference for all commands and options."),
     "completion": ("retrain.cli.completion", "Print the shell completion script for bash, zsh or fish."),
 }
 _TRAIN = "train"
 _SUMMARY = """Train a language model with verifiable rewards.
 
 \b
-  retrain [CONFIG.toml] [--flags]   train; or run the campaign or squeeze that the file describes
+  retrain [CONFIG.toml] [--flags]   train, or run the campaign or squeeze defined in the file
   retrain COMMAND ...               one of the commands below
 
 Without CONFIG, ./retrain.toml is used. Every option of the file is also a flag, e.g. --lr 1e-4 or --training.lr 1e-4;

@@ -13,8 +13,8 @@ from retrain.storage.checkpoint import explain_write_error
 @click.command("card", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @click.option("--output", type=click.Path(path_type=Path), help="Output folder; by default card in the first DIR.")
-@click.option("--no-plots", is_flag=True, help="Write no plots, which need matplotlib (the extra `plots`).")
-@click.option("--hub", is_flag=True, help="Add the metadata of a model card on the Hugging Face Hub.")
+@click.option("--no-plots", is_flag=True, help="Skip the plots, which need matplotlib (the `plots` extra).")
+@click.option("--hub", is_flag=True, help="Add the metadata of a Hugging Face Hub model card.")
 def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub: bool) -> int:
     """Write a Markdown card for the runs in DIR (default: ./logs).
 

@@ -31,7 +31,10 @@ SHOWN_ANSWERS = 2
 @click.command("demo")
 @click.option("--seed", type=int, default=42, show_default=True, help="Random seed.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=None, help="Training steps; by default those of the demo template."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Number of training steps; by default, that of the demo template.",
 )
 @click.option("--log-dir", default="logs/demo", show_default=True, help="Folder for logs and checkpoints.")
 def command(seed: int, steps: int | None, log_dir: str) -> int:

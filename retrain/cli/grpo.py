@@ -36,7 +36,7 @@ def init(folder: str) -> int:
 
 
 @click.command("grpo", cls=_Grpo, context_settings={"max_content_width": 110, "ignore_unknown_options": True})
-@click.option("--show", metavar="KEY,…", help="Print these composed settings, one per line, and do not train.")
+@click.option("--show", metavar="KEY,…", help="Print these composed settings, one per line, without training.")
 @click.argument("config")
 @click.argument("settings", nargs=-1)
 def command(config: str, settings: tuple[str, ...], show: str | None) -> int:

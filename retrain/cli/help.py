@@ -17,13 +17,13 @@ from retrain.errors import ConfigError
 # Unknown options are accepted, because a flag can be the topic.
 @click.command(
     "help",
-    short_help="Print the reference of all commands and options.",
+    short_help="Print the reference for all commands and options.",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("topic", required=False)
 @click.pass_context
 def command(context: click.Context, topic: str | None) -> None:
-    """Print the reference of all commands and options, or only of TOPIC.
+    """Print the reference for all commands and options, or only of TOPIC.
 
     TOPIC is a command, a table such as training, or an option such as lr. For guides, see `retrain man`.
     """

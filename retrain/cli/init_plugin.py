@@ -81,7 +81,7 @@ SCAFFOLDS: dict[str, Scaffold] = {
     help=f"Component to replace: {', '.join(SCAFFOLDS)}.",
 )
 @click.option("--name", required=True, metavar="NAME", help="Name of the module.")
-@click.option("--with-test", is_flag=True, help="Also write a test, which passes unchanged.")
+@click.option("--with-test", is_flag=True, help="Also write a test, which passes as generated.")
 @click.option(
     "--output", default=".", type=click.Path(file_okay=False, path_type=Path), help="Folder to write to (default: .)."
 )

@@ -14,7 +14,7 @@ from retrain.distributed.launch import launch
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
-@click.option("--processes", type=click.IntRange(min=2), required=True, help="Number of ranks; one per GPU.")
+@click.option("--processes", type=click.IntRange(min=2), required=True, help="Number of processes, one per GPU.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG] [FLAGS]...")
 def command(processes: int, arguments: tuple[str, ...]) -> int:
     """Train from CONFIG with several processes on this machine.

@@ -72,7 +72,8 @@ class Given:
     "--prompt-tokens",
     type=click.IntRange(min=1),
     default=None,
-    help=f"Prompt length in tokens; by default that of logged steps for the cost, else {PROMPT_TOKENS} is assumed.",
+    help="Prompt length in tokens; by default, the cost estimate uses that of logged steps, and "
+    f"{PROMPT_TOKENS} is assumed otherwise.",
 )
 @click.option("--prefill-price", type=_PRICE, default=None, help="Price per million prompt tokens.")
 @click.option("--sample-price", type=_PRICE, default=None, help="Price per million sampled tokens.")

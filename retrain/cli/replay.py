@@ -1,4 +1,4 @@
-"""`retrain replay DIR --flags`: recompute advantages of recorded rollouts with another method."""
+"""`retrain replay DIR --flags`: recompute the advantages of recorded rollouts with a different method."""
 
 from __future__ import annotations
 

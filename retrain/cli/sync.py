@@ -86,9 +86,9 @@ def _describe_schema_flags(command: click.Command) -> str:
     """Which flags of training a command takes: those that its help lists, or all."""
     listed = [one.opts[0] for one in command.params if isinstance(one, ConfigFlag) and one.in_help]
     if 0 < len(listed) < len(_SCHEMA_FLAGS):
-        text = f"It also takes these flags of training: {', '.join(f'`{flag}`' for flag in listed)}."
+        text = f"It also accepts these training flags: {', '.join(f'`{flag}`' for flag in listed)}."
         return fill(text, 120, break_on_hyphens=False)
-    return "It also takes the flags of training, listed under Options."
+    return "It also accepts the training flags, listed under Options."
 
 
 def _describe_choices(flag: click.Option) -> str:

@@ -105,19 +105,24 @@ class Section(BaseModel):
     """Facts about every option of the table that does not declare its own."""
 
 
-_READERS = re.compile(r"\{(\w+)\.(\w+)\}")
+_READERS = re.compile(r"\{(\w+)\.(\w+) (and|or)\}")
+
+
+def _list_readers(found: re.Match[str]) -> str:
+    *others, last = REGISTRIES[found[1]].readers(found[2])
+    return f"{', '.join(others)} {found[3]} {last}" if others else last
 
 
 def option(default: Any, description: str, **settings: Any) -> Any:
     """Declare an option: its default, one sentence, and as keywords its facets and pydantic's bounds.
 
-    In the sentence, `{names}` stands for the built-in components of its `kind`, and `{data.path}` for the data sources
-    that read `path`.
+    In the sentence, `{names}` stands for the built-in components of its `kind`, and `{data.path or}` for the data
+    sources that read `path`, joined by "or"; the other word is `and`.
     """
     kind = settings.get("kind")
     if kind:
         description = description.format(names=", ".join(REGISTRIES[kind].builtins))
-    description = _READERS.sub(lambda found: ", ".join(REGISTRIES[found[1]].readers(found[2])), description)
+    description = _READERS.sub(_list_readers, description)
     extra = Facets(**{each.name: settings.pop(each.name, None) for each in fields(Facets)})
     if isinstance(default, dict | list):
         return Field(

@@ -1,7 +1,7 @@
 """Reasons why an option has no effect, for the `unused` facet of its declaration.
 
-A name that is not built in is a plugin's. Plugins receive complete tables and may read any option of them, so options
-count as used.
+A name that is not built in belongs to a plugin. Plugins receive complete tables and may read any option of them, so
+options count as used.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ needs_server = used_if("inference.engine", lambda name: name != "pytorch")
 
 
 def needs_plugin(kind: str, path: str) -> Reason:
-    """Used by plugins alone."""
+    """Used only by plugins."""
     return used_if(path, lambda name: is_plugin(kind, name))
 
 

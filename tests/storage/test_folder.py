@@ -544,11 +544,11 @@ def test_summaries_are_rebuilt_from_completions_and_metrics_from_them(model: Pat
 
 
 def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> None:
-    assert "the data was changed" not in resumed(model, run_folder)
+    assert "the data has changed" not in resumed(model, run_folder)
     problems = run_folder / "problems.jsonl"
     problems.write_text("".join(reversed(problems.read_text().splitlines(keepends=True))))
     printed = resumed(model, run_folder, training__max_steps=8)
-    assert "Warning: the data was changed since the checkpoint: it has the same number of examples" in printed
+    assert "Warning: the data has changed since the checkpoint: the number of examples is the same" in printed
 
 
 def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path) -> None:
@@ -556,10 +556,10 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     reward.write_text("def score(response, reference):\n    return float(len(response) % 2)\n")
     own = {"reward__custom_module": "edited_score", "plugins__search_paths": [str(tmp_path)]}
     train_quietly(fake_config(model, tmp_path, **own))
-    assert "was changed since the checkpoint" not in resumed(model, tmp_path, **own)
+    assert "has changed since the checkpoint" not in resumed(model, tmp_path, **own)
     reward.write_text("def score(response, reference):\n    return float(len(response) % 3)\n")
     printed = resumed(model, tmp_path, training__max_steps=8, **own)
-    assert "Warning: the code of edited_score was changed since the checkpoint." in printed
+    assert "Warning: the code of edited_score has changed since the checkpoint." in printed
 
 
 def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_folder: Path) -> None:

@@ -45,14 +45,15 @@ class Inference(Section):
     )
     adapter_dir: str = option(
         "",
-        "Folder that servers load each step's adapter from, shared with their machine; empty uses a temporary one.",
+        "Folder from which servers load each step's adapter; it must be shared with their machine. "
+        "Empty uses a temporary one.",
         path="as_given",
         step_time=False,
         unused=reasons.needs_server,
     )
     timeout_s: float = option(
         600.0,
-        "Timeout in seconds of one request to a server.",
+        "Timeout for one request to a server, in seconds.",
         gt=0,
         le=86400,
         step_time=False,

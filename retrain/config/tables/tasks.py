@@ -21,7 +21,7 @@ class Data(Section):
     )
     path: str = option(
         "",
-        "File for source = {data.path}.",
+        "File for source = {data.path or}.",
         path="absolute",
         held_out=True,
         step_time=True,
@@ -29,7 +29,7 @@ class Data(Section):
     )
     id: str = option(
         "",
-        "Dataset id for source = {data.id}.",
+        "Dataset id for source = {data.id or}.",
         flag="--data-id",
         held_out=True,
         step_time=True,
@@ -57,7 +57,7 @@ class Data(Section):
     system_prompt: str = option("", "System message before every prompt.", held_out=True, step_time=True)
     remove_unused_columns: bool = option(
         False,
-        "Keep only prompt and answer of each row; rewards see no other column.",
+        "Keep only the prompt and answer of each row; rewards see no other columns.",
         unused=reasons.read_by_source("remove_unused_columns"),
     )
 
@@ -80,7 +80,10 @@ class Eval(Section):
     )
     source: str = option("", "Data source; empty uses that of [data].", kind="data", unused=reasons.needs_held_out_data)
     path: str = option(
-        "", "File of held-out problems for source = {data.path}.", path="absolute", unused=reasons.needs_held_out_file
+        "",
+        "File of held-out problems for source = {data.path or}.",
+        path="absolute",
+        unused=reasons.needs_held_out_file,
     )
     split: str = option(
         "test", "Split to evaluate on; must differ from [data] split.", min_length=1, unused=reasons.needs_splits
@@ -113,7 +116,7 @@ class Environment(Section):
     auto_install: bool = option(False, "Install a missing environment with the Prime CLI.")
     timeout_s: float = option(
         600.0,
-        "Timeout in seconds of the environment's own work in one rollout: turns and scoring, not sampling.",
+        "Timeout for the environment's own work in one rollout (turns and scoring, not sampling), in seconds.",
         gt=0,
         flag="--rollout-timeout-s",
         step_time=False,
@@ -159,7 +162,7 @@ class Reward(Section):
     )
     judge_timeout_s: float = option(
         60.0,
-        "Timeout in seconds of one request to the judge.",
+        "Timeout for one request to the judge, in seconds.",
         gt=0,
         le=3600,
         on_resume="free",
@@ -210,7 +213,12 @@ class Reward(Section):
         flag="--reward-correct-from",
     )
     timeout_s: float = option(
-        5.0, "Timeout in seconds of scoring one completion.", gt=0, le=3600, flag="--reward-timeout-s", on_resume="free"
+        5.0,
+        "Timeout for scoring one completion, in seconds.",
+        gt=0,
+        le=3600,
+        flag="--reward-timeout-s",
+        on_resume="free",
     )
     workers: BoundedInt = option(
         0, "Scoring processes; 0 uses one per CPU core.", ge=0, le=1024, flag="--reward-workers", on_resume="free"

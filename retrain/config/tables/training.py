@@ -51,7 +51,7 @@ class Training(Section):
 
     seed: BoundedInt = option(
         -1,
-        "Seed of all random numbers; -1 draws one and writes it into the run's config.toml.",
+        "Random seed; -1 draws one and writes it to the run's config.toml.",
         ge=-1,
         identity=True,
         per_condition=False,
@@ -126,7 +126,9 @@ class Training(Section):
         step_time=True,
     )
     prompts_per_sampling: BoundedInt = option(
-        0, "Maximum prompts of a step that are sampled at once; 0 samples all. Evaluations are not divided.", ge=0
+        0,
+        "Maximum number of a step's prompts to sample at once; 0 samples all of them. Evaluations are not split.",
+        ge=0,
     )
     async_steps: BoundedInt = option(
         0,
@@ -195,13 +197,13 @@ class Loss(Section):
     facets: ClassVar[Facets] = Facets(prefixed=True)
 
     type: str = option("importance_sampling", "Token loss: {names} or a dotted path.", kind="loss", synonyms=("loss",))
-    clip_low: float = option(0.2, "Clip ratios below 1 - clip_low; for {loss.clip_low}.", ge=0, le=1)
+    clip_low: float = option(0.2, "Clip ratios below 1 - clip_low; used by {loss.clip_low and}.", ge=0, le=1)
     clip_high: float = option(
-        0.2, "Clip ratios above 1 + clip_high; for {loss.clip_high}.", ge=0, synonyms=("clip", "epsilon")
+        0.2, "Clip ratios above 1 + clip_high; used by {loss.clip_high and}.", ge=0, synonyms=("clip", "epsilon")
     )
     ratio_cap: float = option(
         2.0,
-        "Cap on importance ratios against sampler-trainer mismatch; 0 is off, else at least 1.",
+        "Cap on importance ratios, to guard against sampler-trainer mismatch; 0 is off, otherwise at least 1.",
         ge=0,
         unused=reasons.needs_ratio_cap,
     )
@@ -240,7 +242,7 @@ class Planning(Section):
     detector: str = option("regex", "Planning-token detector: {names} or a dotted path.", kind="planning")
     model: str = option(
         "all-MiniLM-L6-v2",
-        "Sentence-transformer of the semantic detector.",
+        "Sentence Transformers model used by the semantic detector.",
         min_length=1,
         unused=reasons.needs_semantic_planning,
     )
@@ -276,7 +278,7 @@ class Sepa(Section):
 
     steps: BoundedInt = option(500, "Length of the linear ramp of lambda from 0 to 1, in steps.", ge=1)
     schedule: Literal["linear", "auto"] = option(
-        "linear", "How pooling grows: linear by step; auto also as the variance of uncertainty decays."
+        "linear", "How pooling grows: linear, with the step; auto, also as the variance of the uncertainty decays."
     )
     delay_steps: BoundedInt = option(50, "Steps before the linear ramp begins.", ge=0)
     correct_rate_gate: float = option(

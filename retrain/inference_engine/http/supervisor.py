@@ -1,4 +1,4 @@
-"""Runs a command and ends it, with all its child processes, when the parent process is gone.
+"""Runs a command and terminates it, with all its child processes, when the parent process exits.
 
 Standalone, standard library only: `python supervisor.py COMMAND ...`. Its standard input is a pipe held by the trainer.
 However the trainer ends, even by SIGKILL, the pipe closes and the command is ended.

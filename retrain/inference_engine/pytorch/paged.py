@@ -1,8 +1,8 @@
 """A paged KV cache: blocks of tokens, and a list of blocks for each slot of the running batch.
 
-A slot holds blocks only for the tokens it has, so memory limits the tokens in the cache and not the longest completion.
-The full blocks of a prompt are shared by the completions of its group. Block 0 is a scratch block: slots without a row
-write there.
+A slot holds blocks only for the tokens it has, so memory limits the number of cached tokens, not the length of the
+longest completion. The full blocks of a prompt are shared by the completions of its group. Block 0 is a scratch block:
+slots without a row write there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PagedCache:
         self._is_changed = False
 
     def place(self, groups: Sequence[Group]) -> Placement:
-        """Take blocks for prompts, shared within each group as far as they are full."""
+        """Allocate blocks for prompts; full blocks are shared within each group."""
         width = blocks_for(max(group.length for group in groups))
         source, target = [], []
         for index, group in enumerate(groups):
@@ -69,7 +69,7 @@ class PagedCache:
     def fill(self, layer: int, pair: tuple[Tensor, Tensor], where: Placement) -> None:
         """Store prompts' keys and values (prompts, heads, tokens, size) in the placed blocks.
 
-        What follows the end of a prompt in its last block is never visible.
+        Positions after the end of a prompt in its last block are never attended to.
         """
         for store, new in zip(self._layer(layer, pair), pair, strict=True):
             for held, part in zip(store.parts, pack(new, self.dtype).parts, strict=True):

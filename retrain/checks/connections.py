@@ -42,14 +42,9 @@ def find_absent_server(config: TrainConfig) -> tuple[str, str]:
     for url in kind.urls(config.inference.url):
         problem = explain_no_response(f"{url}{kind.health}", without_proxy)
         if problem:
-            start = kind.start_command(str(resolve_model(config.model.model)), _port(url), config.model.lora_rank)
+            start = kind.start_command(str(resolve_model(config.model.model)), url, config.model.lora_rank)
             return f"no {kind.name} server responds at {url}: {problem}", start
     return "", ""
-
-
-def _port(url: str) -> int:
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def announce_wait(config: TrainConfig, log: Callable[[str], None]) -> None:

@@ -62,8 +62,7 @@ class Determinism:
             return
         was_on, was_warning = torch.are_deterministic_algorithms_enabled(), _warns_only()
         filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _turn_on()
         try:
             yield
         finally:
@@ -76,8 +75,7 @@ class Determinism:
         For a sampler in another thread: its compiled layers are compiled anew, and differently, when it changes.
         """
         if self.is_on:
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            _turn_on()
 
     def cost(self, lengths: Sequence[int]) -> float:
         """How much longer a micro-batch takes with deterministic kernels, as a share of its time."""
@@ -132,6 +130,11 @@ def flash_backward_slowdown(lengths: Sequence[int], heads: int, processors: int)
         for _ in range(heads * each):
             heapq.heapreplace(busy_until, busy_until[0] + length * length / each)
     return max(busy_until) * processors / (heads * sum(length * length for length in lengths))
+
+
+def _turn_on() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _warns_only() -> bool:

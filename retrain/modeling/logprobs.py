@@ -31,7 +31,7 @@ def token_logprobs(
 ) -> Tensor:
     """Log-prob of each target under the sampled distribution, from the (tokens, size) hidden state before it."""
     rows = max(1, SLICE_BYTES.get(hidden.device.type, 64 << 20) // (4 * policy.vocabulary))
-    if hidden.device.type == "cuda" and policy.has_plain_head and only_tempered(sampling):
+    if _is_fused(policy, sampling):
         weight = policy.causal_lm.get_output_embeddings().weight
         fused: Tensor = TemperedLogprobs.apply(hidden, weight, targets, sampling.temperature, rows)  # type: ignore[no-untyped-call]
         return fused
@@ -60,13 +60,16 @@ def only_tempered(sampling: Sampling) -> bool:
 
 def start_compiling(policy: Policy, sampling: Sampling) -> None:
     """Compile the kernels of `token_logprobs` in the background, if this policy needs them."""
-    if not runs_triton(policy.device) or not policy.has_plain_head:
-        return
-    if only_tempered(sampling):
+    if _is_fused(policy, sampling) and runs_triton(policy.device):
         from retrain.modeling import logprob_kernels  # noqa: PLC0415  (Triton exists only with CUDA)
 
         weight = policy.causal_lm.get_output_embeddings().weight
         logprob_kernels.start_compiling(policy.device, weight.dtype, policy.vocabulary, weight.requires_grad)
+
+
+def _is_fused(policy: Policy, sampling: Sampling) -> bool:
+    """Whether log-probs are computed together with their gradient: on a GPU, where nothing is filtered."""
+    return policy.device.type == "cuda" and policy.has_plain_head and only_tempered(sampling)
 
 
 class TemperedLogprobs(torch.autograd.Function):

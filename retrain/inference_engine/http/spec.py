@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.types import IntArray, JsonObject, Sampling
@@ -87,8 +88,10 @@ class ServerSpec:
     remedies: Mapping[str, str] = field(default_factory=dict)
     """Fix for each missing capability: ids, logprobs, lora, rank, context, processed."""
 
-    def start_command(self, model: str, port: int | str, rank: int) -> str:
-        """The command that starts a server for adapters of this rank."""
+    def start_command(self, model: str, url: str, rank: int) -> str:
+        """The command that starts a server at this URL, for adapters of this rank."""
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
         return self.command.format(model=model, port=port, rank=self.max_rank(rank))
 
     def max_rank(self, rank: int) -> int:

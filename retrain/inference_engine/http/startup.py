@@ -255,8 +255,7 @@ class Startup:
         return self.fleet.client.run(work)
 
     def _command(self, server: Server) -> str:
-        port = server.url.rpartition(":")[2].partition("/")[0]
-        return self.spec.start_command(self.wanted, port, self.rank)
+        return self.spec.start_command(self.wanted, server.url, self.rank)
 
     def _remedy(self, miss: str) -> str:
         return self.spec.remedies.get(miss, "").format(rank=self.spec.max_rank(self.rank), model=self.wanted)

@@ -88,7 +88,7 @@ def train(
 
     `overrides` replaces components that the configuration names, and may steer the run through its `control`.
     """
-    with assemble(config, force_resume, console, overrides) as parts, Interrupts() as interrupts:
+    with Interrupts() as interrupts, assemble(config, force_resume, console, overrides) as parts:
         state = resume(parts)
         parts.folder.settle()
         try:

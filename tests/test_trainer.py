@@ -502,6 +502,17 @@ def test_a_signal_while_sampling_saves_at_once_and_can_be_resumed(
     assert rows_without_times(logs) == uncut
 
 
+def test_a_signal_while_loading_ends_the_run_as_later_ones_do(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("retrain.assemble.vocabulary_texts", load)
+    assert run_command(fake_config(model, tmp_path)) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
 def test_a_second_signal_waits_until_the_first_has_saved(
     model: Path, tmp_path: Path, play: type[Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,8 +102,10 @@ def _missing_datasets(config: TrainConfig) -> Iterator[ConfigIssue]:
             if is_on_hub_only(source.dataset) and source.dataset not in missing:
                 missing[source.dataset] = f"{where} = {json.dumps(section.source)}"
     for dataset, where in missing.items():
-        text = f"needs the dataset {dataset}, which is not in the cache of the Hugging Face Hub."
-        yield ConfigIssue(where, f"{text} The Hub cannot be reached.", OFFLINE_HINT)
+        reason = "which is not in the cache of the Hugging Face Hub. The Hub cannot be reached."
+        if dataset.startswith((".", "~")):
+            reason = "but there is no such folder."
+        yield ConfigIssue(where, f"needs the dataset {dataset}, {reason}", OFFLINE_HINT)
 
 
 def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:

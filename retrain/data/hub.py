@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -48,13 +49,21 @@ class HubSource:
 
 def is_on_hub_only(dataset: str) -> bool:
     """Whether nothing of a dataset is on this machine. Imports no library; they decide if what is there suffices."""
-    namespace, slash, name = dataset.partition("/")
-    if not slash or "/" in name or Path(dataset).expanduser().exists():
+    namespace, slash, name = dataset.rpartition("/")
+    if "/" in namespace or Path(dataset).expanduser().exists() or (not slash and name in _formats()):
         return False
     cache = Path(os.environ.get("HF_DATASETS_CACHE", str(hub_home() / "datasets"))).expanduser()
     # `datasets` writes CamelCase names in snake_case.
-    known = {_fold(path.name) for path in cache.glob(f"{namespace}___*")}
-    return _fold(f"{namespace}___{name}") not in known and not (hub_cache() / f"datasets--{namespace}--{name}").exists()
+    known = {_fold(path.name) for path in cache.glob(f"{namespace}___*" if slash else "*")}
+    in_hub_cache = (hub_cache() / f"datasets--{dataset.replace('/', '--')}").exists()
+    return _fold(dataset.replace("/", "___")) not in known and not in_hub_cache
+
+
+def _formats() -> set[str]:
+    """Formats that `datasets` reads, such as json and csv: it has a folder for each."""
+    spec = importlib.util.find_spec("datasets")
+    packages = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return {path.name for package in packages for path in Path(package, "packaged_modules").glob("*")}
 
 
 def _fold(name: str) -> str:

@@ -173,6 +173,8 @@ def test_a_dataset_that_cannot_be_had_is_reported_before_libraries_are_loaded(
     assert error.count("needs the dataset openai/gsm8k, which is not in the cache") == 1
     assert "Try: without the Hub, write the rows to a file" in error
     assert "needs the dataset some/Camel" in check(data__source="hub", data__id="some/CamelCase", eval__every=0)
+    assert "needs the dataset squad, which is not in" in check(data__source="hub", data__id="squad", eval__every=0)
+    assert "./rows, but there is no such folder" in check(data__source="hub", data__id="./rows", eval__every=0)
     # Formats and folders are no datasets of the Hub.
     (folder / "my" / "rows").mkdir(parents=True)
     assert check(data__source="hub", data__id="json") == check(data__source="hub", data__id="my/rows") == ""
@@ -183,6 +185,9 @@ def test_a_cached_dataset_needs_no_hub(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (folder / "datasets" / "some___camel_case").mkdir(parents=True)
     (folder / "hub" / "datasets--openai--gsm8k").mkdir(parents=True)
+    (folder / "datasets" / "squad").mkdir()
+    (folder / "hub" / "datasets--drop").mkdir()
+    assert check(data__source="hub", data__id="squad") == check(data__source="hub", data__id="drop") == ""
     assert check(data__source="gsm8k") == check(data__source="hub", data__id="some/CamelCase") == ""
 
 

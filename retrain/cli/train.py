@@ -19,7 +19,7 @@ from retrain.checks.unsupported import check_supported
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
 from retrain.config import TrainConfig, find_notes
-from retrain.config.flags import click_options, load_with_flags, overrides_from
+from retrain.config.flags import click_options, load_with_flags, naming_flags, overrides_from
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.ranks import RankInfo, find_rank_info
 from retrain.runtime.text import plural, shorten_path
@@ -61,7 +61,8 @@ def command(config: str | None, force_resume: bool, strict: bool, **parameters: 
         from retrain.campaign.run import run_campaign  # noqa: PLC0415  (only a campaign needs it)
 
         return run_campaign(loaded, force_resume, str(path))
-    return run_config(loaded, force_resume)
+    with naming_flags(overrides_from(parameters)):
+        return run_config(loaded, force_resume)
 
 
 command.params.extend(click_options())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,16 @@ def overrides_from(parameters: Mapping[str, object]) -> dict[str, object]:
 
 
 def load_with_flags(path: Path | None, overrides: Mapping[str, object], strict: bool = False) -> TrainConfig:
-    """`load_config` for overrides that are flags: what is wrong with a flag is reported under its name."""
-    try:
+    """`load_config` for overrides that are flags."""
+    with naming_flags(overrides):
         return load_config(path, overrides, strict)
+
+
+@contextmanager
+def naming_flags(overrides: Mapping[str, object]) -> Iterator[None]:
+    """Report what is wrong with a flag under its name."""
+    try:
+        yield
     except ConfigError as error:
         issues = tuple(_name_flag(issue, overrides) for issue in error.issues)
         renamed = sum(issue not in error.issues for issue in issues)

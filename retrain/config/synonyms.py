@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from functools import cache
 
-from retrain.config.options import Option, all_options
+from retrain.config.options import OPTIONAL_SECTIONS, Option, all_options
 
 
 @cache
@@ -20,3 +20,10 @@ def find_synonym(name: str) -> Option | None:
     key = path if path in synonyms() else path.rpartition(".")[2]
     close = get_close_matches(key[:60], synonyms(), n=1, cutoff=0.9)
     return synonyms()[close[0]] if close else None
+
+
+def find_meant_flag(typed: str) -> Option | None:
+    """The option that a wrong flag stands for: the only one with this key, or one that other tools call so."""
+    key = typed.lstrip("-").replace("-", "_").rpartition(".")[2]
+    same = [option for option in all_options() if option.key == key and option.section not in OPTIONAL_SECTIONS]
+    return same[0] if len(same) == 1 else find_synonym(typed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from retrain.cli import run
@@ -30,6 +32,9 @@ def test_a_synonym_is_of_one_option_and_no_flag_of_a_training_run() -> None:
         ("--num-generations", "--group-size"),
         ("--output-dir", "--log-dir"),
         ("--max-new-tokens", "--max-tokens"),
+        ("--gradient-accumulation-steps", "--micro-batches"),
+        ("--ratio-cap", "--loss-ratio-cap"),
+        ("--terms", "--reward-terms"),
     ],
 )
 def test_a_flag_of_another_tool_is_answered_with_ours(
@@ -81,3 +86,15 @@ def test_a_misspelt_train_is_answered_with_what_help_lists(capsys: pytest.Captur
         "error: there is no file or command 'trian'.  Did you mean train? It needs no command.  "
         "Try: retrain my_run.toml\n"
     )
+
+
+def test_what_is_suggested_for_the_path_of_a_flag_is_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").touch()
+    (tmp_path / "run.toml").write_text('[model]\nmodel = "builtin:tiny"\n[training]\nmax_tokens = 9\n')
+    assert run(["run.toml", "--data-source", "jsonl", "--data-path", "q.jsonl"]) == 2
+    printed = capsys.readouterr().err
+    assert '--data-path ([data] path) = "q.jsonl": there is no file' in printed
+    assert 'Try: --data-path "p.jsonl"' in printed

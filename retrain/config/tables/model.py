@@ -119,7 +119,10 @@ class Memory(Section):
         0, "Maximum tokens per forward and backward pass; 0 chooses automatically.", ge=0
     )
     micro_batches: BoundedInt = option(
-        0, "Minimum number of forward and backward passes per step; 0 chooses automatically.", ge=0
+        0,
+        "Minimum number of forward and backward passes per step; 0 chooses automatically.",
+        ge=0,
+        synonyms=("gradient_accumulation_steps",),
     )
     micro_batch_rows: BoundedInt = option(
         0, "Maximum completions per forward and backward pass; 0 chooses automatically.", ge=0

@@ -13,7 +13,7 @@ from retrain.storage.checkpoint import explain_write_error
 @click.command("report", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @click.option("--output", type=click.Path(path_type=Path), help="Output file; by default report.html in the first DIR.")
-@click.option("--png", type=click.Path(path_type=Path), help="Also write every curve as PNG to this folder.")
+@click.option("--png", type=click.Path(path_type=Path), help="Also write the main curves as PNG to this folder.")
 def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) -> int:
     """Write an HTML page with curves, statistics and completions of the runs in DIR (default: ./logs)."""
     folders = folders or (Path("logs"),)

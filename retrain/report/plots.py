@@ -52,7 +52,8 @@ def _plot(data: JsonObject, key: str, title: str, folder: Path) -> Iterator[Path
     figure, axes = pyplot.subplots(figsize=(6, HEIGHT), layout="constrained")
     for condition in dict.fromkeys(run["condition"] for run in data["runs"]):
         steps, low, mean, high = band([run for run in data["runs"] if run["condition"] == condition], key)
-        if len(steps):
+        # A condition without SEPA logs a λ of 0.
+        if len(steps) and (key != "sepa_lambda" or high.any()):
             (line,) = axes.plot(steps, mean, label=condition)
             axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
     if axes.lines:

@@ -1,8 +1,12 @@
-"""Legends of plots; tests/real draws them."""
+"""Plots and their legends."""
 
 from __future__ import annotations
 
-from retrain.report.plots import LABEL_CHARACTERS, LEGEND_ENTRIES, legend_labels
+from pathlib import Path
+
+import pytest
+
+from retrain.report.plots import LABEL_CHARACTERS, LEGEND_ENTRIES, legend_labels, write_plots
 
 
 def test_a_legend_has_a_few_short_entries_and_counts_the_others() -> None:
@@ -11,3 +15,10 @@ def test_a_legend_has_a_few_short_entries_and_counts_the_others() -> None:
     assert len(many) == LEGEND_ENTRIES + 1 and many[-1] == "… 5 more"
     assert many[0].startswith("grpo+none in logs/long") and many[0].endswith("long/run_0")
     assert max(map(len, many)) == LABEL_CHARACTERS + 1
+
+
+def test_runs_without_sepa_have_no_plot_of_its_lambda(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = {"condition": "grpo+none", "uncertainty": "surprisal", "evals": [], "steps": [0, 1]}
+    runs = [run | {"series": {"loss": [0.5, 0.4], "sepa_lambda": [0.0, 0.0]}}]
+    assert [path.name for path in write_plots({"runs": runs}, tmp_path)] == ["loss.png"]

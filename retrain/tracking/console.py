@@ -42,8 +42,6 @@ class Console:
         self.line = LiveLine(colored="NO_COLOR" not in os.environ, unicode=_shows_blocks(self.stream))
         self.is_drawn = False
         self.printed: set[str] = set()
-        self.warned = False
-        self.warned_of_scoring = False
         self.shown_at = time.monotonic()
 
     def print(self, line: str) -> None:
@@ -85,12 +83,13 @@ class Console:
             self._log_plain(step, metrics, groups)
         for line in health_lines(metrics):
             self.print(line)
-        if scoring_share(metrics) >= SLOW_SCORING and not self.warned_of_scoring:
-            self.warned_of_scoring = True
-            self.print("  scoring holds up the step: raise [reward] workers (a judge: judge_concurrency; shown once)")
-        if metrics["num_datums"] == 0 and not self.warned:
-            self.warned = True
-            self.print("  all groups have equal rewards, so nothing was learned in this step (shown once)")
+        if scoring_share(metrics) >= SLOW_SCORING:
+            hangs = any(score.outcome == "timeout" for group in groups for score in group.scores_G)
+            remedy = "raise [reward] workers (a judge: judge_concurrency; shown once)"
+            cause = "some of it takes longer than [reward] timeout_s (shown once)" if hangs else remedy
+            self.print_once(f"  scoring holds up the step: {cause}")
+        if metrics["num_datums"] == 0:
+            self.print_once("  all groups have equal rewards, so nothing was learned in this step (shown once)")
         if self.live:
             self._draw()
 

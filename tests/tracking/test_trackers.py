@@ -89,6 +89,14 @@ def test_a_step_that_scoring_holds_up_says_so_and_names_the_remedy_once() -> Non
     assert stream.getvalue().count("[reward] workers") == 1
 
 
+def test_where_rewards_hang_more_workers_are_not_suggested() -> None:
+    stream = StringIO()
+    slow = METRICS | {"score_time_s": 11.3, "step_time_s": 45.2}
+    Console(stream).log(0, slow, [group(score=Score(0.0, "timeout", "no result after 5 s"))])
+    assert "scoring holds up the step: some of it takes longer than [reward] timeout_s" in stream.getvalue()
+    assert "workers" not in stream.getvalue()
+
+
 def test_a_step_shows_its_first_two_groups() -> None:
     stream = StringIO()
     Console(stream).log(0, METRICS, [group(), group(), group()])

@@ -86,8 +86,11 @@ class Console:
         if scoring_share(metrics) >= SLOW_SCORING:
             hangs = any(score.outcome == "timeout" for group in groups for score in group.scores_G)
             remedy = "raise [reward] workers (a judge: judge_concurrency; shown once)"
-            cause = "some of it takes longer than [reward] timeout_s (shown once)" if hangs else remedy
+            limit = "some of it takes longer than [reward] timeout_s (a judge: judge_timeout_s; shown once)"
+            cause = limit if hangs else remedy
             self.print_once(f"  scoring holds up the step: {cause}")
+        if metrics["correct_rate"] == 0 and float(metrics["mean_reward"] or 0) > 0:
+            self.print_once("  no reward reaches [reward] correct_from, so no completion is correct (shown once)")
         if metrics["num_datums"] == 0:
             self.print_once("  all groups have equal rewards, so nothing was learned in this step (shown once)")
         if self.live:

@@ -89,6 +89,14 @@ def test_a_step_that_scoring_holds_up_says_so_and_names_the_remedy_once() -> Non
     assert stream.getvalue().count("[reward] workers") == 1
 
 
+def test_graded_rewards_that_count_as_wrong_are_explained_once() -> None:
+    stream = StringIO()
+    console = Console(stream)
+    for _ in range(2):
+        console.log(0, METRICS | {"correct_rate": 0.0, "mean_reward": 0.4}, [])
+    assert stream.getvalue().count("no reward reaches [reward] correct_from") == 1
+
+
 def test_where_rewards_hang_more_workers_are_not_suggested() -> None:
     stream = StringIO()
     slow = METRICS | {"score_time_s": 11.3, "step_time_s": 45.2}

@@ -42,6 +42,10 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
                 text = f"= {json.dumps(term.custom_module)}: there is no such module (looked in {Path.cwd()})."
                 name = term.custom_module.split(".")[0]
                 hint = f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
+                folders = map(Path, (".", *config.plugins.search_paths))
+                files = [file.stem for folder in folders for file in folder.expanduser().glob("*.py")]
+                if close := get_close_matches(term.custom_module, files, n=1):
+                    hint = f"Did you mean {close[0]!r}?"
                 yield ConfigIssue(f"{where}custom_module", text, hint)
             elif file := find_source(term.custom_module, config.plugins.search_paths):
                 yield from _check_function(f"{where}custom_function", term.custom_function, file)

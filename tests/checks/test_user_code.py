@@ -69,6 +69,12 @@ def test_a_missing_module_is_reported_with_the_folder() -> None:
     assert str(Path.cwd()) in issue and "put nowhere.py into this folder" in issue
 
 
+def test_a_misspelt_module_is_answered_with_the_file() -> None:
+    Path("my_rewards.py").touch()
+    (issue,) = issues("my_reward", "score")
+    assert issue.endswith("Did you mean 'my_rewards'?")
+
+
 def test_a_missing_function_is_reported_with_the_closest() -> None:
     (issue,) = issues("mine", "scores")
     assert issue == "[reward] custom_function = \"scores\": mine.py has no such function. Did you mean 'score'?"

@@ -39,6 +39,8 @@ def _parse_line(line: bytes) -> object:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 (byte {error.start + 1})")
+    except json.JSONDecodeError as error:
+        return BadRow(f"is not JSON ({error.msg}, column {error.colno})")
     except ValueError as error:
         return BadRow(f"is not JSON ({error})")
     except RecursionError:

@@ -90,7 +90,7 @@ def test_a_prompt_is_text_or_messages(load):
 
 
 BAD_ROWS = [
-    ('{"prompt": "a", "answer": ', "is not JSON"),
+    ('{"prompt": "a", "answer": ', "is not JSON (Expecting value, column 27)"),
     ("[1, 2]", "is a list, not an object with fields"),
     ('{"text": "a", "answer": "b"}', "has none of the fields prompt, problem, question; it has text, answer"),
     ('{"prompt": "a"}', "has none of the fields answer, solution; it has prompt"),

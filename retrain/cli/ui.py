@@ -107,7 +107,13 @@ def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObjec
 
 @click.command("ui", context_settings={"max_content_width": 110})
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
-@click.option("--port", default=8765, show_default=True, help="Port on 127.0.0.1; 0 picks a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8765,
+    show_default=True,
+    help="Port on 127.0.0.1; 0 picks a free one.",
+)
 def command(folders: tuple[Path, ...], port: int) -> int:
     """Serve the report on the runs in DIR (default: ./logs) locally, with live updates. Press Ctrl-C to quit."""
     folders = folders or (Path("logs"),)
@@ -119,7 +125,7 @@ def command(folders: tuple[Path, ...], port: int) -> int:
     report = LiveReport(folders)
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, report))
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"port {port} on 127.0.0.1 cannot be used: {error}.  Try: --port 0") from error
     server.daemon_threads = True
     with server, contextlib.suppress(KeyboardInterrupt):

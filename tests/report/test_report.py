@@ -302,6 +302,11 @@ def test_a_port_in_use_is_wrong_input(campaign: Path) -> None:
         assert run(["ui", str(campaign), "--port", str(server.server_address[1])]) == 2
 
 
+def test_a_port_that_cannot_be_is_wrong_input(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ui", str(campaign), "--port", "99999"]) == 2
+    assert "99999 is not in the range" in capsys.readouterr().err
+
+
 NESTED = float("inf")
 """Stands for a value that is nested too deeply to be parsed."""
 

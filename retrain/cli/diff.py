@@ -33,8 +33,8 @@ class MetricDifference:
     first_step: int | None
     step: int
     """The step of `a` and `b`; evaluations have other steps than training."""
-    a: float | None
-    b: float | None
+    a: float | str | None
+    b: float | str | None
     largest: float | None
     largest_step: int | None
 
@@ -166,8 +166,8 @@ def compare_series(
         metric=name,
         first_step=differing[0] if differing else None,
         step=last,
-        a=_number(one[last]),
-        b=_number(other[last]),
+        a=_printable(one[last]),
+        b=_printable(other[last]),
         largest=gaps[widest] if widest is not None and differing else None,
         largest_step=widest if differing else None,
     )
@@ -181,8 +181,8 @@ def _gap(one: object, other: object) -> float:
     return float("inf")
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _printable(value: object) -> float | str | None:
+    return float(value) if isinstance(value, int | float) else value if isinstance(value, str) else None
 
 
 def _plain(value: object) -> object:
@@ -215,8 +215,8 @@ def _print(data: JsonObject) -> None:
     click.echo("Times are not compared: they differ even between equal runs (--json has them).")
 
 
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _show(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
 def _widest(m: MetricDifference) -> str:

@@ -52,11 +52,11 @@ def test_values_are_labelled_with_their_own_step(tmp_path: Path, capsys: pytest.
     assert "correct_rate step 3 step 3 0.4 0.5 0.1 at step 3" in lines
 
 
-def test_texts_part_and_have_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_part_and_have_no_largest_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [0.1]), write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
     (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]
-    nothing = {"a": None, "b": None, "largest": None, "largest_step": None}
-    assert row == {"metric": "condition", "first_step": 0, "step": 0, **nothing}
+    names = {"a": "grpo+none", "b": "maxrl+none", "largest": None, "largest_step": None}
+    assert row == {"metric": "condition", "first_step": 0, "step": 0, **names}
 
 
 def test_conditions_are_means_over_shared_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,11 +278,14 @@ def test_a_server_that_dies_of_its_first_adapter_is_not_reported_to_lack_adapter
 def test_nobody_at_the_port_is_reported_after_the_wait(rig: Make, server: Loopback) -> None:
     server.stop()
     one = rig(server, wait_s=0.6)
+    shown: list[str] = []
+    one.engine.fleet.progress = lambda phase, done, total: shown.append(f"{phase} {done}/{total}")
     with pytest.raises(
         ConfigError, match=r"no server responds at .* after 1 s.*vllm serve .* --max-lora-rank 8 --logprobs"
     ):
         one.check()
     assert one.logged == [f"Waiting for {server.url}, up to 1 s ..."]
+    assert shown[0] == f"waiting for {server.url} (seconds) 0/0"
     server.start()
 
 

@@ -157,7 +157,7 @@ class Fleet:
             if waited >= self.wait_s:
                 states = "; ".join(f"{server.url} ({server.trouble})" for server in self.servers)
                 raise NoServerAvailable(f"no inference server is available after {waited:.0f} s: {states}.")
-            self.progress("waiting for the inference server, s", int(waited), int(self.wait_s))
+            self.progress("waiting for the inference server (seconds)", int(waited), int(self.wait_s))
             await asyncio.sleep(POLL_S)
 
     def raise_if_exited(self) -> None:

@@ -163,7 +163,7 @@ class Startup:
             if not announced:
                 log(f"Waiting for {server.url}, up to {self.fleet.wait_s:.0f} s ...")
                 announced = True
-            self.fleet.progress(f"waiting for {server.url}, s", int(waited), int(self.fleet.wait_s))
+            self.fleet.progress(f"waiting for {server.url} (seconds)", int(waited), int(self.fleet.wait_s))
             await asyncio.sleep(POLL_S)
 
     async def _find_model(self, server: Server) -> tuple[str, int]:

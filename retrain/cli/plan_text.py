@@ -162,9 +162,9 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
     if step["seconds"] is None:
         reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
         if is_on_cpu(data["devices"]):
-            reason = "CPUs differ too much to estimate one.  Try: a run of 5 steps"
+            reason = "CPUs differ too much to estimate one.  Try: run it for 5 steps (--max-steps 5)"
         if data["backend"] != "local":
-            reason = f"the hardware of {data['backend']} is unknown.  Try: a run of 5 steps"
+            reason = f"the hardware of {data['backend']} is unknown.  Try: run it for 5 steps (--max-steps 5)"
         unknown = f"unknown: no step has been measured, and {reason}"
         by_card = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_card"].items())
         rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))

@@ -346,7 +346,7 @@ def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
 def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--devices", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert "./model on the CPU" in text and "Try: a run of 5 steps" in text
+    assert "./model on the CPU" in text and "Try: run it for 5 steps (--max-steps 5)" in text
     assert "GPU" not in text and "--card" not in text
 
 

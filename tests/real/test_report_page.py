@@ -254,6 +254,19 @@ def test_the_squeeze_curve_has_a_band_from_the_worst_layer_to_the_best(page: Pat
     asyncio.run(read())
 
 
+def test_no_axis_of_a_rate_goes_beyond_100_percent(page: Path) -> None:
+    lines = "() => [{ name: 'a', color: 'red', points: [{ x: 0, y: 1 }] }]"
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            chart = f"new Chart({{ key: 'k', title: 't', unit: 'percent', lines: {lines} }})"
+            labels = await tab.do(f"(() => {{ const one = {chart}; one.draw(); return one.labels; }})()")
+            assert labels[-1] == "100%"
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

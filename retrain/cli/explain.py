@@ -353,8 +353,6 @@ def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:
     return [
         ("memory", f"{format_bytes(memory['total_bytes'])}; `retrain plan` shows what fits a GPU"),
         *parts,
-        (
-            "micro-batches",
-            f"{memory['micro_batch_tokens']:,} tokens{layers}; prompts of {memory['prompt_tokens']} tokens are assumed",
-        ),
+        ("micro-batches", f"{memory['micro_batch_tokens']:,} tokens{layers}"),
+        ("prompts", f"{memory['prompt_tokens']} tokens are assumed; for others: retrain plan --prompt-tokens N"),
     ]

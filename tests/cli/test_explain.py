@@ -89,6 +89,14 @@ def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixtur
             assert inner in text
 
 
+def test_the_assumed_length_of_prompts_is_shown_with_the_flag_that_changes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _write(starter("demo"))
+    assert run(["explain"]) == 0
+    assert "256 tokens are assumed; for others: retrain plan --prompt-tokens N" in capsys.readouterr().out
+
+
 def test_flags_of_training_count(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     data = _explain(capsys, "--lr", "1e-4", "--batch-size", "2")

@@ -95,8 +95,8 @@ def main() -> int:
     sampled = measured["rows"]["retrain"].get("tokens") if measured else None
     work = workload_for(name, 2 if args.device == "cuda" else 4, sampled)
     bandwidth, tflops = measure_bandwidth(args.device), measure_tflops(args.device)
-    card = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{name} on {card}, torch {torch.__version__}: copies {bandwidth:,.0f} GB/s, products {tflops:,.2f} TFLOP/s")
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name} on {gpu}, torch {torch.__version__}: copies {bandwidth:,.0f} GB/s, products {tflops:,.2f} TFLOP/s")
     print(f"{'':16}{'TFLOP':>12}{'GB':>12}{'s at best':>10}  bound by")
     halves = {
         "sample": print_phases(sampling_phases(shape, work), tflops, bandwidth),

@@ -367,11 +367,11 @@ def main() -> int:
             command += ["--overlap"] if args.overlap else []
             rounds_by_side[side].append(measure(side, command, timeout, args.threads))
     rows = {side: medians(rounds) for side, rounds in rounds_by_side.items()}
-    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     memory = f", {args.free:g} GiB free" if args.free else ""
     base = f", {args.quantization}" if args.quantization != "none" else ""
     base += ", overlapped" if args.overlap else ""
-    title = f"{args.workload}{base} on {card}{memory}, torch {torch.__version__}"
+    title = f"{args.workload}{base} on {gpu}{memory}, torch {torch.__version__}"
     print_table(title, rows)
     if args.json:
         text = json.dumps({"title": title, "workload": args.workload, "rows": rows, "rounds": rounds_by_side}, indent=2)

@@ -106,7 +106,7 @@ time.sleep(3600)"""
 
 
 def hold_back(free_gib: float) -> None:
-    """Another process takes GPU memory until this much is free, as on a smaller card; it ends with this one."""
+    """Another process takes GPU memory until this much is free, as on a smaller GPU; it ends with this one."""
     command = [sys.executable, "-c", BALLAST, str(free_gib)]
     ballast = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     atexit.register(ballast.kill)

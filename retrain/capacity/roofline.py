@@ -17,7 +17,7 @@ HOST_BANDWIDTH = 25
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     """Data sheet values of a GPU: dense bf16 throughput, memory bandwidth, memory."""
 
     name: str
@@ -29,41 +29,41 @@ class Card:
 
 
 # The longest matching name is used.
-CARDS = (
-    Card("GB200", 2500, 8000, 186),
-    Card("B200", 2250, 8000, 180),
-    Card("GH200", 989, 4000, 96),
-    Card("H200", 989, 4800, 141),
-    Card("H100 PCIe", 756, 2000, 80),
-    Card("H100", 989, 3350, 80),
-    Card("A100 40GB", 312, 1555, 40),
-    Card("A100", 312, 2039, 80),
-    Card("L40S", 362, 864, 48),
-    Card("L4", 121, 300, 24),
-    Card("A10G", 70, 600, 24),
-    Card("RTX 5090", 209, 1792, 32),
-    Card("RTX 4090", 165, 1008, 24),
-    Card("RTX 3090", 71, 936, 24),
-    Card("T4", 65, 320, 16),
+GPUS = (
+    Gpu("GB200", 2500, 8000, 186),
+    Gpu("B200", 2250, 8000, 180),
+    Gpu("GH200", 989, 4000, 96),
+    Gpu("H200", 989, 4800, 141),
+    Gpu("H100 PCIe", 756, 2000, 80),
+    Gpu("H100", 989, 3350, 80),
+    Gpu("A100 40GB", 312, 1555, 40),
+    Gpu("A100", 312, 2039, 80),
+    Gpu("L40S", 362, 864, 48),
+    Gpu("L4", 121, 300, 24),
+    Gpu("A10G", 70, 600, 24),
+    Gpu("RTX 5090", 209, 1792, 32),
+    Gpu("RTX 4090", 165, 1008, 24),
+    Gpu("RTX 3090", 71, 936, 24),
+    Gpu("T4", 65, 320, 16),
 )
 
 
-def find_card(name: str) -> Card | None:
+def find_gpu(name: str) -> Gpu | None:
     """The GPU with a name such as `NVIDIA H200` or `h200`. Whole words count: an L40 is not an L4."""
-    known = [card for card in CARDS if _words(card.name) <= _words(name)]
-    return max(known, key=lambda card: len(card.name), default=None)
+    known = [gpu for gpu in GPUS if _words(gpu.name) <= _words(name)]
+    return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
 def _words(name: str) -> set[str]:
     return set(re.findall("[a-z0-9]+", name.lower()))
 
 
-def cards_with_memory(gigabytes: float) -> list[Card]:
+def gpus_with_memory(gigabytes: float) -> list[Gpu]:
     """GPUs with about this much memory."""
-    return [card for card in CARDS if abs(card.memory - gigabytes) <= 0.05 * gigabytes]
+    return [gpu for gpu in GPUS if abs(gpu.memory - gigabytes) <= 0.05 * gigabytes]
 
 
-def detect_card() -> Card | None:
+def detect_gpu() -> Gpu | None:
     """The first GPU according to nvidia-smi, with its actual memory; None if there is none or it is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
@@ -71,8 +71,8 @@ def detect_card() -> Card | None:
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         name, mebibytes = output.splitlines()[0].rsplit(",", 1)
-        card = find_card(name)
-        return card and Card(name.strip(), card.tflops, card.bandwidth, int(mebibytes) * 2**20 / 1e9)
+        gpu = find_gpu(name)
+        return gpu and Gpu(name.strip(), gpu.tflops, gpu.bandwidth, int(mebibytes) * 2**20 / 1e9)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
@@ -160,11 +160,11 @@ class StepTime:
 
 
 def step_time(
-    shape: Shape, work: Workload, card: Card, recomputed_layers: int = 0, sampling: SamplingPlan | None = None
+    shape: Shape, work: Workload, gpu: Gpu, recomputed_layers: int = 0, sampling: SamplingPlan | None = None
 ) -> StepTime:
     """Minimum time of sampling and training."""
     halves = (sampling_phases(shape, work, sampling), training_phases(shape, work, recomputed_layers))
-    sample, train = (sum(phase.seconds(card.tflops, card.bandwidth) for phase in half) for half in halves)
+    sample, train = (sum(phase.seconds(gpu.tflops, gpu.bandwidth) for phase in half) for half in halves)
     if sampling is not None and sampling.merging == "in-place":
         # The matrices are restored from the host after sampling.
         sample += shape.adapted_parameters(work.target_modules) * work.width / (HOST_BANDWIDTH * 1e9)

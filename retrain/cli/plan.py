@@ -17,7 +17,7 @@ from retrain.capacity.cost import (
 )
 from retrain.capacity.memory import PROMPT_TOKENS, Shape, Workload, workload_of
 from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch
-from retrain.capacity.roofline import CARDS, ROOFLINE_SHARE, Card, cards_with_memory, detect_card, find_card, step_time
+from retrain.capacity.roofline import GPUS, ROOFLINE_SHARE, Gpu, detect_gpu, find_gpu, gpus_with_memory, step_time
 from retrain.cli.console import print_json
 from retrain.cli.estimate import (
     MeasuredTime,
@@ -48,7 +48,7 @@ _PRICE = click.FloatRange(min=0)
 class Given:
     """The GPU, prompt length and prices from the command line; None is looked up."""
 
-    card: str | None
+    gpu: str | None
     memory: float | None
     tflops: float | None
     bandwidth: float | None
@@ -58,13 +58,13 @@ class Given:
     @property
     def names_gpu(self) -> bool:
         """Whether anything is given about a GPU."""
-        return any((self.card, self.memory, self.tflops, self.bandwidth))
+        return any((self.gpu, self.memory, self.tflops, self.bandwidth))
 
 
 @click.command("plan", short_help="Show what a run needs.", context_settings={"max_content_width": 110})
 @click.argument("config", required=False, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--card", default=None, help="GPU model, e.g. H100; by default the first GPU of this machine.")
+@click.option("--gpu", default=None, help="GPU model, e.g. H100; by default the first GPU of this machine.")
 @click.option("--memory", type=_POSITIVE, default=None, help="GPU memory in GB.")
 @click.option("--tflops", type=_POSITIVE, default=None, help="Peak bf16 TFLOP/s of the GPU.")
 @click.option("--bandwidth", type=_POSITIVE, default=None, help="Memory bandwidth of the GPU in GB/s.")
@@ -81,7 +81,7 @@ class Given:
 def command(
     config: str | None,
     as_json: bool,
-    card: str | None,
+    gpu: str | None,
     memory: float | None,
     tflops: float | None,
     bandwidth: float | None,
@@ -101,7 +101,7 @@ def command(
       file, backend, devices
       notes               what is not in the numbers
       model               name, parameters, parameters_from
-      card                the GPU: name, tflops, bandwidth, memory
+      gpu                 name, tflops, bandwidth, memory
       memory              in bytes: weights, sampling_copy, adapter, kv_cache,
                           activations, logits, sampling_peak, training_peak,
                           total (the larger peak); fits
@@ -113,7 +113,7 @@ def command(
                           (maximum; of one turn if turns is null), seconds,
                           seconds_from,
                           roofline_sample_seconds, roofline_train_seconds,
-                          seconds_by_card (if only --memory is given)
+                          seconds_by_gpu (if only --memory is given)
       run                 steps, evaluations, evaluation_seconds (of one), seconds
                           (with evaluations, where their time is known)
       campaign            conditions, seeds, runs, workers, total_steps, seconds
@@ -124,7 +124,7 @@ def command(
     """
     prices = _read_prices(prefill_price, sample_price, train_price)
     path, loaded = read_config(config, parameters, as_json)
-    data = plan(loaded, str(path), Given(card, memory, tflops, bandwidth, prompt_tokens, prices))
+    data = plan(loaded, str(path), Given(gpu, memory, tflops, bandwidth, prompt_tokens, prices))
     if as_json:
         print_json(data)
     else:
@@ -143,16 +143,16 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     if is_local and given.names_gpu:
         config = _on_gpu(config)
     # A service's GPUs are unknown, and they are not those of this machine.
-    card = choose_card(config, given) if is_local or given.card or given.tflops else None
+    gpu = choose_gpu(config, given) if is_local or given.gpu or given.tflops else None
     work = workload_of(config, given.prompt_tokens or PROMPT_TOKENS)
-    available = int(card.memory * 1e9) if card is not None and card.memory else None
+    available = int(gpu.memory * 1e9) if gpu is not None and gpu.memory else None
     memory = memory_plan(facts, work, available) if is_local else None
     # Times measured here do not hold for another GPU.
-    is_named = any((given.card, given.tflops, given.bandwidth))
+    is_named = any((given.gpu, given.tflops, given.bandwidth))
     measured = MeasuredTime(None, None, "") if is_named else measure_time(config)
     step = _step(config, work, measured)
-    if facts.shape is not None and card is not None:
-        _add_roofline(step, facts.shape, work, card, memory)
+    if facts.shape is not None and gpu is not None:
+        _add_roofline(step, facts.shape, work, gpu, memory)
     run = _run(config, replace(measured, step=step["seconds"]))
     campaign = _campaign(config, file, run["seconds"])
     return {
@@ -165,7 +165,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
             "parameters": facts.parameters,
             "parameters_from": facts.parameters_from,
         },
-        "card": asdict(card) if card is not None else None,
+        "gpu": asdict(gpu) if gpu is not None else None,
         "memory": _memory(memory, available),
         "sampling": _sampling(memory, work),
         "training": _training(memory, work),
@@ -231,20 +231,20 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
     }
 
 
-def choose_card(config: TrainConfig, given: Given) -> Card | None:
+def choose_gpu(config: TrainConfig, given: Given) -> Gpu | None:
     """The GPU that was named, else the one of this machine, with the given numbers in place of its own."""
-    card = None if is_on_cpu(config.backend.devices) else detect_card()
-    if given.card is not None:
-        card = find_card(given.card)
-        if card is None:
-            known = ", ".join(one.name for one in CARDS)
+    gpu = None if is_on_cpu(config.backend.devices) else detect_gpu()
+    if given.gpu is not None:
+        gpu = find_gpu(given.gpu)
+        if gpu is None:
+            known = ", ".join(one.name for one in GPUS)
             raise ConfigError(
-                f"--card {given.card!r} is not in the table ({known}).  Try: --memory, --tflops, --bandwidth"
+                f"--gpu {given.gpu!r} is not in the table ({known}).  Try: --memory, --tflops, --bandwidth"
             )
     if (given.memory, given.tflops, given.bandwidth) == (None, None, None):
-        return card
-    base = card or Card("a custom GPU", 0.0, 0.0, 0.0)
-    return Card(base.name, given.tflops or base.tflops, given.bandwidth or base.bandwidth, given.memory or base.memory)
+        return gpu
+    base = gpu or Gpu("a custom GPU", 0.0, 0.0, 0.0)
+    return Gpu(base.name, given.tflops or base.tflops, given.bandwidth or base.bandwidth, given.memory or base.memory)
 
 
 def _memory(plan: MemoryPlan | None, available: int | None) -> dict[str, int | bool | None] | None:
@@ -290,23 +290,23 @@ def _step(config: TrainConfig, work: Workload, measured: MeasuredTime) -> Step:
         "seconds_from": measured.source if measured.step is not None else None,
         "roofline_sample_seconds": None,
         "roofline_train_seconds": None,
-        "seconds_by_card": {},
+        "seconds_by_gpu": {},
     }
 
 
-def _add_roofline(step: Step, shape: Shape, work: Workload, card: Card, memory: MemoryPlan | None) -> None:
+def _add_roofline(step: Step, shape: Shape, work: Workload, gpu: Gpu, memory: MemoryPlan | None) -> None:
     """The time of a step by roofline, which is also its time if none was measured."""
     seconds = step["seconds"]
     recomputed, sampling = (memory.training.recomputed_layers, memory.sampling) if memory is not None else (0, None)
-    if not card.tflops and not card.bandwidth and seconds is None:
-        known = {one.name: step_time(shape, work, one, recomputed, sampling) for one in cards_with_memory(card.memory)}
-        step["seconds_by_card"] = {name: time.likely for name, time in known.items()}
-    if card.tflops and card.bandwidth:
-        at_best = step_time(shape, work, card, recomputed, sampling)
+    if not gpu.tflops and not gpu.bandwidth and seconds is None:
+        known = {one.name: step_time(shape, work, one, recomputed, sampling) for one in gpus_with_memory(gpu.memory)}
+        step["seconds_by_gpu"] = {name: time.likely for name, time in known.items()}
+    if gpu.tflops and gpu.bandwidth:
+        at_best = step_time(shape, work, gpu, recomputed, sampling)
         step["roofline_sample_seconds"], step["roofline_train_seconds"] = at_best.sample, at_best.train
         if seconds is None:
             step["seconds"] = at_best.likely
-            step["seconds_from"] = f"the roofline of {card.name}, assuming {ROOFLINE_SHARE:.0%} of it is reached"
+            step["seconds_from"] = f"the roofline of {gpu.name}, assuming {ROOFLINE_SHARE:.0%} of it is reached"
 
 
 def _run(config: TrainConfig, time: MeasuredTime) -> Run:

@@ -33,7 +33,7 @@ class Step(TypedDict):
     seconds_from: str | None
     roofline_sample_seconds: float | None
     roofline_train_seconds: float | None
-    seconds_by_card: dict[str, float]
+    seconds_by_gpu: dict[str, float]
     """Roofline estimates for GPUs with the same memory, if only the memory of the GPU is known."""
 
 
@@ -80,7 +80,7 @@ class Plan(TypedDict):
     devices: str
     notes: list[str]
     model: Model
-    card: dict[str, str | float] | None
+    gpu: dict[str, str | float] | None
     memory: dict[str, int | bool | None] | None
     sampling: dict[str, str | int | bool | None] | None
     training: dict[str, int] | None
@@ -102,10 +102,10 @@ def why_unknown(model: Model) -> str:
 
 def print_plan(data: Plan) -> None:
     """Print the plan as text."""
-    card, backend, memory, training = data["card"], data["backend"], data["memory"], data["training"]
-    device = "the CPU" if is_on_cpu(data["devices"]) else "an unknown GPU (try --card H100)"
-    if card and card["memory"]:
-        device = f"{card['name']}, {card['memory']:.0f} GB"
+    gpu, backend, memory, training = data["gpu"], data["backend"], data["memory"], data["training"]
+    device = "the CPU" if is_on_cpu(data["devices"]) else "an unknown GPU (try --gpu H100)"
+    if gpu and gpu["memory"]:
+        device = f"{gpu['name']}, {gpu['memory']:.0f} GB"
     click.echo(f"{data['file']}: {data['model']['name']} on {device if backend == 'local' else backend}")
     for note in data["notes"]:
         click.echo(f"note: {note}")
@@ -160,14 +160,14 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
     size = f"{plural(step['completions'], 'completion')}, at most {step['tokens']:,} tokens sampled{each}"
     rows = [("per step", size)]
     if step["seconds"] is None:
-        reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --card"
+        reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --gpu"
         if is_on_cpu(data["devices"]):
             reason = "CPUs differ too much to estimate one.  Try: run it for 5 steps (--max-steps 5)"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: run it for 5 steps (--max-steps 5)"
         unknown = f"unknown: no step has been measured, and {reason}"
-        by_card = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_card"].items())
-        rows.append(("seconds per step", f"{by_card}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_card else unknown))
+        by_gpu = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_gpu"].items())
+        rows.append(("seconds per step", f"{by_gpu}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_gpu else unknown))
     else:
         rows.append(("seconds per step", f"{_format_step(step['seconds'])}, from {step['seconds_from']}"))
     if run["evaluations"] and run["evaluation_seconds"] is not None:

@@ -22,7 +22,7 @@ from retrain.capacity.memory import (
     workload_of,
 )
 from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch, plan_memory
-from retrain.capacity.roofline import find_card, sampling_phases, step_time, training_phases
+from retrain.capacity.roofline import find_gpu, sampling_phases, step_time, training_phases
 from retrain.capacity.sampling import BLOCK, CACHE_SHARE, Sampler
 from retrain.config import load_config
 
@@ -313,20 +313,20 @@ def test_the_roofline_of_w1_is_the_physical_floor() -> None:
     ],
 )
 def test_cards_are_found_by_any_part_of_their_name(given_name: str, found: str) -> None:
-    card = find_card(given_name)
-    assert card is not None
-    assert card.name == found
+    gpu = find_gpu(given_name)
+    assert gpu is not None
+    assert gpu.name == found
 
 
 @pytest.mark.parametrize(
     "name", ["Voodoo 2", "L40", "A1000", "NVIDIA RTX A1000", "H1000", "B2000", "T4x", "A10", "4090"]
 )
 def test_a_card_is_not_taken_for_one_whose_name_begins_the_same(name: str) -> None:
-    assert find_card(name) is None
+    assert find_gpu(name) is None
 
 
 def test_a_step_takes_twice_the_roofline_and_longer_in_little_memory() -> None:
-    h200 = find_card("h200")
+    h200 = find_gpu("h200")
     assert h200 is not None
     at_best = step_time(qwen(), W1, h200)
     assert at_best.likely == pytest.approx(2 * (at_best.sample + at_best.train))

@@ -43,7 +43,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 def test_memory_is_shown_by_part_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     memory = plan(capsys)["memory"]
-    assert memory.pop("fits") is None, "no card is known"
+    assert memory.pop("fits") is None, "no GPU is known"
     total, sampling, training = (memory.pop(key) for key in ("total", "sampling_peak", "training_peak"))
     assert total == training == sum(memory.values())
     assert memory["weights"] + memory["kv_cache"] < sampling < training
@@ -51,15 +51,15 @@ def test_memory_is_shown_by_part_and_adds_up(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_card_shows_what_fits_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    data = plan(capsys, "--card", "H100")
-    assert data["card"]["memory"] == 80
+    data = plan(capsys, "--gpu", "H100")
+    assert data["gpu"]["memory"] == 80
     assert data["memory"]["fits"] is True
     assert data["largest_batch_size"] > 8
     assert data["step"]["seconds"] == pytest.approx(
         2 * (data["step"]["roofline_sample_seconds"] + data["step"]["roofline_train_seconds"])
     )
     assert data["run"]["seconds"] == pytest.approx(100 * data["step"]["seconds"])
-    small = plan(capsys, "--card", "H100", "--memory", "3")
+    small = plan(capsys, "--gpu", "H100", "--memory", "3")
     assert small["memory"]["fits"] is False
     assert small["largest_batch_size"] == 0
     assert small["training"]["recomputed_layers"] == 16
@@ -97,7 +97,7 @@ def test_a_4b_model_fits_small_gpus_and_the_text_says_how(
 
 
 def test_more_memory_makes_a_step_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    large, small = (plan(capsys, "--card", "H100", "--memory", size) for size in ("80", "6"))
+    large, small = (plan(capsys, "--gpu", "H100", "--memory", size) for size in ("80", "6"))
     assert small["memory"]["fits"] is True
     assert small["step"]["seconds"] > large["step"]["seconds"]
 
@@ -106,10 +106,10 @@ def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[s
     data = plan(capsys, "--tflops", "100", "--bandwidth", "1000")
     assert data["step"]["seconds"] > 0
     assert data["memory"]["fits"] is None
-    assert run(["plan", "--card", "Voodoo"]) == 2
+    assert run(["plan", "--gpu", "Voodoo"]) == 2
     assert "H200" in capsys.readouterr().err
-    assert run(["plan", "--card", "L40"]) == 2
-    assert "--card 'L40' is not in the table (" in capsys.readouterr().err
+    assert run(["plan", "--gpu", "L40"]) == 2
+    assert "--gpu 'L40' is not in the table (" in capsys.readouterr().err
     assert run(["plan", "--memory", "-1"]) == 2
 
 
@@ -117,7 +117,7 @@ def test_measured_steps_count_more_than_the_roofline(capsys: pytest.CaptureFixtu
     steps = [{"batch_size": 8, "group_size": 16, "step_time_s": seconds} for seconds in (9.0, 3.0, 4.0)]
     write("".join(json.dumps(step) + "\n" for step in steps), "logs/train/metrics.jsonl")
     write(Path("retrain.toml").read_text(), "logs/train/config.toml")
-    assert plan(capsys, "--card", "H100")["step"]["seconds_from"].startswith("the roofline of H100")
+    assert plan(capsys, "--gpu", "H100")["step"]["seconds_from"].startswith("the roofline of H100")
     data = plan(capsys)
     assert data["step"]["seconds"] == 4.0
     assert "3 steps" in data["step"]["seconds_from"]
@@ -143,7 +143,7 @@ def test_a_campaign_takes_its_steps_over_its_workers(capsys: pytest.CaptureFixtu
 
 def test_without_the_models_files_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     write('[model]\nmodel = "somebody/mystery"\n')
-    data = plan(capsys, "--card", "H100")
+    data = plan(capsys, "--gpu", "H100")
     assert (data["memory"], data["training"], data["largest_batch_size"]) == (None, None, None)
     assert data["step"]["seconds"] is None
     assert run(["plan"]) == 0
@@ -158,7 +158,7 @@ def test_a_config_fetched_ahead_of_the_weights_is_enough(tmp_path: Path, capsys:
 
 def test_a_remote_backend_needs_no_memory_here(capsys: pytest.CaptureFixture[str]) -> None:
     write('[model]\nmodel = "./model"\n[backend]\nbackend = "tinker"\n')
-    assert plan(capsys, "--card", "H100")["memory"] is None
+    assert plan(capsys, "--gpu", "H100")["memory"] is None
 
 
 TINKER = '[model]\nmodel = "./model"\n[backend]\nbackend = "tinker"\n[training]\nmax_steps = 10\nbatch_size = 2\n'
@@ -337,7 +337,7 @@ def test_a_squeeze_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--card", "H100"]) == 0
+    assert run(["plan", "--gpu", "H100"]) == 0
     text = capsys.readouterr().out
     for words in ("weights", "KV cache", "activations", "logits", "adapter", "fits", "largest batch_size", "per run"):
         assert words in text
@@ -347,11 +347,11 @@ def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["plan", "--devices", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "./model on the CPU" in text and "Try: run it for 5 steps (--max-steps 5)" in text
-    assert "GPU" not in text and "--card" not in text
+    assert "GPU" not in text and "--gpu" not in text
 
 
 @pytest.mark.parametrize("devices", ["auto", "cpu"])
-@pytest.mark.parametrize("gpu", [("--card", "H100"), ("--memory", "24"), ("--tflops", "100", "--bandwidth", "1000")])
+@pytest.mark.parametrize("gpu", [("--gpu", "H100"), ("--memory", "24"), ("--tflops", "100", "--bandwidth", "1000")])
 def test_a_gpu_that_is_named_is_planned_for_where_there_is_none(
     devices: str, gpu: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +360,7 @@ def test_a_gpu_that_is_named_is_planned_for_where_there_is_none(
     expected = plan(capsys, *gpu)
     assert plan(capsys, "--devices", devices, *gpu) == expected
     assert expected["devices"] == "gpu:0"
-    assert expected["step"]["seconds"] or expected["step"]["seconds_by_card"]
+    assert expected["step"]["seconds"] or expected["step"]["seconds_by_gpu"]
 
 
 def test_a_gpu_that_is_named_needs_the_shape_of_the_model_and_no_run(
@@ -368,7 +368,7 @@ def test_a_gpu_that_is_named_needs_the_shape_of_the_model_and_no_run(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write('[model]\nmodel = "somebody/mystery"\n[backend]\ndevices = "auto"\n')
-    assert run(["plan", "--card", "H100"]) == 0
+    assert run(["plan", "--gpu", "H100"]) == 0
     text = capsys.readouterr().out
     assert "on H100, 80 GB" in text and "the model's shape is unknown" in text
     assert "CPU" not in text
@@ -381,7 +381,7 @@ def test_a_step_that_takes_milliseconds_does_not_take_no_time(
     write(
         '[model]\nmodel = "builtin:tiny"\n[training]\nmax_steps = 12\nmax_tokens = 64\nbatch_size = 4\ngroup_size = 8\n'
     )
-    assert run(["plan", "--card", "H100"]) == 0
+    assert run(["plan", "--gpu", "H100"]) == 0
     text = capsys.readouterr().out
     assert "seconds per step  < 0.01, from the roofline of H100" in text
     assert "12 steps, < 1 s" in text
@@ -390,7 +390,7 @@ def test_a_step_that_takes_milliseconds_does_not_take_no_time(
 
 
 def test_the_keys_of_the_json_are_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    data = plan(capsys, "--card", "H100")
+    data = plan(capsys, "--gpu", "H100")
     assert run(["plan", "--help"]) == 0
     text = capsys.readouterr().out
     for key, value in data.items():

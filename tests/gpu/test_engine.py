@@ -1,4 +1,4 @@
-"""The engine on a card: compiled kernels, graphs, every precision, rows and turns that enter a running batch."""
+"""The engine on a GPU: compiled kernels, graphs, every precision, rows and turns that enter a running batch."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_on_a_card_that_is_nearly_full_rows_take_turns(broad: Path) -> None:
     engine, prompts = engine_on(policy_for(config, device="cuda"), config), random_prompts((8, 9))
     engine.generate(prompts, Sampling(max_tokens=20, n=256))
     engine.shutdown()
-    # As another process would: most of the card is taken, through no cache of this engine.
+    # As another process would: most of the GPU is taken, through no cache of this engine.
     free, _ = torch.cuda.mem_get_info()
     taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")
     groups = engine.generate(prompts, Sampling(max_tokens=1500, n=256, seed=1))

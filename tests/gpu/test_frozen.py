@@ -1,4 +1,4 @@
-"""The student on a card: over the policy's tensors, and coming over from CPU memory for each use."""
+"""The student on a GPU: over the policy's tensors, and coming over from CPU memory for each use."""
 
 from __future__ import annotations
 

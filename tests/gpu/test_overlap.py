@@ -1,4 +1,4 @@
-"""Sampling and training at the same time on one card, in two streams."""
+"""Sampling and training at the same time on one GPU, in two streams."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def check_not_refused(url: str) -> None:
 
     Behind a proxy, only the SDK knows which connection it will make.
     """
-    if urllib.request.getproxies():
+    if urllib.request.getproxies().keys() - {"no"}:
         return
     parts = urlsplit(url)
     without_user = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

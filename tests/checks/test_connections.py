@@ -103,6 +103,8 @@ def test_a_tinker_address_is_tried_without_its_password_and_not_at_all_behind_a_
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    # By itself, no proxy.
+    monkeypatch.setenv("no_proxy", "localhost")
     with pytest.raises(BackendError, match=r"at http://127.0.0.1:9: .*refused") as caught:
         check_not_refused("http://user:secret99@127.0.0.1:9")
     assert "secret99" not in str(caught.value)

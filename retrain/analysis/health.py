@@ -25,7 +25,7 @@ SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
-    "turns", "groups_sampled",
+    "turns", "groups_sampled", "skipped_steps",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
 TOPICS = {
@@ -146,6 +146,11 @@ def _limit(
 
 def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
     rule = f"held-out pass@1 above the first by more than noise, else reward above that of the first {WINDOW} steps"
+    skipped = _skipped_updates(metrics)
+    if skipped and skipped >= min(WINDOW, len(metrics)) / 2:
+        value = f"{skipped} of the last {min(WINDOW, len(metrics))} updates skipped, not finite"
+        since = next(int(row["step"]) for row in metrics if row.get("skipped_steps"))
+        return Check("learning", "problem", value, rule, since)
     rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
     if len(rows) > 1:
         first, last = rows[0], rows[-1]
@@ -169,6 +174,12 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     if abs(after - before) <= noise_between(start, end):
         return Check("learning", "warning", f"{value}, within noise", rule, None, "wrong")
     return Check("learning", "ok" if after > before else "problem", value, rule, None, "wrong")
+
+
+def _skipped_updates(metrics: Sequence[Row]) -> int:
+    """Updates that were skipped in the last steps, since their gradient was not finite."""
+    counts = [0] * (WINDOW + 1) + [int(_number(row.get("skipped_steps")) or 0) for row in metrics]
+    return counts[-1] - counts[-1 - WINDOW]
 
 
 def _change(first: Row, last: Row) -> tuple[int, float, float]:

@@ -22,6 +22,7 @@ from retrain.backends.local.shared import SharedModel
 from retrain.campaign.processes import STDERR, STDOUT
 from retrain.config import load_config
 from retrain.errors import RetrainError
+from retrain.isolation.redaction import redact
 from retrain.runtime.child import end_with_parent
 from retrain.storage.folder import CONFIG_FILE
 from retrain.tracking.console import Console
@@ -112,10 +113,10 @@ class Host:
             except KeyboardInterrupt:
                 return 130
             except RetrainError as error:
-                print(f"error: {error}", file=errors)
+                print(redact(f"error: {error}"), file=errors)
                 return error.exit_code
             except Exception:
-                traceback.print_exc(file=errors)
+                print(redact(traceback.format_exc()), file=errors)
                 return 1
             return 0
 

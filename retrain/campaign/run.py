@@ -67,8 +67,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         require_enough_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
-        if not is_resumed:
-            _require_its_conditions(earlier, runs)
+        _require_its_runs(earlier, runs, is_resumed)
         _require_same_campaign(earlier, runs)
     running = [run.name for run in runs if is_locked(run.folder)]
     if running:
@@ -315,15 +314,22 @@ def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], log: 
     return LocalProcesses()
 
 
-def _require_its_conditions(earlier: Manifest, runs: Sequence[Run]) -> None:
-    """Raise if a new campaign lacks conditions of the one in its folder, whose configuration it would replace."""
-    own = {run.condition for run in runs}
-    lacking = [condition["name"] for condition in earlier.table["conditions"] if condition["name"] not in own]
+def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) -> None:
+    """Raise if a campaign lacks open runs of the one in its folder, whose configuration it would replace.
+
+    Unless it is resumed, it must have all conditions, too.
+    """
+    conditions, names = {run.condition for run in runs}, {run.name for run in runs}
+    # What has finished or failed may be left out; other runs would never be resumed.
+    ended = ("finished", "skipped", "failed")
+    lacking = [r["name"] for r in earlier.table["runs"] if r["name"] not in names and r["status"] not in ended]
+    if not is_resumed:
+        lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]
     if lacking:
-        folder = shorten_path(earlier.folder)
+        named = ", ".join(lacking[:4]) + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else "")
         raise ConfigError(
-            f"{folder} holds another campaign, with conditions that this one lacks: {', '.join(lacking)}.  "
-            f"Try: another --log-dir, or --resume {shlex.quote(folder)} to add these runs to it"
+            f"{shorten_path(earlier.folder)} holds another campaign, with runs or conditions that this one lacks: "
+            f"{named}.  Try: another --log-dir, or add your conditions and seeds to those of that campaign"
         )
 
 

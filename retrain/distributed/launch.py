@@ -15,12 +15,16 @@ from types import FrameType
 
 import click
 
+from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT
 from retrain.runtime.interrupts import SIGNALS
 from retrain.storage.publishing import make_temporary
 
 # When a rank fails, rank 0 reports it and ends; if it does not, it is sent SIGTERM, then all ranks are killed.
 TERMINATE_AFTER_S, KILL_AFTER_S = 20.0, 45.0
+# Ranks have nothing to save when rank 0 has failed; those that wait for its first command never learn of it.
+_PATIENCE_AFTER_FAILURE_S = 2.0
+INTERRUPTED = 130
 _POLL_S = 0.1
 _LAST_CHARACTERS = 6000
 
@@ -31,6 +35,7 @@ class Ranks:
     def __init__(self, processes: int, command: Sequence[str], logs: Path) -> None:
         self.command = command
         self.logs = logs
+        self.is_interrupted = False
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -62,6 +67,10 @@ class Ranks:
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal to rank 0, which saves and then stops the other ranks."""
+        self.is_interrupted = True
+        self._send_to_main(number)
+
+    def _send_to_main(self, number: int) -> None:
         if self.processes[0].poll() is None:
             self.processes[0].send_signal(number)
 
@@ -78,22 +87,26 @@ class Ranks:
             elif time.monotonic() - since > TERMINATE_AFTER_S and not terminated:
                 terminated = True
                 self._show(failed)
-                self.forward(signal.SIGTERM, None)
+                self._send_to_main(signal.SIGTERM)
             time.sleep(_POLL_S)
-        if code is not None and code < 0:
+        if code is not None and code < 0 and self.is_interrupted:
+            # Before rank 0 handles signals, they end it.
+            click.echo("Interrupted.", err=True)
+            code = INTERRUPTED
+        elif code is not None and code < 0:
             click.echo(f"error: rank 0 was ended by {signal.Signals(-code).name}.", err=True)
-        self.end(patient=code is not None)
+        self.end(0.0 if code is None else _PATIENCE_AFTER_FAILURE_S if code else TERMINATE_AFTER_S)
         return code if code is not None and code >= 0 and not terminated else 1
 
     def _show(self, rank: int) -> None:
-        output = self.log_of(rank).read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+        output = redact(self.log_of(rank).read_text(errors="replace"))[-_LAST_CHARACTERS:].strip()
         code = self.processes[rank].returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         click.echo(f"\nRank {rank} {how}. Its last output:\n{output or '(nothing)'}\n", err=True)
 
-    def end(self, patient: bool) -> None:
+    def end(self, patience_s: float) -> None:
         """Wait for the remaining processes to end, then kill them."""
-        until = time.monotonic() + (TERMINATE_AFTER_S if patient else 0.0)
+        until = time.monotonic() + patience_s
         while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
             time.sleep(_POLL_S)
         for process in self.processes:
@@ -112,7 +125,7 @@ def launch(processes: int, arguments: Sequence[str], log_dir: Path) -> int:
         try:
             return ranks.watch()
         finally:
-            ranks.end(patient=False)
+            ranks.end(patience_s=0.0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
             # Copied last: a starting run moves an earlier run in its folder away.

@@ -17,6 +17,7 @@ from retrain.distributed.build import build_rank
 from retrain.distributed.learner import RankedLearner
 from retrain.distributed.links import CommandAbandoned, Link, RankCommand, is_lost_peer
 from retrain.errors import BackendError
+from retrain.isolation.redaction import redact
 from retrain.modeling.tokens import load_tokenizer
 from retrain.runtime.interrupts import SIGNALS
 from retrain.runtime.ranks import RankInfo
@@ -53,7 +54,7 @@ class Worker:
         tokenizer = load_tokenizer(config.model.model)
 
         def log(line: str) -> None:
-            print(line, flush=True)
+            print(redact(line), flush=True)
 
         def progress(phase: str, done: int, total: int) -> None:
             # Engines report while they sample: sampling is cancelled here if rank 0 no longer waits for it.
@@ -98,7 +99,7 @@ def serve(rank_info: RankInfo) -> int:
     try:
         worker.serve()
     except Exception as error:
-        trace = traceback.format_exc()
+        trace = redact(traceback.format_exc())
         print(f"Rank {rank_info.rank} failed:\n{trace}", file=sys.stderr, flush=True)
         link.fail(trace, is_lost_peer(error))
         return 1

@@ -99,7 +99,8 @@ class Determinism:
 
     def disable_after(self, error: RuntimeError) -> None:
         """Continue without deterministic kernels if an operation has none; re-raises any other error."""
-        if not lacks_deterministic_kernel(error):
+        # With ours off already, the setting is someone else's, such as a loss plugin's: trying again would not help.
+        if not self.is_on or not lacks_deterministic_kernel(error):
             raise error
         if self.is_required:
             raise BackendError(

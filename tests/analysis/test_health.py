@@ -194,3 +194,14 @@ def test_the_help_names_the_topic_of_the_worst_check_first() -> None:
     checks = check_health(steps(late=0, max_token_hit_rate=0.2, groups_all_right=8))
     assert help_line(checks) == "Causes and fixes: retrain man --topic dead-groups (also: truncation)"
     assert help_line(check_health(steps())) == ""
+
+
+def test_a_run_most_of_whose_updates_are_skipped_does_not_learn() -> None:
+    short = [HEALTHY | {"step": step, "mean_reward": 0.5, "skipped_steps": step + 1} for step in range(3)]
+    check = find("learning", check_health(short))
+    assert (check.level, check.step) == ("problem", 0)
+    assert check.value == "3 of the last 3 updates skipped, not finite"
+    # Once, or long ago: the result counts.
+    for skipped in ([0] * 39 + [1], [0] * 5 + [9] * 35):
+        rows = [row | {"skipped_steps": count} for row, count in zip(steps(), skipped, strict=True)]
+        assert find("learning", check_health(rows)).level == "ok"

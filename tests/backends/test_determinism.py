@@ -163,6 +163,10 @@ def test_an_operation_without_a_deterministic_kernel_is_reported_once_and_the_ru
     assert logged == [
         "Warning: this run is not bitwise reproducible: odd_cuda does not have a deterministic implementation."
     ]
+    # Someone else has set it: trying again would never end.
+    with pytest.raises(RuntimeError, match="odd_cuda"):
+        determinism.disable_after(RuntimeError("odd_cuda does not have a deterministic implementation. You can ..."))
+    assert len(logged) == 1
 
 
 def test_an_operation_without_a_deterministic_kernel_ends_a_run_that_must_repeat(tiny: Path) -> None:

@@ -263,6 +263,18 @@ def test_a_run_that_no_longer_learns_because_of_its_gradients_ends(tiny: Path) -
     ]
 
 
+def test_a_resumed_run_ends_where_an_uninterrupted_one_would(tiny: Path, tmp_path: Path) -> None:
+    made, resumed = learner(tiny), learner(tiny)
+    good = random_datums(SIZES)
+    bad = [replace(good[0], advantages_T=np.full(len(good[0].advantages_T), math.nan)), *good[1:]]
+    for step in range(MAX_SKIPPED - 1):
+        made.step(bad, step)
+    made.save(tmp_path)
+    resumed.load(tmp_path)
+    with pytest.raises(BackendError, match="the last of them step 4"):
+        resumed.step(bad, MAX_SKIPPED - 1)
+
+
 def test_a_gradient_is_clipped_to_its_norm(tiny: Path) -> None:
     datums, norms = random_datums(SIZES), {}
     for clip in (0.0, 1e-3):

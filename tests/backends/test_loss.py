@@ -181,6 +181,9 @@ def test_a_built_in_loss_declares_the_options_it_reads(name: str) -> None:
         ("batch.advantages.sum()", r"'odd_loss.Odd' returned a tensor of shape \(\) for 3 tokens; it must return one"),
         ("batch.advantages[:2]", r"returned a tensor of shape \(2,\) for 3 tokens"),
         ("0.5", r"'odd_loss.Odd' returned 0.5 for 3 tokens"),
+        ("batch.ratios().detach()", r"'odd_loss.Odd' returned values without a gradient"),
+        ("batch.ratios() > 1", r"returned bool values on cpu; they must be floating-point values on cpu"),
+        ("batch.ratios().to('meta')", r"returned float64 values on meta; they must"),
         ("1 / 0", r"'odd_loss.Odd' raised ZeroDivisionError\(.*\) in objective \(odd_loss.py, line 4\)\."),
     ],
 )

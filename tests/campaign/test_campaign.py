@@ -139,6 +139,20 @@ def test_another_campaign_does_not_replace_the_one_in_its_folder(tmp_path: Path,
     assert set(statuses(tmp_path)) == {"grpo+none_s1", "maxrl+none_s1", "maxrl+gtpo_s1"}
 
 
+def test_a_campaign_with_fewer_seeds_does_not_replace_one_with_open_runs(tmp_path: Path, monkeypatch: Patch) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1, 2]), monkeypatch)
+    manifest = manifest_of(tmp_path)
+    next(run for run in manifest["runs"] if run["name"] == "grpo+none_s2")["status"] = "interrupted"
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    before = (tmp_path / "config.toml").read_text()
+    for resume in ({}, {"resume": {"from": str(tmp_path)}}):
+        fewer = FakeExecutor()
+        with pytest.raises(ConfigError, match=r"holds another campaign, .* lacks: grpo\+none_s2\.  Try: another"):
+            run_with(fewer, campaign_config(tmp_path, resume, seeds=[1]), monkeypatch)
+        assert fewer.started == []
+        assert (tmp_path / "config.toml").read_text() == before
+
+
 def test_a_run_that_ended_while_nobody_looked_is_taken_over(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     write_result(planned(config)[0], 0.7)

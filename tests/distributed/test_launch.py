@@ -68,6 +68,19 @@ def test_a_killed_rank_0_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
 
 
+def test_a_signal_before_rank_0_handles_any_interrupts_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "TERMINATE_AFTER_S", 60.0)
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else None\ntime.sleep(600)"
+    ranks = Ranks(2, [sys.executable, "-c", RANK + deaf], tmp_path)
+    threading.Timer(0.5, lambda: ranks.forward(signal.SIGTERM, None)).start()
+    started = time.monotonic()
+    assert ranks.watch() == 130
+    assert time.monotonic() - started < 30
+    assert capfd.readouterr().err == "Interrupted.\n"
+
+
 def test_signals_reach_rank_0_alone(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGINT, lambda *_: sys.exit(130))\nprint('ready', flush=True)\n"
     ranks = Ranks(2, [sys.executable, "-c", RANK + script + "time.sleep(600 if rank == 0 else 2)"], tmp_path)

@@ -52,6 +52,7 @@ from retrain.types import Datum, FloatArray, StepMetrics
 
 # Consecutive steps without an update after which a run ends.
 MAX_SKIPPED = 5
+SKIPPED = "skipped_in_a_row"
 
 
 @dataclass(frozen=True)
@@ -383,7 +384,8 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """State that a resume needs besides the model."""
-        return self.optimizer.state() | (self.reference.state() if self.reference is not None else {})
+        state = self.optimizer.state() | (self.reference.state() if self.reference is not None else {})
+        return state | {SKIPPED: torch.tensor(self.skipped_in_a_row)}
 
     def load(self, path: Path) -> None:
         """Restore all of it bit for bit."""
@@ -391,6 +393,8 @@ class Learner:
         own = {f"parameter/{name}": parameter.shape for name, parameter in self.trainable.parameters.items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("parameter/")} != own:
             raise BackendError("the saved weights do not match this model; was another model trained?")
+        # Earlier checkpoints lack it.
+        self.skipped_in_a_row = int(tensors.pop(SKIPPED, 0))
         references = {name: tensors.pop(name) for name in list(tensors) if name.startswith("reference/")}
         self.optimizer.load(tensors)
         if self.reference is not None:

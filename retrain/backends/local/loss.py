@@ -29,6 +29,12 @@ def _checked_objective(batch: TokenBatch, loss: PolicyLoss) -> Tensor:
         # A number would be broadcast, and count once for every token.
         found = f"a tensor of shape {tuple(objective.shape)}" if isinstance(objective, Tensor) else repr(objective)
         raise PluginError(f"{name} returned {found} for {tokens[0]} tokens; it must return one number per token.")
+    if not objective.is_floating_point() or objective.device != batch.logprobs.device:
+        kind = f"{str(objective.dtype).removeprefix('torch.')} values on {objective.device}"
+        raise PluginError(f"{name} returned {kind}; they must be floating-point values on {batch.logprobs.device}.")
+    if batch.logprobs.requires_grad and not objective.requires_grad:
+        # Beside a KL term, training would go on without it.
+        raise PluginError(f"{name} returned values without a gradient.  Try: do not detach batch.logprobs")
     return objective
 
 

@@ -128,12 +128,15 @@ def test_a_run_of_its_own_has_no_elapsed_time(tmp_path: Path, capsys: Captured) 
     assert "elapsed_seconds (otherwise null)" in capsys.readouterr().out
 
 
-def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:
+def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "train").mkdir()
     with lock_folder(tmp_path / "train"):
         folder = write_run(tmp_path / "train", [0.1, 0.4], status="running", eval__every=1)
         assert read_progress(folder).state == "evaluating"
         assert read_progress(folder).eta_seconds is None
+    write_run(folder, [0.1, 0.4], eval__every=1)
+    (entry,) = status_of(tmp_path, capsys)
+    assert (entry["status"], entry["runs"]["train"]["activity"]) == ("finished", "")
 
 
 def test_a_dead_run_shows_the_command_that_resumes_it(tmp_path: Path, capsys: Captured) -> None:

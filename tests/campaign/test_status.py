@@ -373,6 +373,9 @@ def test_time_left_is_shared_by_those_that_run_at_once() -> None:
     twice = RunProgress("interrupted", 10, 20, step_seconds=1.0, elapsed_seconds=50.0, attempts=2)
     assert twice.overhead_seconds == 20.0
     assert seconds_left([RunProgress("finished", 10, 10, step_seconds=1.0)], 1) == 0.0
+    # How long an evaluation takes is unknown.
+    evaluating = RunProgress("running", 10, 10, step_seconds=1.0, activity="evaluating")
+    assert seconds_left([done, evaluating], 1) is None
     # Runs of an earlier session start once more: one has been loading for 5 s of 40, the other waits.
     resumed = RunProgress("running", 5, 10, quiet_seconds=5.0, elapsed_seconds=60.0, activity="loading")
     waiting = RunProgress("interrupted", 2, 10)

@@ -7,13 +7,15 @@ one file and one line in `REGISTRIES`.
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from retrain.errors import PluginError
@@ -165,11 +167,23 @@ def import_path(path: str, kind: str) -> object:
         for name in attribute.split("."):
             found = getattr(found, name)
     except AttributeError as error:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        close = get_close_matches(attribute, public, n=1)
+        close = get_close_matches(attribute, _own_names(module), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PluginError(f"{kind} plugin {path!r}: {module_name!r} has no {attribute!r}.{hint}") from error
     return found
+
+
+def _own_names(module: ModuleType) -> list[str]:
+    """The public names of a module that may be plugins: no constants, no modules, nothing of another package."""
+    names = []
+    for name, value in vars(module).items():
+        is_named = inspect.isroutine(value) or inspect.isclass(value)
+        package = (value.__module__ or "").split(".")[0] if is_named else ""
+        is_own = not is_named or package == module.__name__.split(".")[0]
+        # A dataclass: transforms are values.
+        if not name.startswith("_") and is_own and (callable(value) or is_dataclass(value)):
+            names.append(name)
+    return names
 
 
 def make_importable(search_paths: Sequence[str]) -> None:

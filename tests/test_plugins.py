@@ -108,8 +108,14 @@ def test_a_module_that_fails_while_imported_is_named(folder: Path, body: str) ->
 
 
 def test_a_missing_attribute_gets_a_suggestion(folder: Path) -> None:
-    (folder / "my_sample_part.py").write_text("def my_score(): ...\n")
+    (folder / "my_sample_part.py").write_text(
+        "import json as nop\nfrom os.path import join as part\nfrom retrain.advantages.method import TransformSpec\n"
+        "def my_score(): ...\nMINE = TransformSpec('mine')\nLIMITS = 3\n"
+    )
     assert refusal("my_sample_part.my_scroe", str(folder)).endswith("has no 'my_scroe'. Did you mean 'my_score'?")
+    assert refusal("my_sample_part.MIEN", str(folder)).endswith("Did you mean 'MINE'?")
+    for name in ("nope", "parts", "LIMIT"):
+        assert refusal(f"my_sample_part.{name}", str(folder)).endswith(f"has no {name!r}.")
     with pytest.raises(PluginError, match="has no 'no_such_thing'"):
         import_path("os.path:no_such_thing", "sample")
 

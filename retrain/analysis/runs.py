@@ -16,7 +16,7 @@ from typing import TypeGuard
 from retrain.analysis.change import Row
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
-from retrain.config.toml import format_value
+from retrain.config.toml import format_value, show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE
@@ -79,10 +79,19 @@ def find_runs(
         other = pairs.setdefault((run.condition, run.seed), run)
         if other is not run:
             raise ConfigError(
-                f"{other.path} and {run.path} are the same run: {run.condition} with seed {run.seed}.  "
+                f"{other.path} and {run.path} count as the same run: {run.condition} with seed {run.seed}"
+                f"{_describe_differences(other.config, run.config)}.  "
                 f"Try: leave one out, or compare the two line by line: retrain diff {other.path} {run.path}"
             )
     return runs
+
+
+def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
+    """The options that make no condition of their own and differ, except those that name or log a run."""
+    found = config_differences(one, other).items()
+    named = paths_where("identity")
+    shown = [f"{p.split('.')[-1]} ({show_value(a)} and {show_value(b)})" for p, (a, b) in found if p not in named]
+    return f". What differs is not part of a condition: {', '.join(shown)}" if shown else ""
 
 
 def _find(path: Path, read: Callable[[Path], RunRecord]) -> list[RunRecord]:
@@ -154,9 +163,10 @@ def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     # Where, how long and how fast a run went is not part of its method, nor is its seed.
     excluded = free_on_resume() | paths_where("identity")
-    if any(run.config.optimizer.schedule != "constant" for run in runs):
-        # The learning rate of a step depends on it.
-        excluded -= {"training.max_steps"}
+    optimizers = [run.config.optimizer for run in runs]
+    if any(each.schedule != "constant" or 0 < each.warmup_steps < 1 for each in optimizers):
+        # The learning rate of a step depends on the number of steps.
+        excluded -= {"training.max_steps", "training.epochs"}
     settings = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
     labelled = []
     for run, options in zip(runs, settings, strict=True):

@@ -167,12 +167,15 @@ def taking_turns(runs: Mapping[str, RunProgress]) -> dict[str, RunProgress]:
 
 
 def seconds_left(runs: Sequence[RunProgress], at_once: int) -> float | None:
-    """Time for the remaining steps and starts of all open runs at the observed pace, `at_once` runs in parallel."""
+    """Time for the remaining steps and starts of all open runs at the observed pace, `at_once` runs in parallel.
+
+    None if there is no pace yet, or if only evaluations are left.
+    """
     paces = [run.step_seconds for run in runs if run.step_seconds is not None]
     overheads = [run.overhead_seconds for run in runs if run.overhead_seconds is not None]
     # An interrupted run of a live campaign waits for its turn to resume.
     open_runs = [run for run in runs if run.status in ("running", "pending", "interrupted")]
-    if not paces:
+    if not paces or (open_runs and all(run.state == "evaluating" for run in open_runs)):
         return None
     steps = sum((run.max_steps or 0) - run.step for run in open_runs)
     start = sum(overheads) / len(overheads) if overheads else 0.0

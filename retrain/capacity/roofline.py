@@ -49,8 +49,9 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU with a name such as `NVIDIA H200` or `h200`. Whole words count: an L40 is not an L4."""
-    known = [gpu for gpu in GPUS if _words(gpu.name) <= _words(name)]
+    """The GPU with a name such as `NVIDIA H200`, `h200` or `RTX4090`. Whole words count: an L40 is not an L4."""
+    words = _words(name)
+    known = [gpu for gpu in GPUS if _words(gpu.name) <= words or gpu.name.replace(" ", "").lower() in words]
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 

@@ -158,8 +158,15 @@ def _elapsed(record: Record, status: str) -> float:
 
 def describe(entry: Entry) -> dict[str, object]:
     """An entry as JSON."""
-    runs = {name: asdict(run) | {"eta_seconds": run.eta_seconds} for name, run in entry.runs.items()}
-    return asdict(entry) | {"runs": runs, "eta_seconds": entry.eta_seconds}
+    return asdict(entry) | {
+        "runs": {name: _describe_run(run) for name, run in entry.runs.items()},
+        "eta_seconds": entry.eta_seconds,
+    }
+
+
+def _describe_run(run: RunProgress) -> dict[str, object]:
+    activity = run.activity if run.status == "running" else ""
+    return asdict(run) | {"activity": activity, "eta_seconds": run.eta_seconds}
 
 
 def print_entry(entry: Entry) -> None:

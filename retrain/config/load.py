@@ -19,6 +19,7 @@ from retrain.config.options import (
     condition_overrides,
     option_issue,
     options_by_path,
+    section_type,
 )
 from retrain.config.rules import find_issues
 from retrain.config.schema import TrainConfig
@@ -262,7 +263,18 @@ def _explain(location: Location, detail: ErrorDetails) -> ConfigIssue:
 def _suggest_value(option: Option, value: object) -> str:
     if option.type_name == "list[str]" and isinstance(value, str):
         return f"Try: {option.key} = {format_value([value])}"
-    return f"Try: {option.key} = {format_value(option.default)}"
+    return f"Try: {option.key} = {format_value(_convert(option, value))}"
+
+
+def _convert(option: Option, value: object) -> object:
+    """The value as a number or bool, if it is one in quotes or of another type; otherwise the default."""
+    if option.type_name not in ("int", "float", "bool") or isinstance(value, bool):
+        return option.default
+    try:
+        table = section_type(option.section).model_validate({option.key: value}, strict=False)
+    except ValidationError:
+        return option.default
+    return table.model_dump(by_alias=True)[option.key]
 
 
 def _requirement(kind: str, detail: ErrorDetails) -> str:

@@ -17,7 +17,8 @@ def describe_error(error: BaseException) -> str:
     """The error in one line; if the user's code raised it, the traceback follows."""
     if isinstance(error, RetrainError):
         cause = error.__cause__ if isinstance(error, PluginError) else None
-        return str(error) if cause is None or _says_all(cause) else f"{error}\n{format_traceback(cause)}"
+        text = "\n".join([str(error), *map(str.strip, traceback.format_exception_only(error)[1:])])  # with its notes
+        return text if cause is None or _says_all(cause) else f"{text}\n{format_traceback(cause)}"
     return f"{summarize_error(error)}\n{format_traceback(error)}"
 
 

@@ -58,16 +58,16 @@ def _name_of(function: Callable[..., object]) -> str:
 def to_value(result: object) -> float:
     """Convert the result of a reward to a number within bounds."""
     if not isinstance(result, SupportsFloat):
-        raise TypeError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
+        raise PluginError(f"the reward returned {_shorten(result)}; it must return a number or a bool")
     return check_bounds(float(result), "the reward returned")
 
 
 def check_bounds(value: float, returned: str) -> float:
     """Return the value; raises unless it is finite and within `LARGEST_REWARD`."""
     if not math.isfinite(value):
-        raise ValueError(f"{returned} {value}; it must be finite")
+        raise PluginError(f"{returned} {value}; it must be finite")
     if abs(value) > LARGEST_REWARD:
-        raise ValueError(f"{returned} {value}; it must be between {-LARGEST_REWARD:,.0f} and {LARGEST_REWARD:,.0f}")
+        raise PluginError(f"{returned} {value}; it must be between {-LARGEST_REWARD:,.0f} and {LARGEST_REWARD:,.0f}")
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from retrain.errors import PluginError
 from retrain.rewards.batch import CORRECT_FROM, BatchReward, outcome_of
 from retrain.rewards.custom import check_bounds
 from retrain.rewards.judge import JudgeReward
@@ -63,6 +64,6 @@ class MixedReward(BatchReward):
             value = check_bounds(
                 computed.value + judged.value * sum(self._weights.values()), "the weighted terms add up to"
             )
-        except ValueError as error:
-            return Score(0.0, "error", f"ValueError: {error}")
+        except PluginError as error:
+            return Score(0.0, "error", str(error))
         return WeightedScore(value, outcome_of(value, self._correct_from), terms=terms)

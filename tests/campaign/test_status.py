@@ -128,12 +128,15 @@ def test_a_run_of_its_own_has_no_elapsed_time(tmp_path: Path, capsys: Captured) 
     assert "elapsed_seconds (otherwise null)" in capsys.readouterr().out
 
 
-def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path) -> None:
+def test_a_run_after_its_last_step_is_evaluating(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "train").mkdir()
     with lock_folder(tmp_path / "train"):
         folder = write_run(tmp_path / "train", [0.1, 0.4], status="running", eval__every=1)
         assert read_progress(folder).state == "evaluating"
         assert read_progress(folder).eta_seconds is None
+    write_run(folder, [0.1, 0.4], eval__every=1)
+    (entry,) = status_of(tmp_path, capsys)
+    assert (entry["status"], entry["runs"]["train"]["activity"]) == ("finished", "")
 
 
 def test_a_dead_run_shows_the_command_that_resumes_it(tmp_path: Path, capsys: Captured) -> None:
@@ -370,6 +373,9 @@ def test_time_left_is_shared_by_those_that_run_at_once() -> None:
     twice = RunProgress("interrupted", 10, 20, step_seconds=1.0, elapsed_seconds=50.0, attempts=2)
     assert twice.overhead_seconds == 20.0
     assert seconds_left([RunProgress("finished", 10, 10, step_seconds=1.0)], 1) == 0.0
+    # How long an evaluation takes is unknown.
+    evaluating = RunProgress("running", 10, 10, step_seconds=1.0, activity="evaluating")
+    assert seconds_left([done, evaluating], 1) is None
     # Runs of an earlier session start once more: one has been loading for 5 s of 40, the other waits.
     resumed = RunProgress("running", 5, 10, quiet_seconds=5.0, elapsed_seconds=60.0, activity="loading")
     waiting = RunProgress("interrupted", 2, 10)

@@ -307,6 +307,8 @@ def test_the_roofline_of_w1_is_the_physical_floor() -> None:
         ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
         ("A100-40GB", "A100 40GB"),
         ("NVIDIA L40S", "L40S"),
+        ("RTX4090", "RTX 4090"),
+        ("nvidia-h100pcie", "H100 PCIe"),
         ("l4", "L4"),
         ("Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),

@@ -330,12 +330,24 @@ def test_what_cannot_be_compared_is_rejected(
     assert "only one condition" in refusal(capsys, one)
     copy = write_run(tmp_path / "copy", [0.1], training__seed=1, training__lr=4e-5)
     text = refusal(capsys, one, copy)
-    assert "are the same run" in text and f"retrain diff {one} {copy}" in text
+    assert "count as the same run" in text and f"retrain diff {one} {copy}" in text
     message = refusal(capsys, campaign, "--metric", "correct_rat")
     assert "no step in common with a correct_rat" in message and "correct_rate, loss" in message
     assert "no condition 'x'" in refusal(capsys, campaign, "--baseline", "x")
     (campaign / "manifest.json").write_text('{"runs": [{"name": "x"}]}')
     assert "is not a valid manifest" in refusal(capsys, campaign)
+
+
+def test_what_differs_between_two_runs_that_count_as_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (write_run(tmp_path / str(steps), [0.1], training__max_steps=steps) for steps in (8, 5))
+    text = " ".join(refusal(capsys, one, other).split())
+    assert ". What differs is not part of a condition: max_steps (8 and 5). Try:" in text
+    # The steps of a warm-up that is a fraction depend on it.
+    for steps, folder in ((8, one), (5, other)):
+        write_run(folder, [0.1], training__max_steps=steps, optimizer__warmup_steps=0.1)
+    assert set(as_json(capsys, tmp_path)["values"]) == {"grpo+none,max_steps=8", "grpo+none,max_steps=5"}
 
 
 def test_runs_without_an_evaluation_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

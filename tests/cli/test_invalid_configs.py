@@ -27,7 +27,7 @@ _BREAKS: dict[str, tuple[str, str, str, str]] = {
         "max_tokens = 1024",
         'max_tokens = "1024"',
         "[training] max_tokens",
-        "Try: max_tokens = 2048",
+        "Try: max_tokens = 1024",
     ),
     "an unknown method": ('"gtpo_sepa"', '"gtpo_sepia"', "[algorithm] transform_mode", "Did you mean 'gtpo_sepa'?"),
     "an impossible device": ('"auto"', '"tpu"', "[backend] devices", 'Try: devices = "auto"'),

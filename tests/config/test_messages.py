@@ -29,7 +29,13 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
             "[training] batch_size must be a whole number, got true.  Try: batch_size = 8",
         ),
         ("[training]\nlr = true", "[training] lr must be a number, got true.  Try: lr = 4e-05"),
-        ('[training]\nlr = "1e-4"', '[training] lr must be a number, got "1e-4".  Try: lr = 4e-05'),
+        ('[training]\nlr = "1e-4"', '[training] lr must be a number, got "1e-4".  Try: lr = 0.0001'),
+        ('[training]\nlr = "-1"', '[training] lr must be a number, got "-1".  Try: lr = 4e-05'),
+        (
+            '[training]\nmax_steps = "12"',
+            '[training] max_steps must be a whole number, got "12".  Try: max_steps = 12',
+        ),
+        ("[training]\nbatch_size = 4.0", "[training] batch_size must be a whole number, got 4.0.  Try: batch_size = 4"),
         ("[training]\nlr = inf", "[training] lr must be a finite number, got inf.  Try: lr = 4e-05"),
         ("[training]\nlr = nan", "[training] lr must be a finite number, got nan.  Try: lr = 4e-05"),
         ("[training]\ntop_p = 1.5", "[training] top_p must be <= 1, got 1.5.  Try: top_p = 1.0"),
@@ -54,7 +60,7 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
         ),
         (
             '[inference]\nprefix_caching = "false"',
-            '[inference] prefix_caching must be true or false, got "false".  Try: prefix_caching = true',
+            '[inference] prefix_caching must be true or false, got "false".  Try: prefix_caching = false',
         ),
         (
             '[sepa]\nschedule = "cosine"',

@@ -11,6 +11,7 @@ import pytest
 
 from retrain.cli import run
 from retrain.config import TrainConfig
+from retrain.errors import PluginError
 from retrain.isolation.redaction import public_environment, redact, redact_all
 from retrain.isolation.tracebacks import format_traceback
 from retrain.rewards.custom import to_value
@@ -59,7 +60,7 @@ def test_a_secret_is_hidden_as_a_url_quotes_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_text_of_a_reward_is_redacted_before_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACME_API_KEY", "opensesame99")
-    with pytest.raises(TypeError, match=r"returned 'x{70}\*\*\*' \(str\)"):
+    with pytest.raises(PluginError, match=r"returned 'x{70}\*\*\*' \(str\)"):
         to_value("x" * 70 + "opensesame99")
     error = RuntimeError("opensesame99" + "x" * 3995)
     assert "same99" not in format_traceback(error)

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from retrain.config.schema import Reward, RewardTerm
+from retrain.errors import PluginError
 from retrain.rewards import RewardSpec, TermSpec, WeightedScore, build_reward, read_spec
 from retrain.rewards.match import MatchReward
 from retrain.rewards.weighted import Term, WeightedReward
@@ -75,12 +76,13 @@ def test_a_sum_out_of_bounds_is_an_error_of_that_item_alone():
     with build_reward(Reward(workers=1, terms=(number,)), [HERE]) as pool:
         scores = pool.score([("1", ""), ("900000", ""), ("1e308", ""), ("0", "")])
     assert [score.outcome for score in scores] == ["right", "error", "error", "wrong"]
-    assert scores[1].detail.startswith("ValueError: the weighted terms add up to 9000000.0; it must be between")
-    assert scores[2].detail.startswith("ValueError: the reward returned 1e+308; it must be between")
+    assert scores[1].detail.startswith("the weighted terms add up to 9000000.0; it must be between")
+    assert scores[2].detail.startswith("the reward returned 1e+308; it must be between")
+    assert scores[2].detail.endswith("\nin the reward term 'hostile.number'")
 
 
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (-1e308, -1e308), (float("inf"), float("-inf"))])
 def test_a_sum_that_overflows_is_rejected(weights):
     reward = WeightedReward([Term("match", weight, MatchReward()) for weight in weights])
-    with pytest.raises(ValueError, match=r"the weighted terms add up to .*; it must be finite"):
+    with pytest.raises(PluginError, match=r"the weighted terms add up to .*; it must be finite"):
         reward.score(r"\boxed{1}", "1")

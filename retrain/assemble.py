@@ -174,7 +174,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         planning=planning,
         sepa=SEPAController(config.sepa),
         overlap=choose_overlap(config, backend, credit, planning, console.print),
-        backpressure=_build_backpressure(config),
+        backpressure=_build_backpressure(config, console.print),
         evaluator=_build_evaluator(config, scorer, held_out, sampling),
         tracker=_build_log(config, folder, console, [jsonl]),
         jsonl=jsonl,
@@ -339,9 +339,10 @@ def _build_evaluator(
     return Evaluator(scorer, held_out, eval_sampling, config.eval.every, config.eval.k or config.eval.samples)
 
 
-def _build_backpressure(config: TrainConfig) -> BackPressure:
+def _build_backpressure(config: TrainConfig, log: Callable[[str], None]) -> BackPressure:
     if not config.backpressure.enabled:
         return NoBackPressure()
+    log("Note: [backpressure] chooses batch sizes by measured speed, so this run does not repeat bit for bit.")
     # The precision of the loaded model.
     wide = config.model.dtype == "fp32" or (config.model.dtype == "auto" and is_on_cpu(config.backend.devices))
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)

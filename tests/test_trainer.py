@@ -814,6 +814,7 @@ def test_epochs_are_passes_whatever_batch_sizes_back_pressure_chooses(
     assert sum(row["batch_size"] for row in rows(result.log_dir)) == 28
     assert sum(row["groups_sampled"] for row in rows(result.log_dir)) == 28
     assert "epochs = 4 ends the run after 28 examples, since [backpressure] changes the batch size" in printed
+    assert "by measured speed, so this run does not repeat bit for bit" in printed
     state = json.loads((Path(result.log_dir) / "trainer_state.json").read_text())
     assert state["step"] == state["max_steps"] == len(rows(result.log_dir))
     resumed = {"resume__from": result.log_dir, "training__epochs": 6.0}

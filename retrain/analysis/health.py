@@ -253,7 +253,8 @@ def _check_diversity(evaluations: Sequence[Row]) -> Check:
     (one, many), (one_now, many_now) = (
         (float(row["eval_pass_at_1"]), float(row["eval_pass_at_k"])) for row in (rows[0], rows[-1])
     )
-    if all(row["eval_pass_at_1"] == row["eval_pass_at_k"] for row in rows):
+    # Rows of earlier versions lack `k`.
+    if all(row["k"] == 1 if "k" in row else row["eval_pass_at_1"] == row["eval_pass_at_k"] for row in rows):
         return Check("diversity", "unknown", "needs several samples per problem: [eval] samples", rule)
     is_narrower = one_now > one and many_now < many - 0.02
     value = f"pass@k {_percent(many)} → {_percent(many_now)}"

@@ -25,7 +25,8 @@ class EarlyStopping:
 
     def __init__(self, runs: Sequence[Run], manifest: Manifest) -> None:
         self.conditions = list(dict.fromkeys(run.condition for run in runs))
-        self.seeds = len({run.seed for run in runs})
+        # Of all sessions: seeds that the file no longer has were tested, too.
+        self.seeds = len({record["seed"] for record in manifest.table["runs"]})
         self.manifest = manifest
         self.table: JsonObject = manifest.table.setdefault(
             "stop_when", {"rule": "decided", "alpha": ALPHA, "decisions": {}, "skipped": []}
@@ -75,6 +76,16 @@ def require_enough_seeds(seeds: int) -> None:
         raise ConfigError(
             f'[campaign] stop_when = "decided" tests from {FIRST_LOOK} seeds on and needs more than that; there are '
             f'{seeds}.  Try: more seeds, or stop_when = ""'
+        )
+
+
+def require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:
+    """Raise if a campaign that stops early has other seeds than its tests were planned for."""
+    planned = sorted({record["seed"] for record in earlier.table["runs"]})
+    if earlier.table.get("stop_when") and planned != sorted(seeds):
+        raise ConfigError(
+            f'[campaign] stop_when = "decided" planned its tests for seeds {planned}, and their error rate holds for '
+            f'these only; there are {sorted(seeds)}.  Try: seeds = {planned}, another --log-dir, or stop_when = ""'
         )
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
-from retrain.campaign.decide import EarlyStopping, require_enough_seeds, stopped_early, summarize
+from retrain.campaign.decide import EarlyStopping, require_enough_seeds, require_planned_seeds, stopped_early, summarize
 from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -67,6 +67,8 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         require_enough_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
+        if config.campaign is not None and config.campaign.stop_when:
+            require_planned_seeds(earlier, config.campaign.seeds)
         _require_its_runs(earlier, runs, is_resumed)
         _require_same_campaign(earlier, runs)
     running = [run.name for run in runs if is_locked(run.folder)]
@@ -258,7 +260,9 @@ class Campaign:
             for line in (*summarize(self.manifest, self.screen.width), *stopped_early(self.manifest.table)):
                 self.screen.log(line)
         if complete:
-            self.screen.log(f"Done: {plural(len(statuses), 'run')} in {folder}.")
+            skipped = statuses.count("skipped")
+            others = f", {skipped} skipped" if skipped else ""
+            self.screen.log(f"Done: {plural(len(statuses) - skipped, 'run')}{others} in {folder}.")
             self.screen.log(f"To view it: retrain ui {shlex.quote(folder)}")
             return 0
         if failed:

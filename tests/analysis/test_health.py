@@ -205,3 +205,10 @@ def test_a_run_most_of_whose_updates_are_skipped_does_not_learn() -> None:
     for skipped in ([0] * 39 + [1], [0] * 5 + [9] * 35):
         rows = [row | {"skipped_steps": count} for row, count in zip(steps(), skipped, strict=True)]
         assert find("learning", check_health(rows)).level == "ok"
+
+
+def test_several_samples_without_a_right_answer_are_several_samples() -> None:
+    none = [evaluation(step, 0.0, 0.0) | {"k": 2} for step in (0, 10)]
+    assert find("diversity", check_health(steps(), none)).level == "ok"
+    single = [evaluation(step, 0.5, 0.5) | {"k": 1} for step in (0, 10)]
+    assert "several samples" in find("diversity", check_health(steps(), single)).value

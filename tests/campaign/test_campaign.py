@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,18 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     assert "Decided after 5 seeds: maxrl+none is better than grpo+none" in printed
     assert 'stop_when = "decided" was used' in printed
     assert "skipped 6 runs: grpo+none_s6" in printed
+    assert "Done: 10 runs, 6 skipped in " in printed
+
+
+@pytest.mark.parametrize("seeds", [range(1, 10), range(1, 8), [*range(1, 8), 20]])
+def test_a_campaign_that_stops_early_keeps_its_seeds(tmp_path: Path, monkeypatch: Patch, seeds: Sequence[int]) -> None:
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
+    run_with(FakeExecutor(), config, monkeypatch)
+    before = (tmp_path / "config.toml").read_text()
+    other = campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}}, seeds=list(seeds), stop_when="decided")
+    with pytest.raises(ConfigError, match=r"planned its tests for seeds \[1, 2, .*  Try: seeds = \[1, 2"):
+        run_with(FakeExecutor(), other, monkeypatch)
+    assert (tmp_path / "config.toml").read_text() == before
 
 
 def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -13,6 +13,7 @@ from retrain.analysis.runs import (
     Measured,
     RunRecord,
     default_metric,
+    leave_out_unlike,
     measure,
     problem_rates,
     read_manifest,
@@ -104,7 +105,9 @@ def compare_runs(
 
     `higher_is_better` is by default what is known of the metric.
     """
-    measured = measure(runs, metric or default_metric(runs), last)
+    metric = metric or default_metric(runs)
+    runs, left_out = leave_out_unlike(runs, metric, baseline)
+    measured = measure(runs, metric, last)
     if higher_is_better is None:
         higher_is_better = better_direction(measured.metric)
     campaigns = find_early_stopping(runs)
@@ -121,7 +124,12 @@ def compare_runs(
         higher_is_better=higher_is_better,
         alpha=alpha,
         level=looks.level(alpha) if looks else alpha,
-        notes=[*measured.notes, *_unpaired(measured, comparisons), *_describe_looks(campaigns, looks, alpha)],
+        notes=[
+            *left_out,
+            *measured.notes,
+            *_unpaired(measured, comparisons),
+            *_describe_looks(campaigns, looks, alpha),
+        ],
         noise_floor=floor,
         values=measured.values,
         comparisons=comparisons,

@@ -244,14 +244,36 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     return Measured(metric, step, values, tuple(notes))
 
 
-def _describe_evaluations(runs: Sequence[RunRecord], metric: str) -> str:
+def leave_out_unlike(runs: Sequence[RunRecord], metric: str, baseline: str | None) -> tuple[list[RunRecord], list[str]]:
+    """If the conditions have no common evaluation after training, those that share one with the baseline; and a note.
+
+    The step is the one that most conditions have, and of those the last.
+    """
+    steps = _common_steps(runs, metric)
+    first = baseline if baseline in steps else next(iter(steps), "")
+    after = {name: found - {0} for name, found in steps.items()}
+    if not metric.startswith("eval_") or set.intersection(*after.values()) or not after[first]:
+        return list(runs), []
+    step = max(after[first], key=lambda step: (sum(step in found for found in after.values()), step))
+    kept = [run for run in runs if step in after[run.condition]]
+    if len({run.condition for run in kept}) < 2:
+        return list(runs), []
+    others = [run for run in runs if step not in after[run.condition]]
+    return kept, [f"Left out, without an evaluation at step {step}: {_describe_evaluations(others, metric)}."]
+
+
+def _common_steps(runs: Sequence[RunRecord], metric: str) -> dict[str, set[int]]:
     """The steps at which all runs of each condition were evaluated."""
     steps: dict[str, set[int]] = {}
     for run in runs:
         mine = {step for step, row in run.rows(metric).items() if metric in row}
         steps[run.condition] = steps.get(run.condition, mine) & mine
+    return steps
+
+
+def _describe_evaluations(runs: Sequence[RunRecord], metric: str) -> str:
     named: dict[str, list[str]] = {}
-    for condition, found in steps.items():
+    for condition, found in _common_steps(runs, metric).items():
         numbers = [str(step) for step in sorted(found)]
         shown = numbers if len(numbers) <= 6 else [*numbers[:3], "…", *numbers[-2:]]
         text = f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(shown)}" if numbers else "no common step"

@@ -32,9 +32,9 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
     try:
         plots = []
         if not no_plots:
-            from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)
+            from retrain.report.plots import write_plots, write_verdict_plot  # noqa: PLC0415  (matplotlib is an extra)
 
-            plots = write_plots(data, target, ", or --no-plots")
+            plots = write_plots(data, target, ", or --no-plots") + write_verdict_plot(data, target)
         target.mkdir(parents=True, exist_ok=True)
         (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:

@@ -12,7 +12,7 @@ from retrain.runtime.text import format_duration
 from retrain.types import JsonObject
 
 PACKAGES = ("retrain", "torch", "transformers", "peft", "vllm", "tinker")
-SHOWN_PLOTS = ("eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
+SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
 
 
 def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:

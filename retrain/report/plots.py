@@ -46,6 +46,33 @@ def write_plots(data: JsonObject, folder: Path, otherwise: str = "") -> list[Pat
     return [*written, *_plot_evaluation(data, folder)]
 
 
+def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:
+    """Every condition against the baseline: a dot per seed, mean difference and interval, and the noise floor."""
+    verdict = data["verdict"]
+    if verdict["kind"] != "comparison":
+        return []
+    from matplotlib import pyplot  # noqa: PLC0415  (an extra)
+
+    rows = verdict["rows"]
+    figure, axes = pyplot.subplots(figsize=(6, 1.4 + 0.5 * len(rows)), layout="constrained")
+    if verdict["noise"]:
+        axes.axvspan(-verdict["noise"], verdict["noise"], color="0.93", label="noise floor: two runs of one condition")
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    for at, row in enumerate(rows):
+        color = f"C{at + 1}"
+        if row["interval"]:
+            axes.plot(row["interval"], [at, at], color=color, linewidth=2)
+        axes.plot(row["difference"], at, "D", color=color)
+        axes.plot([pair["difference"] for pair in row["pairs"]], [at - 0.22] * len(row["pairs"]), ".", color=color)
+    axes.set_yticks(range(len(rows)), legend_labels([row["condition"] for row in rows])[: len(rows)])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(title=f"Difference from {verdict['baseline']}", xlabel=f"{verdict['name']}, step {verdict['step']}")
+    figure.legend(loc="outside lower left", fontsize="small", frameon=False)
+    figure.savefig(folder / "verdict.png", dpi=150)
+    pyplot.close(figure)
+    return [folder / "verdict.png"]
+
+
 def _plot(data: JsonObject, key: str, title: str, folder: Path) -> Iterator[Path]:
     from matplotlib import pyplot  # noqa: PLC0415  (an extra)
 

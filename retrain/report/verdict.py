@@ -224,7 +224,9 @@ def _changes(rows: Sequence[JsonObject], names: Sequence[str], metric: str) -> s
         parts.append(f"{name} {show(before)} → {show(after)}")
     more = f" and {plural(len(names) - 4, 'other condition')}" if len(names) > 4 else ""
     title = _NAMES.get(metric, "the mean reward in training")
-    return f"{title[0].upper()}{title[1:]}: {', '.join(parts)}{more}."
+    ends = sorted({row["after"]["step"] for row in rows})
+    when = f" The runs are at different steps ({ends[0]} to {ends[-1]})." if len(ends) > 1 else ""
+    return f"{title[0].upper()}{title[1:]}: {', '.join(parts)}{more}.{when}"
 
 
 def _means(rows: Sequence[JsonObject]) -> tuple[float, float]:

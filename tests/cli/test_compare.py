@@ -210,6 +210,22 @@ def test_unequal_steps_are_compared_at_the_step_all_reached(tmp_path: Path, caps
     assert (by_training["step"], by_training["values"]["grpo+none"]["1"]) == (1, 0.2)
 
 
+def test_a_condition_without_a_common_evaluation_does_not_prevent_the_other_comparisons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (1, 2):
+        for mode, evaluations in (
+            ("grpo", {0: [0, 0], 2: [1, 0], 4: [1, 1]}),
+            ("maxrl", {0: [0, 0], 4: [1, 0]}),
+            ("grpo_scaled", {0: [0, 0], 3: [1, 0]}),
+        ):
+            options = {"training__seed": seed, "algorithm__advantage_mode": mode}
+            write_run(tmp_path / f"{mode}{seed}", [0.1] * 4, evaluations, **options)
+    data = as_json(capsys, tmp_path)
+    assert (data["step"], [row["condition"] for row in data["comparisons"]]) == (4, ["maxrl+none"])
+    assert "Left out, without an evaluation at step 4: grpo_scaled+none: steps 0, 3." in data["notes"]
+
+
 def test_untrained_weights_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"a{seed}", [0.1] * 4, {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)

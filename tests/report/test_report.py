@@ -125,13 +125,23 @@ def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path) -> None:
     assert "held-out" not in next(check["value"] for check in page["runs"][0]["health"] if check["name"] == "learning")
 
 
-def test_untrained_weights_give_no_verdict(campaign: Path) -> None:
-    write_run(campaign / "shorter_s1", 1, mode="grpo_scaled", steps=4)
-    verdict = collect([campaign])["verdict"]
+def test_untrained_weights_give_no_verdict(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"grpo_s{seed}", seed)
+    write_run(tmp_path / "shorter_s1", 1, mode="grpo_scaled", steps=4)
+    verdict = collect([tmp_path])["verdict"]
     assert verdict["kind"] == "evaluation" and "distinguish" not in verdict["sentence"]
+    assert verdict["sentence"].endswith("The runs are at different steps (4 to 6).")
     (note,) = verdict["notes"]
     assert "no common evaluation after training" in note
-    assert "(grpo+gtpo_sepa, maxrl+gtpo_sepa: steps 0, 6; grpo_scaled+gtpo_sepa: steps 0, 4)" in note
+    assert "(grpo+gtpo_sepa: steps 0, 6; grpo_scaled+gtpo_sepa: steps 0, 4)" in note
+
+
+def test_a_shorter_condition_is_left_out_of_the_comparison(campaign: Path) -> None:
+    write_run(campaign / "shorter_s1", 1, mode="grpo_scaled", steps=4)
+    verdict = collect([campaign])["verdict"]
+    assert (verdict["kind"], [row["condition"] for row in verdict["rows"]]) == ("comparison", ["maxrl+gtpo_sepa"])
+    assert any("Left out, without an evaluation at step 6: grpo_scaled+gtpo_sepa" in note for note in verdict["notes"])
 
 
 def test_runs_with_other_problems_in_the_same_file_are_not_compared(campaign: Path) -> None:

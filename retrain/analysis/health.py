@@ -88,7 +88,11 @@ def overall(checks: Sequence[Check]) -> str:
 def summary(checks: Sequence[Check]) -> str:
     """The checks that are not ok, in one line; empty if there are none."""
     bad = sorted(checks, key=lambda check: -SEVERITY[check.level])
-    return ", ".join(f"{check.name} {check.value}" for check in bad if check.is_bad)
+    return ", ".join(f"{check.name} {check.value}{_since(check)}" for check in bad if check.is_bad)
+
+
+def _since(check: Check) -> str:
+    return "" if check.step is None else f" (since step {check.step})"
 
 
 def help_line(checks: Sequence[Check]) -> str:

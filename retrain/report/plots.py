@@ -64,7 +64,7 @@ def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:
             axes.plot(row["interval"], [at, at], color=color, linewidth=2)
         axes.plot(row["difference"], at, "D", color=color)
         axes.plot([pair["difference"] for pair in row["pairs"]], [at - 0.22] * len(row["pairs"]), ".", color=color)
-    axes.set_yticks(range(len(rows)), legend_labels([row["condition"] for row in rows])[: len(rows)])
+    axes.set_yticks(range(len(rows)), [legend_labels([row["condition"]])[0] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(title=f"Difference from {verdict['baseline']}", xlabel=f"{verdict['name']}, step {verdict['step']}")
     figure.legend(loc="outside lower left", fontsize="small", frameon=False)

@@ -32,7 +32,14 @@ def test_a_comparison_becomes_a_forest_plot(tmp_path: Path) -> None:
         "interval": [0.02, 0.18],
         "pairs": [{"seed": seed, "difference": 0.05 * seed} for seed in (1, 2, 3)],
     }
-    verdict = {"kind": "comparison", "rows": [row], "noise": 0.04, "baseline": "grpo+none", "name": "pass@1", "step": 9}
+    verdict = {
+        "kind": "comparison",
+        "rows": [row] * 12,
+        "noise": 0.04,
+        "baseline": "grpo+none",
+        "name": "pass@1",
+        "step": 9,
+    }
     assert [path.name for path in write_verdict_plot({"verdict": verdict}, tmp_path)] == ["verdict.png"]
     assert (tmp_path / "verdict.png").read_bytes().startswith(b"\x89PNG")
     assert write_verdict_plot({"verdict": {"kind": "evaluation"}}, tmp_path) == []

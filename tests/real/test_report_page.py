@@ -267,6 +267,30 @@ def test_no_axis_of_a_rate_goes_beyond_100_percent(page: Path) -> None:
     asyncio.run(read())
 
 
+def test_clipping_outliers_looks_at_raw_values_and_keeps_the_smoothed_line_on_the_chart(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await tab.do(
+                "data.runs = [data.runs[0]];"
+                " data.runs.forEach(run => { run.steps = Array.from({length: 400}, (_, step) => step);"
+                " run.series.loss = run.steps.map(step => step === 200 ? 1e4 : Math.sin(step)); });"
+                " remember({clip: '1', smooth: '0.6'})"
+            )
+            lowest, highest, smoothed, *places = await tab.do(
+                "(() => { const chart = metricChart('loss'); chart.draw();"
+                " const mean = chart.body.querySelector('.mean');"
+                " const ys = mean.getAttribute('points').split(' ').map(pair => Number(pair.split(',')[1]));"
+                " const top = Math.max(...chart.lines()[0].points.map(p => p.y));"
+                " return [chart.y0, chart.y1, top, Math.min(...ys), Math.max(...ys)]; })()"
+            )
+            assert -2 < lowest < 0 < highest < 2 and smoothed > 1000
+            assert 10 <= places[0] < places[1] <= 178
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

@@ -57,8 +57,10 @@ class Chart {
     if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     const shown = all.filter((p) => p.x >= x0 && p.x <= x1);
     const inside = shown.length ? shown : all;
+    // One outlier raises many smoothed values.
+    const raw = view.clip ? lines.flatMap((line) => (line.raw?.length ? line.raw.flat() : line.points)).filter((p) => inside === all || (p.x >= x0 && p.x <= x1)) : [];
     const log = Boolean(view.log) && this.across === null && inside.some((p) => p.y > 0);
-    const values = inside.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]).filter((y) => typeof y === "number" && (!log || y > 0)).sort((one, other) => one - other);
+    const values = (raw.some((p) => !log || p.y > 0) ? raw : inside).flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]).filter((y) => typeof y === "number" && (!log || y > 0)).sort((one, other) => one - other);
     let [y0, y1] = view.clip ? [quantile(values, 0.01), quantile(values, 0.99)] : [values[0], values.at(-1)];
     this.marks = this.refs(lines).filter((mark) => !log || mark.y > 0);
     if (!log) {
@@ -73,7 +75,8 @@ class Chart {
     const scale = log ? Math.log10 : (value) => value;
     const [low, high] = [scale(y0), scale(y1)];
     this.x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.width - box.left - box.right);
-    this.y = (value) => box.height - box.bottom - ((scale(log ? Math.max(value, y0 / 1e3) : value) - low) / (high - low)) * (box.height - box.top - box.bottom);
+    const within = (value) => (view.clip ? Math.min(y1, Math.max(y0, value)) : log ? Math.max(value, y0 / 1e3) : value);
+    this.y = (value) => box.height - box.bottom - ((scale(within(value)) - low) / (high - low)) * (box.height - box.top - box.bottom);
     this.invert = (pixel) => x0 + ((pixel - box.left) / (box.width - box.left - box.right)) * (x1 - x0);
     Object.assign(this, { x0, x1, y0, y1, log });
   }

@@ -291,6 +291,29 @@ def test_clipping_outliers_looks_at_raw_values_and_keeps_the_smoothed_line_on_th
     asyncio.run(read())
 
 
+def test_a_chart_of_pass_at_k_has_only_the_evaluations_with_that_k(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            assert await tab.do("[...chartsByKey.keys()].filter(key => key.startsWith('eval_pass_at_k'))") == []
+            await tab.do(
+                "data.runs.forEach(run => { const k = run.condition === 'grpo+none' ? 1 : 4 * run.seed;"
+                " run.evals.forEach(e => { e.k = k; e.more.eval_pass_at_k = k / 100; }); }); render()"
+            )
+            drawn = await tab.do(
+                "[...chartsByKey.values()].filter(chart => chart.key.startsWith('eval_pass_at_k')).map(chart =>"
+                " [chart.title, ...chart.lines().flatMap(line => [line.name, ...line.points.map(p => p.high)])])"
+            )
+            assert [[title, name] for title, name, *_ in drawn] == [
+                ["Held-out pass@4", "maxrl+gtpo_sepa"],
+                ["Held-out pass@8", "maxrl+gtpo_sepa"],
+            ]
+            assert [set(values) for _, _, *values in drawn] == [{0.04}, {0.08}]
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

@@ -314,6 +314,32 @@ def test_a_chart_of_pass_at_k_has_only_the_evaluations_with_that_k(page: Path) -
     asyncio.run(read())
 
 
+def test_the_page_says_which_steps_have_tokens_to_color(page: Path) -> None:
+    status = "document.getElementById('lab-status').textContent"
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await choose(tab, "color", "surprisal")
+            # All steps of these runs have tokens.
+            assert "24 groups. All" in await tab.do(status) and "to color" not in await tab.do(status)
+            await tab.do(
+                "data.groups.filter(group => group.step === 0)"
+                ".forEach(group => group.members.forEach(member => { delete member.tokens; }))"
+            )
+            await choose(tab, "color", "entropy")
+            text = await tab.do(status)
+            assert text.startswith(
+                "16 groups. Only the last recorded steps of each run have tokens to color in a file: 8 "
+            )
+            assert "8 of 12 steps. retrain ui colors" in text and "All" not in text
+            await choose(tab, "color", "none")
+            assert "24 groups. All" in await tab.do(status)
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

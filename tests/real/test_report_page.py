@@ -340,6 +340,32 @@ def test_the_page_says_which_steps_have_tokens_to_color(page: Path) -> None:
     asyncio.run(read())
 
 
+def test_an_address_with_filters_leads_to_the_completions(page: Path) -> None:
+    top = "document.getElementById('completions-section').getBoundingClientRect().top"
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await wait_for(tab, "view.group !== ''")
+            plain = await tab.do("location.href")
+            await tab.do("remember({at: 'verdict'})")
+            await choose(tab, "sort", "longest")
+            await choose(tab, "color", "surprisal")
+            chosen = await tab.do("location.href")
+            for address in (chosen, page.as_uri() + "#sort=longest&color=surprisal", page.as_uri() + "#step=1"):
+                await tab.open("about:blank")
+                await tab.open(address)
+                await wait_for(tab, f"Math.abs({top}) < 100")
+            # The address that a page gives itself, with its first group, does not.
+            await tab.open("about:blank")
+            await tab.open(plain)
+            await wait_for(tab, "document.querySelectorAll('.member').length === 4")
+            assert await tab.do("window.scrollY") == 0
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

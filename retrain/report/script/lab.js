@@ -77,7 +77,7 @@ async function more() {
 
 let typing = 0;
 function choose(key, value) {
-  remember({ [key]: value, ...(key === "color" || key === "sort" ? {} : { group: "" }) });
+  remember({ [key]: value, at: "completions", ...(key === "color" || key === "sort" ? {} : { group: "" }) });
   clearTimeout(typing);
   if (key === "color" && data.live) fillGroup();
   else if (["search", "least", "most", "step"].includes(key) && data.live) typing = setTimeout(search, 300);

@@ -366,6 +366,22 @@ def test_an_address_with_filters_leads_to_the_completions(page: Path) -> None:
     asyncio.run(read())
 
 
+def test_a_logarithmic_axis_has_at_least_two_labels(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            for low, high in ((0.3, 0.55), (0.6, 1), (0.9, 1), (1, 1), (0.51, 0.52), (0.011, 0.039), (1e-6, 1)):
+                points = f"[{{ x: 0, y: {low} }}, {{ x: 1, y: {high} }}]"
+                spec = f"{{ key: 'k', title: 't', unit: 'percent', lines: () => [{{ name: 'a', points: {points} }}] }}"
+                labels = await tab.do(
+                    f"(() => {{ view.log = '1'; const one = new Chart({spec}); one.draw(); return one.labels; }})()"
+                )
+                assert len(set(labels)) == len(labels) >= 2, (low, high, labels)
+                assert float(labels[-1].rstrip("%")) <= 100
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

@@ -69,8 +69,8 @@ class Chart {
       if (y0 === y1) [y0, y1] = this.floor === null ? [y0 - Math.max(1e-9, Math.abs(y0) * 0.1), y1 + Math.max(1e-9, Math.abs(y1) * 0.1)] : [y0, y0 + (y0 || 1)];
       else if (this.floor === null) { const room = 0.04 * (y1 - y0); y0 -= room; y1 += room; }
       if (y0 === y1) y1 = y0 + 1;
-      if (this.unit === "percent" && values.at(-1) <= 1) y1 = Math.min(y1, 1.004);
-    } else if (y0 === y1) { y0 /= 2; y1 *= 2; }
+    } else if (y1 <= y0 * (1 + 1e-9)) { y0 /= 2; y1 *= 2; }
+    if (this.unit === "percent" && values.at(-1) <= 1) y1 = Math.min(y1, 1.004);
     const { box } = this;
     const scale = log ? Math.log10 : (value) => value;
     const [low, high] = [scale(y0), scale(y1)];

@@ -382,6 +382,20 @@ def test_a_logarithmic_axis_has_at_least_two_labels(page: Path) -> None:
     asyncio.run(read())
 
 
+def test_the_label_of_a_check_has_one_period_between_its_sentences(page: Path) -> None:
+    check = {"name": "kl", "level": "warning", "value": "0.5", "rule": "less than 0.1", "step": 3, "topic": "kl"}
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            labels = await tab.do("[...document.querySelectorAll('.chip')].map(n => n.ariaLabel || '')")
+            assert len(labels) == 32 and not [label for label in labels if ".." in label]
+            label = await tab.do(f"chip(data.runs[0], {json.dumps(check)}).ariaLabel")
+            assert "0.1. First at step 3. Causes and fixes: retrain man --topic kl. Click" in label
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

@@ -267,6 +267,135 @@ def test_no_axis_of_a_rate_goes_beyond_100_percent(page: Path) -> None:
     asyncio.run(read())
 
 
+def test_clipping_outliers_looks_at_raw_values_and_keeps_the_smoothed_line_on_the_chart(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await tab.do(
+                "data.runs = [data.runs[0]];"
+                " data.runs.forEach(run => { run.steps = Array.from({length: 400}, (_, step) => step);"
+                " run.series.loss = run.steps.map(step => step === 200 ? 1e4 : Math.sin(step)); });"
+                " remember({clip: '1', smooth: '0.6'})"
+            )
+            lowest, highest, smoothed, *places = await tab.do(
+                "(() => { const chart = metricChart('loss'); chart.draw();"
+                " const mean = chart.body.querySelector('.mean');"
+                " const ys = mean.getAttribute('points').split(' ').map(pair => Number(pair.split(',')[1]));"
+                " const top = Math.max(...chart.lines()[0].points.map(p => p.y));"
+                " return [chart.y0, chart.y1, top, Math.min(...ys), Math.max(...ys)]; })()"
+            )
+            assert -2 < lowest < 0 < highest < 2 and smoothed > 1000
+            assert 10 <= places[0] < places[1] <= 178
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_a_chart_of_pass_at_k_has_only_the_evaluations_with_that_k(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            assert await tab.do("[...chartsByKey.keys()].filter(key => key.startsWith('eval_pass_at_k'))") == []
+            await tab.do(
+                "data.runs.forEach(run => { const k = run.condition === 'grpo+none' ? 1 : 4 * run.seed;"
+                " run.evals.forEach(e => { e.k = k; e.more.eval_pass_at_k = k / 100; }); }); render()"
+            )
+            drawn = await tab.do(
+                "[...chartsByKey.values()].filter(chart => chart.key.startsWith('eval_pass_at_k')).map(chart =>"
+                " [chart.title, ...chart.lines().flatMap(line => [line.name, ...line.points.map(p => p.high)])])"
+            )
+            assert [[title, name] for title, name, *_ in drawn] == [
+                ["Held-out pass@4", "maxrl+gtpo_sepa"],
+                ["Held-out pass@8", "maxrl+gtpo_sepa"],
+            ]
+            assert [set(values) for _, _, *values in drawn] == [{0.04}, {0.08}]
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_the_page_says_which_steps_have_tokens_to_color(page: Path) -> None:
+    status = "document.getElementById('lab-status').textContent"
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await choose(tab, "color", "surprisal")
+            # All steps of these runs have tokens.
+            assert "24 groups. All" in await tab.do(status) and "to color" not in await tab.do(status)
+            await tab.do(
+                "data.groups.filter(group => group.step === 0)"
+                ".forEach(group => group.members.forEach(member => { delete member.tokens; }))"
+            )
+            await choose(tab, "color", "entropy")
+            text = await tab.do(status)
+            assert text.startswith(
+                "16 groups. Only the last recorded steps of each run have tokens to color in a file: 8 "
+            )
+            assert "8 of 12 steps. retrain ui colors" in text and "All" not in text
+            await choose(tab, "color", "none")
+            assert "24 groups. All" in await tab.do(status)
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_an_address_with_filters_leads_to_the_completions(page: Path) -> None:
+    top = "document.getElementById('completions-section').getBoundingClientRect().top"
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            await wait_for(tab, "view.group !== ''")
+            plain = await tab.do("location.href")
+            await tab.do("remember({at: 'verdict'})")
+            await choose(tab, "sort", "longest")
+            await choose(tab, "color", "surprisal")
+            chosen = await tab.do("location.href")
+            for address in (chosen, page.as_uri() + "#sort=longest&color=surprisal", page.as_uri() + "#step=1"):
+                await tab.open("about:blank")
+                await tab.open(address)
+                await wait_for(tab, f"Math.abs({top}) < 100")
+            # The address that a page gives itself, with its first group, does not.
+            await tab.open("about:blank")
+            await tab.open(plain)
+            await wait_for(tab, "document.querySelectorAll('.member').length === 4")
+            assert await tab.do("window.scrollY") == 0
+            assert tab.complaints == []
+
+    asyncio.run(read())
+
+
+def test_a_logarithmic_axis_has_at_least_two_labels(page: Path) -> None:
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            for low, high in ((0.3, 0.55), (0.6, 1), (0.9, 1), (1, 1), (0.51, 0.52), (0.011, 0.039), (1e-6, 1)):
+                points = f"[{{ x: 0, y: {low} }}, {{ x: 1, y: {high} }}]"
+                spec = f"{{ key: 'k', title: 't', unit: 'percent', lines: () => [{{ name: 'a', points: {points} }}] }}"
+                labels = await tab.do(
+                    f"(() => {{ view.log = '1'; const one = new Chart({spec}); one.draw(); return one.labels; }})()"
+                )
+                assert len(set(labels)) == len(labels) >= 2, (low, high, labels)
+                assert float(labels[-1].rstrip("%")) <= 100
+
+    asyncio.run(read())
+
+
+def test_the_label_of_a_check_has_one_period_between_its_sentences(page: Path) -> None:
+    check = {"name": "kl", "level": "warning", "value": "0.5", "rule": "less than 0.1", "step": 3, "topic": "kl"}
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(page.as_uri())
+            labels = await tab.do("[...document.querySelectorAll('.chip')].map(n => n.ariaLabel || '')")
+            assert len(labels) == 32 and not [label for label in labels if ".." in label]
+            label = await tab.do(f"chip(data.runs[0], {json.dumps(check)}).ariaLabel")
+            assert "0.1. First at step 3. Causes and fixes: retrain man --topic kl. Click" in label
+
+    asyncio.run(read())
+
+
 def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> None:
     async def watch(address: str) -> None:
         async with open_tab() as tab:

@@ -16,6 +16,11 @@ function goTo(id, behavior = "auto") {
   if (section) section.scrollIntoView({ behavior });
 }
 
+/** The section that the address leads to; filters without one lead to the completions. The first group is always in it. */
+function target() {
+  return view.at || ([...FILTERS, "sort", "color", "wide"].some((key) => view[key] !== DEFAULTS[key]) ? "completions" : "");
+}
+
 /** Fill everything except the completions, which change only when asked to. */
 function render() {
   document.title = data.title || "retrain";
@@ -78,7 +83,8 @@ async function poll() {
   keepPlace(render);
   if (empty || before.size !== data.runs.length) fillFilters();
   if (empty) search().catch(() => {}); else if (lab.asked) fillStatus();
-  if (!before.size && data.runs.length && view.at) goTo(view.at);
+  // Completions appear when they are indexed, perhaps after the runs.
+  if (((!before.size && data.runs.length) || (empty && !window.scrollY)) && target()) goTo(target());
 }
 
 /** Run something that changes the height of the page, and leave what is in the middle of the window there. */
@@ -120,12 +126,12 @@ if (data.live) {
 } else {
   render();
   fillFilters();
-  search().then(() => { if (view.at) goTo(view.at); });
+  search().then(() => { if (target()) goTo(target()); });
 }
 window.addEventListener("hashchange", () => {
   Object.assign(view, DEFAULTS, Object.fromEntries(new URLSearchParams(location.hash.slice(1))));
   render();
   fillFilters();
   search();
-  if (view.at) goTo(view.at);
+  if (target()) goTo(target());
 });

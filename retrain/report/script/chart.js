@@ -57,8 +57,10 @@ class Chart {
     if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     const shown = all.filter((p) => p.x >= x0 && p.x <= x1);
     const inside = shown.length ? shown : all;
+    // One outlier raises many smoothed values.
+    const raw = view.clip ? lines.flatMap((line) => (line.raw?.length ? line.raw.flat() : line.points)).filter((p) => inside === all || (p.x >= x0 && p.x <= x1)) : [];
     const log = Boolean(view.log) && this.across === null && inside.some((p) => p.y > 0);
-    const values = inside.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]).filter((y) => typeof y === "number" && (!log || y > 0)).sort((one, other) => one - other);
+    const values = (raw.some((p) => !log || p.y > 0) ? raw : inside).flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]).filter((y) => typeof y === "number" && (!log || y > 0)).sort((one, other) => one - other);
     let [y0, y1] = view.clip ? [quantile(values, 0.01), quantile(values, 0.99)] : [values[0], values.at(-1)];
     this.marks = this.refs(lines).filter((mark) => !log || mark.y > 0);
     if (!log) {
@@ -67,13 +69,14 @@ class Chart {
       if (y0 === y1) [y0, y1] = this.floor === null ? [y0 - Math.max(1e-9, Math.abs(y0) * 0.1), y1 + Math.max(1e-9, Math.abs(y1) * 0.1)] : [y0, y0 + (y0 || 1)];
       else if (this.floor === null) { const room = 0.04 * (y1 - y0); y0 -= room; y1 += room; }
       if (y0 === y1) y1 = y0 + 1;
-      if (this.unit === "percent" && values.at(-1) <= 1) y1 = Math.min(y1, 1.004);
-    } else if (y0 === y1) { y0 /= 2; y1 *= 2; }
+    } else if (y1 <= y0 * (1 + 1e-9)) { y0 /= 2; y1 *= 2; }
+    if (this.unit === "percent" && values.at(-1) <= 1) y1 = Math.min(y1, 1.004);
     const { box } = this;
     const scale = log ? Math.log10 : (value) => value;
     const [low, high] = [scale(y0), scale(y1)];
     this.x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.width - box.left - box.right);
-    this.y = (value) => box.height - box.bottom - ((scale(log ? Math.max(value, y0 / 1e3) : value) - low) / (high - low)) * (box.height - box.top - box.bottom);
+    const within = (value) => (view.clip ? Math.min(y1, Math.max(y0, value)) : log ? Math.max(value, y0 / 1e3) : value);
+    this.y = (value) => box.height - box.bottom - ((scale(within(value)) - low) / (high - low)) * (box.height - box.top - box.bottom);
     this.invert = (pixel) => x0 + ((pixel - box.left) / (box.width - box.left - box.right)) * (x1 - x0);
     Object.assign(this, { x0, x1, y0, y1, log });
   }

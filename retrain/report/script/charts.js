@@ -70,7 +70,7 @@ function metricChart(key) {
   return new Chart({ key, title: typeof title === "function" ? title() : title, unit, floor: floor ?? null, lines: () => linesOf(key), refs: referencesOf(key) });
 }
 
-/** pass@1 by condition and by run, pass@k, and whatever else an evaluation logged. */
+/** pass@1 by condition and by run, pass@k for each k, and whatever else an evaluation logged. */
 function evaluationCharts() {
   const runs = () => data.runs.filter((run) => run.evals.length && !hidden().has(run.condition));
   const names = () => [...new Set(runs().map((run) => run.condition))];
@@ -82,9 +82,10 @@ function evaluationCharts() {
   if (data.runs.length > names().length) specs.unshift({ key: "eval_pass_at_1 by condition", title: "Held-out pass@1 by condition", unit: "percent", lines: mean((e) => e.y) });
   const keys = new Set(data.runs.flatMap((run) => run.evals.flatMap((e) => Object.keys(e.more))));
   for (const key of ["eval_pass_at_1", "eval_ci_low", "eval_ci_high"]) keys.delete(key);
-  const many = Math.max(0, ...data.runs.flatMap((run) => run.evals.map((e) => e.k || 1)));
-  if (many < 2) keys.delete("eval_pass_at_k");
-  for (const key of keys) specs.push({ key, title: key === "eval_pass_at_k" ? `Held-out pass@${many}` : key.replace(/_/g, " "), unit: key.includes("pass_at") ? "percent" : "number", lines: mean((e) => e.more[key]) });
+  keys.delete("eval_pass_at_k");
+  const counts = [...new Set(data.runs.flatMap((run) => run.evals.map((e) => e.k || 1)))].filter((k) => k > 1).sort((one, other) => one - other);
+  for (const k of counts) specs.push({ key: `eval_pass_at_k of ${k}`, title: `Held-out pass@${k}`, unit: "percent", lines: mean((e) => ((e.k || 1) === k ? e.more.eval_pass_at_k : null)) });
+  for (const key of keys) specs.push({ key, title: key.replace(/_/g, " "), unit: key.includes("pass_at") ? "percent" : "number", lines: mean((e) => e.more[key]) });
   return specs;
 }
 

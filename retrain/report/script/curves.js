@@ -100,7 +100,8 @@ function logTicks(low, high) {
   const decades = within.filter((tick) => /^1(e|0*$|\.?0*$)/.test(tick.toExponential(0)));
   const chosen = within.length > 6 && decades.length > 1 ? decades : within;
   const gap = Math.ceil(chosen.length / 6);
-  return chosen.length ? chosen.filter((_, index) => index % gap === 0) : ticks(low, high, 3);
+  if (chosen.length > 1) return chosen.filter((_, index) => index % gap === 0);
+  return [3, 6, 12].map((count) => ticks(low, high, count)).find((list) => list.length > 1) || chosen;
 }
 
 /** Labels with as few digits as tell all ticks apart and show each exactly. */

@@ -77,7 +77,7 @@ async function more() {
 
 let typing = 0;
 function choose(key, value) {
-  remember({ [key]: value, ...(key === "color" || key === "sort" ? {} : { group: "" }) });
+  remember({ [key]: value, at: "completions", ...(key === "color" || key === "sort" ? {} : { group: "" }) });
   clearTimeout(typing);
   if (key === "color" && data.live) fillGroup();
   else if (["search", "least", "most", "step"].includes(key) && data.live) typing = setTimeout(search, 300);
@@ -120,13 +120,20 @@ function fillFilters() {
     view.prompt ? make("button", { type: "button", class: "chip", onclick: () => openCompletions({}) }, "one prompt ✕") : null].filter(Boolean));
 }
 
+/** What limits the list while tokens are colored. */
+function colorNote() {
+  const steps = (groups) => new Set(groups.map((group) => `${group.run}:${group.step}`)).size;
+  const [few, all] = view.color === "none" ? [0, 0] : [steps(data.groups.filter((group) => group.members.some((member) => member.tokens))), steps(data.groups)];
+  return few && few < all ? `Only the last recorded steps of ${data.runs.length > 1 ? "each" : "the"} run have tokens to color in a file: ${show(few)} of ${counted(all, "step")}. retrain ui colors all recorded steps.` : "";
+}
+
 function fillStatus() {
   const node = document.getElementById("lab-status");
   const fresh = data.live ? data.runs.reduce((sum, run) => sum + Math.max(0, (run.index?.groups ?? 0) - (lab.snapshot[run.id] ?? 0)), 0) : 0;
   const indexing = data.live ? Math.min(1, ...data.runs.map((run) => run.index?.read ?? 1)) : 1;
   const shown = lab.next === null || lab.next === undefined ? `${counted(lab.groups.length, "group")}` : `${counted(lab.groups.length, "group")} shown, ${data.live ? `${show(lab.next)} of ${show(lab.places)} searched` : `${show(lab.places)} match`}`;
   const parts = [lab.busy ? "Searching…" : shown];
-  if (!data.live) parts.push(data.groups_note);
+  if (!data.live) parts.push(colorNote() || data.groups_note);
   if (data.live && lab.next !== null && !["newest", "oldest"].includes(view.sort)) parts.push("Sorted among the groups shown");
   if (indexing < 1) parts.push(`Indexing completions: ${Math.floor(100 * indexing)}%.`);
   node.replaceChildren(parts.filter(Boolean).join(". ").replace(/\.\.+/g, ".") + " ", ...(fresh ? [make("button", { type: "button", id: "lab-fresh", onclick: search }, `${counted(fresh, "new group")}: show`)] : []));

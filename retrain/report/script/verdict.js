@@ -137,9 +137,9 @@ function chip(run, check, compact = false) {
   const [icon, word] = LEVELS[check.level];
   const first = check.step === null || check.step === undefined ? "" : `\nFirst at step ${check.step}.`;
   const docs = isBad(check) ? `\nCauses and fixes: retrain man --topic ${check.topic}` : "";
-  const tip = `${check.name}: ${word}\n${check.value}\nRule: ${check.rule}.${first}${docs}\nClick to see the completions.`;
+  const tip = `${check.name}: ${word}\n${check.value}\nRule: ${check.rule.replace(/\.+$/, "")}.${first}${docs}\nClick to see the completions.`;
   return make("button", {
-    type: "button", class: `chip ${check.level}`, "aria-label": tip.replace(/\n/g, ". "), ...withTip(tip),
+    type: "button", class: `chip ${check.level}`, "aria-label": tip.replace(/\.*\n/g, ". "), ...withTip(tip),
     onclick: () => openCompletions({ run: run.id, step: check.step ?? "", show: check.filter === "longest" ? "" : check.filter, sort: check.filter === "longest" ? "longest" : "newest" }),
   }, make("span", { class: "icon", "aria-hidden": "true" }, icon), compact ? null : check.name,
   !isBad(check) ? null : make("span", { class: compact ? "brief" : "value" }, check.value + (first ? ` since step ${check.step}` : "")));

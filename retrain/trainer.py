@@ -415,4 +415,5 @@ def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | Non
         # One step further: a sampler that lags by one step then has the last update.
         last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
         parts.jsonl.log_evaluation(state.step, last)
+        parts.console.log_evaluation(last)
     return last, save(parts, state, "finished")

@@ -116,8 +116,10 @@ def answer(report: LiveReport, path: str, query: Mapping[str, str]) -> JsonObjec
 )
 def command(folders: tuple[Path, ...], port: int) -> int:
     """Serve the report on the runs in DIR (default: ./logs) locally, with live updates. Press Ctrl-C to quit."""
+    # What is named may be about to be created; ./logs is only assumed.
+    awaited = [folder for folder in folders if _is_awaited(folder)]
     folders = folders or (Path("logs"),)
-    missing = [folder for folder in folders if not folder.expanduser().is_dir()]
+    missing = [folder for folder in folders if folder not in awaited and not folder.expanduser().is_dir()]
     if missing:
         raise ConfigError(f"there is no folder {missing[0]}.")
     from retrain.report.live import LiveReport  # noqa: PLC0415  (slow to import)
@@ -131,5 +133,13 @@ def command(folders: tuple[Path, ...], port: int) -> int:
     with server, contextlib.suppress(KeyboardInterrupt):
         threading.Thread(target=report.follow, daemon=True, name="read logs").start()
         click.echo(f"Serving on http://127.0.0.1:{server.server_address[1]} (press Ctrl-C to quit)")
+        for folder in awaited:
+            click.echo(f"waiting for {folder}")
         server.serve_forever()
     return 0
+
+
+def _is_awaited(folder: Path) -> bool:
+    """Whether a folder does not exist yet, but the one that it is to be in does."""
+    path = folder.expanduser()
+    return not path.exists() and path.parent.is_dir()

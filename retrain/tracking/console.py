@@ -11,12 +11,15 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from retrain.config import TrainConfig
 from retrain.isolation.redaction import redact
 from retrain.tracking.live import BLOCKS, LiveLine
 from retrain.types import Group, StepMetrics
+
+if TYPE_CHECKING:
+    from retrain.evaluate import Evaluation
 
 # Groups shown per step.
 GROUPS_SHOWN = 2
@@ -110,6 +113,10 @@ class Console:
             more = f" | {unscored} without a score" if unscored else ""
             self.print(f"  group: {right}/{len(group.scores_G)} correct | answer={group.example.reference}{more}")
         self.print(step_line(step, metrics))
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Show the evaluation after the last step in the live line."""
+        self.line.held_out = evaluation.pass_at_1
 
     def finish(self) -> None:
         """Keep the live line of the last step above what follows."""

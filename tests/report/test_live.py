@@ -125,7 +125,27 @@ def test_a_folder_without_runs_waits_for_the_first_step(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     live.refresh()
     assert len(live.poll({}, "")["runs"]) == 1
-    assert run(["ui", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_server_waits_for_a_folder_in_one_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda server: None)
+    monkeypatch.setattr(LiveReport, "follow", lambda live: None)
+    assert run(["ui", str(tmp_path / "notyet"), "--port", "0"]) == 0
+    assert f"waiting for {tmp_path / 'notyet'}\n" in capsys.readouterr().out
+    assert run(["ui", str(tmp_path), "--port", "0"]) == 0
+    assert "waiting" not in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "nowhere" / "notyet", tmp_path / "file", tmp_path / "file" / "notyet"):
+        assert run(["ui", str(wrong)]) == 2
+        assert f"there is no folder {wrong}" in capsys.readouterr().err
+    live = LiveReport((tmp_path / "notyet",))
+    live.refresh()
+    assert live.poll({}, "")["head"]["verdict"]["sentence"] == "Waiting for the first step."
+    write_run(tmp_path / "notyet", 1)
+    live.refresh()
+    assert len(live.poll({}, "")["runs"]) == 1
 
 
 def test_a_long_log_is_shown_from_a_preview_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from retrain.config import load_config
+from retrain.evaluate import Evaluation
 from retrain.tracking.console import ERASE, Console
 from retrain.tracking.live import LiveLine
 
@@ -78,6 +79,17 @@ def test_steps_replace_each_other_and_evaluations_stay(monkeypatch: pytest.Monke
         "3/3 ▇▇▇ correct 82% held-out 50% len 41 cut 1% 3.1s/step",
         "",
     ]
+
+
+def test_the_line_that_stays_has_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    console = Console(stream)
+    console.log(0, METRICS | {"eval_pass_at_1": 0.5}, [])
+    console.log_evaluation(Evaluation(correct=(3, 4), counted=(4, 4), k=1))
+    console.finish()
+    assert "held-out 88%" in stream.getvalue().split("\n")[-2].split(ERASE)[-1]
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

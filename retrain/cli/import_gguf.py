@@ -12,6 +12,7 @@ import click
 from retrain.cli.console import announce_if_slow
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
+from retrain.runtime.permissions import share_weights
 from retrain.storage.checkpoint import explain_write_error
 
 if TYPE_CHECKING:
@@ -93,3 +94,4 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
     if "rope_theta" in (settings.get("rope_parameters") or {}):
         settings["rope_theta"] = settings["rope_parameters"]["rope_theta"]
     path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    share_weights(folder)

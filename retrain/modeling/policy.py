@@ -28,6 +28,7 @@ from retrain.modeling.causal_lm import CausalLM, module_of
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
+from retrain.runtime.permissions import share_weights
 from retrain.runtime.threads import FairLock
 from retrain.seeding import derive_seed
 
@@ -131,11 +132,13 @@ class Policy:
             (path / WHOLE_MARK).write_text(json.dumps(mark), encoding="utf-8")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(str(path))
+            share_weights(path)
             return
         with warnings.catch_warnings():
             # PEFT checks on the Hub whether the base model's embeddings changed, and warns when offline.
             warnings.simplefilter("ignore")
             self.peft.save_pretrained(str(path), save_embedding_layers=False)
+        share_weights(path)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """The adapter's tensors by name, not copied."""

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retrain.errors import ConfigError
+from retrain.runtime.permissions import share_weights
 from retrain.squeeze.adapter import CONFIG, WEIGHTS, Adapter
 from retrain.squeeze.analyze import torch_device
 from retrain.storage.publishing import publish_folder
@@ -81,6 +82,7 @@ def _write(target: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None
     def fill(draft: Path) -> None:
         save_file(tensors, str(draft / WEIGHTS), metadata={"format": "pt"})
         (draft / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        share_weights(draft)
 
     try:
         publish_folder(target, fill)

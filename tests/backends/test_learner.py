@@ -275,6 +275,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_would(tiny: Path, tmp_pat
         resumed.step(bad, MAX_SKIPPED - 1)
 
 
+@pytest.mark.parametrize("rank", [4, 0])
+def test_saved_weights_can_be_read_by_whom_the_umask_allows(tiny: Path, tmp_path: Path, rank: int) -> None:
+    learner(tiny, model__lora_rank=rank).policy.save_adapter(tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    weights = [mode for name, mode in modes.items() if name.endswith(".safetensors")]
+    (tmp_path / "plain").write_text("")
+    assert weights == [(tmp_path / "plain").stat().st_mode & 0o777]
+
+
 def test_a_gradient_is_clipped_to_its_norm(tiny: Path) -> None:
     datums, norms = random_datums(SIZES), {}
     for clip in (0.0, 1e-3):

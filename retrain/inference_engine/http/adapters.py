@@ -14,6 +14,7 @@ from torch import Tensor
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine.http.spec import Adapter
 from retrain.modeling.policy import Policy
+from retrain.runtime.permissions import share_weights
 from retrain.storage.publishing import make_temporary
 
 
@@ -74,3 +75,4 @@ def convert_to_mlx(folder: Path, layers: int) -> None:
     save_file(tensors, str(folder / "adapters.safetensors"))
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+    share_weights(folder)

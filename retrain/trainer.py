@@ -334,7 +334,7 @@ def resume(parts: Parts) -> RunState:
             "support.  Try: resume with the version that wrote it"
         )
     state = RunState(**saved["progress"])
-    warn_of_changed_schedule(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
+    warn_of_changed_steps(parts, checkpoint.step, int(saved.get("max_steps", parts.config.training.max_steps)))
     if saved["configured_batch_size"] != parts.config.training.batch_size:
         state.batch_size = parts.config.training.batch_size
     return state
@@ -356,9 +356,13 @@ def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
             )
 
 
-def warn_of_changed_schedule(parts: Parts, step: int, max_steps: int) -> None:
-    """Report a jump in the learning rate caused by a different number of steps."""
+def warn_of_changed_steps(parts: Parts, step: int, max_steps: int) -> None:
+    """Report a number of steps that is already exceeded, or that makes the learning rate jump."""
     config = parts.config
+    if not config.training.epochs and config.training.max_steps < step:
+        parts.console.print(
+            f"Note: the run has completed {step} steps, more than max_steps = {config.training.max_steps}."
+        )
     earlier = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": max_steps})})
     before, now = learning_rate(earlier, step), learning_rate(config, step)
     if before != now:

@@ -918,6 +918,8 @@ def test_a_resume_that_stretches_the_schedule_says_how_the_learning_rate_jumps(m
     train_quietly(fake_config(model, tmp_path))
     _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))
     assert "Note: [training]" not in printed, "a constant rate does not jump"
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=3, resume__from=str(tmp_path / "logs")))
+    assert "Note: the run has completed 6 steps, more than max_steps = 3." in printed
 
 
 def test_evaluations_are_not_written_twice_by_a_resume(model: Path, tmp_path: Path) -> None:

@@ -165,8 +165,9 @@ def equal_as_text(answer: str, gold: str) -> bool:
     A unit, or a variable with `=`, may be missing on one side; where both have one they must agree.
     """
     (text, unit, variable), (gold_text, gold_unit, gold_variable) = split_answer(answer), split_answer(gold)
-    if len(gold_text) == 1 and gold_text.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(answer)))):
-        return choice[1] == gold_text and not _OTHER_CHOICE.search(choice.string[choice.end() :])
+    for letter, full in ((gold_text, answer), (text, gold)):
+        if len(letter) == 1 and letter.isupper() and (choice := _CHOICE.match(_TEXT.sub(r"\1", tidy(full)))):
+            return choice[1] == letter and not _OTHER_CHOICE.search(choice.string[choice.end() :])
     if text and _close_up(tidy(answer)) == _close_up(tidy(gold)):  # `5 m` and `5m`, unit or variable
         return True
     if text == "" or text != gold_text:

@@ -185,3 +185,10 @@ def test_a_box_in_the_thoughts_counts_unless_configured_otherwise():
         assert MatchReward().score(response, "5") == 1.0
         assert MatchReward(think_boxes=False).score(response, "5") == strict
     assert MatchReward().score(rf"{thought} No, \boxed{{6}}.", "5") == 0.0
+
+
+@pytest.mark.parametrize(("letter", "full"), [("C", "(C) 12"), (r"\text{C}", r"\textbf{(C)}\ 12"), ("(C)", "C. 12")])
+def test_a_choice_may_have_its_text_on_either_side(letter: str, full: str) -> None:
+    assert equal_as_text(letter, full) and equal_as_text(full, letter)
+    assert not equal_as_text("D", full) and not equal_as_text(full, "D")
+    assert not equal_as_text("12", full)

@@ -89,7 +89,7 @@ class Ranks:
                 self._show(failed)
                 self._send_to_main(signal.SIGTERM)
             time.sleep(_POLL_S)
-        if code is not None and code < 0 and self.is_interrupted:
+        if code is not None and -code in SIGNALS and self.is_interrupted:
             # Before rank 0 handles signals, they end it.
             click.echo("Interrupted.", err=True)
             code = INTERRUPTED

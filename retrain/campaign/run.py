@@ -35,7 +35,7 @@ from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config, load_config
 from retrain.config.options import options_by_path
 from retrain.errors import CheckpointError, ConfigError
-from retrain.runtime.interrupts import SIGNALS
+from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
@@ -43,7 +43,6 @@ from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differen
 from retrain.storage.logs import EVALS, MANIFEST, METRICS
 from retrain.types import JsonObject
 
-INTERRUPTED = 130
 POLL_S = 0.2
 # Time for runs to save a checkpoint after a signal before they are killed.
 GRACE_S = 8.0

@@ -17,14 +17,13 @@ import click
 
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT
-from retrain.runtime.interrupts import SIGNALS
+from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.storage.publishing import make_temporary
 
 # When a rank fails, rank 0 reports it and ends; if it does not, it is sent SIGTERM, then all ranks are killed.
 TERMINATE_AFTER_S, KILL_AFTER_S = 20.0, 45.0
 # Ranks have nothing to save when rank 0 has failed; those that wait for its first command never learn of it.
 _PATIENCE_AFTER_FAILURE_S = 2.0
-INTERRUPTED = 130
 _POLL_S = 0.1
 _LAST_CHARACTERS = 6000
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED = 130
+"""Exit code of an interrupted run."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Number of signals that interrupt even a deferring section.
 FORCE_AFTER = 3

@@ -22,6 +22,7 @@ WINDOW = 10
 SHORTEST = 20
 """Steps before the beginning and the end of a run are compared."""
 SEVERITY: dict[Level, int] = {"unknown": 0, "ok": 1, "warning": 2, "problem": 3}
+BAD: tuple[Level, ...] = ("warning", "problem")
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
@@ -50,7 +51,7 @@ class Check:
     @property
     def is_bad(self) -> bool:
         """Whether it is a warning or a problem."""
-        return SEVERITY[self.level] >= SEVERITY["warning"]
+        return self.level in BAD
 
     @property
     def topic(self) -> str:
@@ -85,10 +86,12 @@ def overall(checks: Sequence[Check]) -> str:
     return "-" if not checks else "too early" if unknown > len(checks) // 2 else "ok"
 
 
-def summary(checks: Sequence[Check]) -> str:
-    """The checks that are not ok, in one line; empty if there are none."""
-    bad = sorted(checks, key=lambda check: -SEVERITY[check.level])
-    return ", ".join(f"{check.name} {check.value}{_since(check)}" for check in bad if check.is_bad)
+def strip(checks: Sequence[Check]) -> list[tuple[str, Level]]:
+    """Every check that is known, worst first, each with the level that colours it; the values of the bad ones."""
+    known = sorted((check for check in checks if check.level != "unknown"), key=lambda check: -SEVERITY[check.level])
+    return [
+        (f"{check.name} {check.value}{_since(check)}" if check.is_bad else check.name, check.level) for check in known
+    ]
 
 
 def _since(check: Check) -> str:

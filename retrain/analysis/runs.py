@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeGuard
 
@@ -219,7 +220,9 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
         known = sorted(
             {k for run in runs for row in run.rows(metric).values() for k, v in row.items() if _is_number(v)}
         )
-        raise ConfigError(f"the runs have no step in common with a {metric}.  Their metrics: {', '.join(known)}")
+        close = get_close_matches(metric[:60], known, n=1)
+        hint = f"Did you mean {close[0]}?  " if close else ""
+        raise ConfigError(f"the runs have no step in common with a {metric}.  {hint}Their metrics: {', '.join(known)}")
     step = max(common)
     ends = sorted({max(run.rows(metric)) for run in runs})
     if len(ends) > 1:

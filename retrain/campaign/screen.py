@@ -87,7 +87,9 @@ class Screen:
             if run.step > self.shown.get(name, 0):
                 self.shown[name] = run.step
                 step, eta, correct = cells(run)[1:4]
-                self.log(f"  {name}: step {step}, correct {correct}, ETA {eta}")
+                # A run that evaluates has no steps left.
+                left = f", ETA {eta}" if run.eta_seconds is not None else ""
+                self.log(f"  {name}: step {step}, correct {correct}{left}")
         if running:
             self.log(f"  {summary}")
 

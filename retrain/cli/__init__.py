@@ -175,13 +175,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("Interrupted.", err=True)
         return 130
     except click.NoSuchOption as error:
-        from retrain.config.synonyms import find_meant_flag  # noqa: PLC0415  (only a wrong flag needs it)
+        from retrain.config.synonyms import find_meant_flags  # noqa: PLC0415  (only a wrong flag needs it)
 
-        meant, typed = find_meant_flag(error.option_name), error.option_name
-        if meant is None:
+        meant, typed = " or ".join(f"'{flag}'" for flag in find_meant_flags(error.option_name)), error.option_name
+        if not meant:
             error.show()
         else:
-            click.UsageError(f"No such option '{typed}'. Did you mean '{meant.flag}'?", error.ctx).show()
+            click.UsageError(f"No such option '{typed}'. Did you mean {meant}?", error.ctx).show()
         return error.exit_code
     except click.ClickException as error:
         error.show()

@@ -38,6 +38,6 @@ def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub:
         target.mkdir(parents=True, exist_ok=True)
         (target / "README.md").write_text(write_card(data, plots, hub), encoding="utf-8")
     except OSError as error:
-        raise explain_write_error(error, target) from error
+        raise explain_write_error(error, target, is_of_run=False) from error
     click.echo(f"Wrote {target / 'README.md'}" + (f" and {len(plots)} plots" if plots else ""))
     return 0

@@ -17,7 +17,10 @@ import click
 from retrain.errors import ConfigError
 
 # Styles of status words.
-MARKS = {"ok": "green", "warning": "yellow", "missing": "bold red", "broken": "bold red", "shadowed": "yellow"}
+MARKS = {
+    "ok": "green", "warning": "yellow", "problem": "bold red", "missing": "bold red", "broken": "bold red",
+    "shadowed": "yellow",
+}  # fmt: skip
 
 
 # Seconds of silence after which a command says what it is doing.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from retrain.isolation.redaction import redact
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
+from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import plural
 from retrain.storage.publishing import other_run
 
@@ -224,15 +226,21 @@ def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
             yield Check("keys", name, "unused", f"not set; for {why}")
 
 
+def _split_fix(problem: str, otherwise: str) -> tuple[str, str]:
+    """What is wrong, and how to fix it."""
+    detail, _, fix = problem.partition("Try: ")
+    question = re.search(r"Did you mean .*\?", detail)
+    return detail.strip(), fix or (question[0] if question else otherwise)
+
+
 def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     """Unsupported choices, problems of `[training]` such as completions that are too long, and results of trials."""
     training = (problem for problem in find_obstacles(config) if problem.where.startswith("[training]"))
     for problem in (*find_unsupported(config), *(training if config.kind != "squeeze" else ())):
         yield Check("components", problem.where, "missing", problem.text, problem.hint)
     for trial in trials:
-        detail, _, fix = trial.problem.partition("Try: ")
         if trial.problem:
-            yield Check("components", trial.where, "missing", detail.strip(), fix or f"check {trial.where}")
+            yield Check("components", trial.where, "missing", *_split_fix(trial.problem, f"check {trial.where}"))
         else:
             yield Check("components", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 
@@ -279,9 +287,8 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
     try:
         count = len(load_examples(section))
     except RetrainError as error:
-        return Check(
-            "files", where, "missing", " ".join(str(error).split()), f"fix the file, or set {where} to another"
-        )
+        problem = " ".join(str(error).split())
+        return Check("files", where, "missing", *_split_fix(problem, f"fix the file, or set {where} to another"))
     return Check("files", where, "ok", f"{path} ({plural(count, 'example')})")
 
 
@@ -290,10 +297,8 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
     if config.kind != "campaign":  # whose runs have their own
         places.append(("[backend] adapter_path", config.backend.adapter_path))
     for where, path in places:
-        folder = Path(path).expanduser().absolute()
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
+        folder = nearest_existing(Path(path))
+        if not is_writable_folder(folder):
             yield Check("files", where, "missing", f"{folder} cannot be written to", f"set {where} to another folder")
             continue
         free = shutil.disk_usage(folder).free

@@ -12,7 +12,7 @@ import click
 from retrain.cli.console import announce_if_slow
 from retrain.errors import ConfigError
 from retrain.runtime.packages import missing
-from retrain.runtime.permissions import share_weights
+from retrain.runtime.permissions import is_writable_folder, nearest_existing, share_weights
 from retrain.storage.checkpoint import explain_write_error
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def command(file: Path, folder: Path, dtype: str) -> int:
         try:
             write_folder(model, tokenizer, folder)
         except OSError as error:
-            raise explain_write_error(error, folder) from error
+            raise explain_write_error(error, folder, is_of_run=False) from error
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     click.echo(f"Wrote {folder}: {type(model).__name__}, {millions:,.1f} million parameters in {dtype}.")
     if not tokenizer.chat_template:
@@ -62,6 +62,9 @@ def check_paths(file: Path, folder: Path) -> None:
         raise ConfigError(f"{file} is not a GGUF file: it begins with {magic!r} instead of {_MAGIC!r}.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and was not changed.  Try: another folder")
+    existing = nearest_existing(folder)
+    if not is_writable_folder(existing):
+        raise ConfigError(f"{existing} cannot be written to.  Try: another folder")
     if find_spec("gguf") is None:
         raise missing("gguf", "reading GGUF files")
 
@@ -77,7 +80,10 @@ def read_gguf(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
     except Exception as error:
         # transformers raises many types for what it cannot read: ValueError, NotImplementedError, KeyError, ...
-        raise ConfigError(f"transformers cannot read {file}: {error}") from error
+        raise ConfigError(
+            f"transformers cannot read {file}: {error}.  Try: compare its size with the original's, in case it was not "
+            "downloaded completely"
+        ) from error
     # The weights were expanded on loading, but transformers refuses to save what it calls quantized.
     model.hf_quantizer, model.is_quantized = None, False
     del model.config.quantization_config

@@ -25,7 +25,7 @@ def command(folders: tuple[Path, ...], output: Path | None, png: Path | None) ->
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(build_page(data), encoding="utf-8", errors="replace")
     except OSError as error:
-        raise explain_write_error(error, target.parent) from error
+        raise explain_write_error(error, target.parent, is_of_run=False) from error
     click.echo(f"Wrote {target} ({target.stat().st_size / 2**20:.1f} MiB, {plural(len(data['runs']), 'run')})")
     if png is not None:
         from retrain.report.plots import write_plots  # noqa: PLC0415  (matplotlib is an extra)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from retrain.analysis.health import help_line, summary
+from retrain.analysis.health import help_line, worst
 from retrain.campaign.manifest import Record, read_table
 from retrain.campaign.progress import (
     RunProgress,
@@ -23,6 +23,7 @@ from retrain.campaign.progress import (
 )
 from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_line, print_table
+from retrain.cli.health import print_health
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import Checkpoints
@@ -48,15 +49,17 @@ class Entry:
         """Seconds until all runs are done, at the current number of parallel runs."""
         if not self.live:
             return None
+        if self.kind == "run":
+            return next((run.eta_seconds for run in self.runs.values()), None)
         running = sum(run.status == "running" for run in self.runs.values())
         return seconds_left(list(self.runs.values()), 1 if self.in_turn else running)
 
 
 @click.command("status")
-@click.argument("logs", default="logs", type=click.Path())
+@click.argument("logs", nargs=-1, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(logs: str, as_json: bool) -> int:
-    """List the runs and campaigns in LOGS (default: ./logs).
+def command(logs: tuple[str, ...], as_json: bool) -> int:
+    """List the runs and campaigns in the folders LOGS (default: ./logs).
 
     An unfinished run is `interrupted` if it was stopped, `failed` if it ended with an error, which is shown below the
     table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as
@@ -77,12 +80,12 @@ def command(logs: str, as_json: bool) -> int:
                    elapsed_seconds (otherwise null)
     health is a list of checks: name, level, value, rule, first step.
     """
-    entries = find_entries(Path(logs).expanduser())
+    entries = [entry for folder in logs or ("logs",) for entry in find_entries(Path(folder).expanduser())]
     if as_json:
         print_json([describe(entry) for entry in entries])
         return 0
     if not entries:
-        click.echo(f"There are no runs in {logs}.")
+        click.echo(f"There are no runs in {', '.join(logs) or 'logs'}.")
     for entry in entries:
         print_entry(entry)
     return 0
@@ -182,8 +185,9 @@ def print_entry(entry: Entry) -> None:
     if text := resume_line(entry):
         click.echo(f"  {text}")
     for name, run in entry.runs.items():
-        if text := summary(run.health):
-            print_line(f"  {name}: {text}")
+        # For a run without problems, the table suffices.
+        if worst(run.health):
+            print_health(f"  {name}: ", run.health)
     if text := help_line([check for run in entry.runs.values() for check in run.health]):
         print_line(f"  {text}")
 

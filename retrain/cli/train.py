@@ -6,18 +6,20 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from retrain.analysis.health import help_line, summary
+from retrain.analysis.health import help_line
 from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_multi_process, check_single_process
 from retrain.checks.unsupported import check_supported
 from retrain.cli import suggest_command
 from retrain.cli.console import can_ask, confirm_starter
+from retrain.cli.health import print_health
 from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, naming_flags, overrides_from
 from retrain.errors import ConfigError, RetrainError
@@ -207,9 +209,10 @@ def show_health(log_dir: Path) -> None:
     from retrain.campaign.progress import read_progress  # noqa: PLC0415  (only at the end of a run)
 
     health = read_progress(log_dir).health
-    if text := summary(health):
-        _echo(f"Check: {text}")
-        _echo(help_line(health))
+    with suppress(OSError):  # the output may be closed
+        print_health("Health: ", health)
+    if text := help_line(health):
+        _echo(text)
     _echo(f"To view it: retrain ui {shlex.quote(str(log_dir))}")
 
 

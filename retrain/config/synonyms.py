@@ -22,8 +22,9 @@ def find_synonym(name: str) -> Option | None:
     return synonyms()[close[0]] if close else None
 
 
-def find_meant_flag(typed: str) -> Option | None:
-    """The option that a wrong flag stands for: the only one with this key, or one that other tools call so."""
+def find_meant_flags(typed: str) -> list[str]:
+    """The flags that a wrong one may stand for: of options with this key, or of one that other tools call so."""
     key = typed.lstrip("-").replace("-", "_").rpartition(".")[2]
     same = [option for option in all_options() if option.key == key and option.section not in OPTIONAL_SECTIONS]
-    return same[0] if len(same) == 1 else find_synonym(typed)
+    synonym = find_synonym(typed) if len(same) != 1 else None
+    return [option.flag for option in ([synonym] if synonym else same)]

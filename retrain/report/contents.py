@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from retrain.analysis.change import Row, comparable
+from retrain.analysis.health import BAD
 from retrain.analysis.runs import RunRecord, find_runs, read_manifest
 from retrain.campaign.progress import read_progress
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
 from retrain.errors import CheckpointError
+from retrain.manual import read_manual
+from retrain.manual.render import section_text
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
@@ -76,7 +79,15 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
         "config_columns": columns,
         "settings": shared_settings(runs) if runs else [],
         "origin": describe_origin(folders),
+        "advice": find_advice(logs),
     }
+
+
+def find_advice(logs: Sequence[RunLog]) -> dict[str, str]:
+    """What the manual says on the checks that are not ok, by topic."""
+    topics = sorted({check["topic"] for log in logs for check in log.health() if check["level"] in BAD})
+    manual = read_manual() if topics else None
+    return {topic: section_text(manual.find(topic), width=80) for topic in topics} if manual else {}
 
 
 def describe_run(run: RunRecord, log: RunLog) -> Data:

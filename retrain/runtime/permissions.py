@@ -1,8 +1,20 @@
-"""Permissions of weights."""
+"""Permissions of folders and weights."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the folder in which it would be made."""
+    path = path.expanduser().absolute()
+    return path if path.exists() else nearest_existing(path.parent)
+
+
+def is_writable_folder(path: Path) -> bool:
+    """Whether a path is a folder that may be written to."""
+    return path.is_dir() and os.access(path, os.W_OK)
 
 
 def share_weights(folder: Path) -> None:

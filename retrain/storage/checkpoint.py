@@ -149,17 +149,21 @@ def read_notes(checkpoint: Path) -> JsonObject:
     return notes
 
 
-def explain_write_error(error: Exception, where: Path) -> CheckpointError:
-    """Explain a write error such as a full disk; exit code 1, since the configuration is fine."""
+def explain_write_error(error: Exception, where: Path, is_of_run: bool = True) -> CheckpointError:
+    """Explain a write error such as a full disk; exit code 1, since the configuration is fine.
+
+    The advice to resume is for the files `is_of_run`.
+    """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else error
     # Errors of safetensors have the system's number in their text only.
     found = re.search(r"os error (\d+)", str(error))
     number = error.errno if isinstance(error, OSError) else int(found[1]) if found else 0
-    explained = CheckpointError(
-        f"could not write to {where}: {reason}. Earlier checkpoints are intact.  "
-        f"Try: {_ADVICE.get(number or 0, 'free some space')}, then resume from the last checkpoint, or start again if "
-        "there is none yet."
-    )
+    advice = _ADVICE.get(number or 0, "free some space")
+    intact, then = "", "or write elsewhere"
+    if is_of_run:
+        intact = " Earlier checkpoints are intact."
+        then = "then resume from the last checkpoint, or start again if there is none yet."
+    explained = CheckpointError(f"could not write to {where}: {reason}.{intact}  Try: {advice}, {then}")
     explained.exit_code = 1
     return explained
 

@@ -15,6 +15,7 @@ from retrain.config.load import build_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
 from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
+from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
 from retrain.storage.logs import EVAL_PROBLEMS, FILES, MANIFEST, cut_logs, restore_logs
@@ -87,9 +88,15 @@ class RunFolder:
         return dump_config(self.config.model_copy(update={"resume": type(self.config.resume)()}))
 
     def _warn_about_adapter_path(self) -> None:
-        """Say that the adapter of another run is going to be replaced, or that other files are not."""
+        """Say that adapters cannot be copied there, or replace those of another run."""
         adapter = Path(self.config.backend.adapter_path).expanduser()
-        if not may_replace(adapter):
+        existing = nearest_existing(adapter)
+        if not is_writable_folder(existing):
+            self.log(
+                f"Warning: {existing} cannot be written to, so adapters stay in the checkpoints.  "
+                f"Try: --adapter-path {self.path / 'adapter'}"
+            )
+        elif not may_replace(adapter):
             self.log(
                 f"Warning: {adapter} holds files that retrain did not write, so adapters stay in the checkpoints.  "
                 f"Try: --adapter-path {self.path / 'adapter'}"

@@ -159,7 +159,7 @@ def step_line(step: int, metrics: StepMetrics) -> str:
     late = " (placeholder)" if metrics["loss_is_placeholder"] else ""
     parts = [
         f"Step {step} [{metrics['condition']}]",
-        f"loss={metrics['loss']:.4f}{late}",
+        f"loss={metrics['loss']:z.4f}{late}",
         f"reward={metrics['mean_reward']:.3f}",
         f"correct={100 * float(metrics['correct_rate'] or 0):.1f}%",
         f"datums={metrics['num_datums']}",

@@ -349,6 +349,7 @@ def test_what_cannot_be_compared_is_rejected(
     assert "count as the same run" in text and f"retrain diff {one} {copy}" in text
     message = refusal(capsys, campaign, "--metric", "correct_rat")
     assert "no step in common with a correct_rat" in message and "correct_rate, loss" in message
+    assert "Did you mean correct_rate?" in message
     assert "no condition 'x'" in refusal(capsys, campaign, "--baseline", "x")
     (campaign / "manifest.json").write_text('{"runs": [{"name": "x"}]}')
     assert "is not a valid manifest" in refusal(capsys, campaign)

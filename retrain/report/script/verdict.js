@@ -136,7 +136,7 @@ const isBad = (check) => check.level === "warning" || check.level === "problem";
 function chip(run, check, compact = false) {
   const [icon, word] = LEVELS[check.level];
   const first = check.step === null || check.step === undefined ? "" : `\nFirst at step ${check.step}.`;
-  const docs = isBad(check) ? `\nCauses and fixes: retrain man --topic ${check.topic}` : "";
+  const docs = isBad(check) ? "\nCauses and fixes are below." : "";
   const tip = `${check.name}: ${word}\n${check.value}\nRule: ${check.rule.replace(/\.+$/, "")}.${first}${docs}\nClick to see the completions.`;
   return make("button", {
     type: "button", class: `chip ${check.level}`, "aria-label": tip.replace(/\.*\n/g, ". "), ...withTip(tip),
@@ -160,7 +160,9 @@ function renderHealth() {
   const focused = document.activeElement?.classList.contains("chip") && home.contains(document.activeElement);
   if (focused) return;
   const topics = [...new Set(data.runs.flatMap((run) => (run.health || []).filter(isBad).map((check) => check.topic)))];
-  const help = topics.length ? [make("p", { class: "soft" }, "Causes and fixes: ", topics.flatMap((topic, index) => [index ? ", " : "", make("code", {}, `retrain man --topic ${topic}`)]))] : [];
+  const opened = new Set([...home.querySelectorAll("details[open]")].map((one) => one.dataset.topic));
+  const help = topics.map((topic) => make("details", { "data-topic": topic, open: opened.has(topic) },
+    make("summary", {}, `Causes and fixes: ${topic.replace(/-/g, " ")}`), make("pre", { class: "advice" }, data.advice[topic])));
   if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable(), ...help); return; }
   home.replaceChildren(...data.runs.map((run) => make("div", { class: "strip" },
     make("div", { class: "who" }, swatch(run.condition), make("strong", {}, data.runs.length > 1 ? `${run.condition}, seed ${run.seed}` : run.name)),

@@ -1,0 +1,36 @@
+"""The health checks of a run in one line of a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from retrain.analysis.health import Check, strip
+from retrain.cli.console import MARKS
+
+
+def print_health(before: str, checks: Sequence[Check]) -> None:
+    """Print the checks of a run in a line, if any is known."""
+    parts = health_parts(checks)
+    if not parts:
+        return
+    if not sys.stdout.isatty():
+        click.echo(before + "".join(text for text, _ in parts))
+        return
+    from rich.console import Console  # noqa: PLC0415  (only needed on a terminal)
+    from rich.text import Text  # noqa: PLC0415
+
+    Console().print(Text.assemble(before, *parts))
+
+
+def health_parts(checks: Sequence[Check]) -> list[tuple[str, str]]:
+    """The checks of a run, as in `truncation 40% (since step 3); ok: learning, entropy`: texts with their styles."""
+    known = strip(checks)
+    bad = [each for each in known if each[1] != "ok"]
+    parts: list[tuple[str, str]] = []
+    for before, group in (("", bad), ("; ok: " if bad else "ok: ", known[len(bad) :])):
+        for at, (text, level) in enumerate(group):
+            parts += [(", " if at else before, ""), (text, MARKS[level])]
+    return parts

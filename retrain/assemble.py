@@ -255,18 +255,18 @@ class DataTasks:
         self.held_out = load_held_out(config)
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
-            _check_context(config, self.encoder, [*_sample_of(self.examples), *self.held_out], context)
+            check_prompts(config, self.encoder, [*sample_of(self.examples), *self.held_out], context)
         return self.examples, self.held_out
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The scorer, once the context length is known."""
-        config, asked = self.config, [*_sample_of(self.examples), *self.held_out]
+        config, asked = self.config, [*sample_of(self.examples), *self.held_out]
         if config.teaching.enabled:
             scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
             self.stack.callback(scorer.close)
             check_context(scorer, asked, config.training.max_tokens)
             return scorer
-        _check_context(config, self.encoder, asked, backend.capabilities.context_length)
+        check_prompts(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.print, self.console.progress)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ def _load_training_examples(
     return examples
 
 
-def _sample_of(examples: Sequence[Example]) -> Sequence[Example]:
+def sample_of(examples: Sequence[Example]) -> Sequence[Example]:
     """All examples, or enough of an endless source to estimate prompt lengths."""
     return examples[:512] if isinstance(examples, Endless) else examples
 
@@ -301,7 +301,7 @@ def _find_backend(config: TrainConfig) -> MakeBackend:
     return make  # type: ignore[no-any-return]
 
 
-def _check_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
+def check_prompts(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
     """Reject prompts that leave no room for a completion."""
     longest, room = encoder.longest(examples), config.training.max_tokens
     if longest + room <= context:

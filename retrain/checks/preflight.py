@@ -19,7 +19,7 @@ from retrain.checks.connections import check_tinker_address, server_kind
 from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
-from retrain.config.reasons import trains_complete_steps
+from retrain.config.reasons import needs_judge, trains_complete_steps
 from retrain.data import build_source, held_out_section
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
@@ -195,7 +195,7 @@ def packages_by_option(config: TrainConfig | None) -> dict[str, dict[str, bool]]
 
 
 def _is_used(option: Option, config: TrainConfig | None) -> bool:
-    if config is None or (config.environment.provider and option.kind in ("data", "reward")):
+    if config is None:
         return False
     on_tinker = config.backend.backend == "tinker" and ignored_on_tinker(option)
     return not on_tinker and not (option.facets.unused and option.facets.unused(config))
@@ -224,9 +224,9 @@ def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
     if problem:
         hint = "Try: put TINKER_API_KEY=tml-... into .env"
         yield "TINKER_API_KEY", ConfigIssue("[backend] backend", f'= "tinker" {problem}', hint)
-    uses_judge = "judge" in (config.reward.type, *(term.type for term in config.reward.terms))
     own_server = config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL")
-    if uses_judge and not own_server and not os.environ.get("OPENAI_API_KEY") and not config.environment.provider:
+    is_judged = not needs_judge(config)
+    if is_judged and not own_server and not os.environ.get("OPENAI_API_KEY"):
         hint = "Try: set OPENAI_API_KEY=... in .env, or judge_base_url for a server of your own"
         yield "OPENAI_API_KEY", ConfigIssue("[reward] type", '= "judge" needs a key, and there is none.', hint)
 

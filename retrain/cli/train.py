@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,13 +80,13 @@ def read_config(
     path = find_config(given, overrides)
     config = load_with_flags(path, overrides, strict)
     if show:
-        show_notes(config)
+        show_notes(config, overrides)
     return path, config
 
 
-def show_notes(config: TrainConfig) -> None:
-    """Print a line for each option that is set but not used."""
-    for note in find_notes(config):
+def show_notes(config: TrainConfig, given: Collection[str] = ()) -> None:
+    """Print a line for each option that is set, or given as a flag, but not used."""
+    for note in find_notes(config, given):
         _echo(f"note: {note}", err=True)
 
 

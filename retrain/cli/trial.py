@@ -20,6 +20,7 @@ from retrain.checks.preflight import (
     go_offline,
     hub_answers,
     is_offline,
+    known_context,
     models_of,
     needs_hub,
 )
@@ -36,6 +37,8 @@ TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
 OFFER_S = 10.0
 """Limit for a Tinker service to say which models it has."""
+MEASURED = 256
+"""Prompts that are tokenized to find the longest."""
 _MARK = "trial: "
 
 
@@ -139,6 +142,8 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         if find_model(name).folder is None and config.backend.backend != "tinker":
             continue
         yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
+    if _has_local_prompts(config):
+        yield "[data], prompts", _try_prompts
 
 
 def _rewards(config: TrainConfig) -> list[str]:
@@ -230,6 +235,34 @@ def _try_tokenizer(name: str, where: str) -> str:
     from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415  (imports transformers)
 
     return f"{name}: {len(load_tokenizer(name, where)):,} tokens"
+
+
+def _has_local_prompts(config: TrainConfig) -> bool:
+    """Whether prompts come from files, which may hold long ones, and how much the model takes is known."""
+    if config.environment.provider or config.backend.backend != "local" or config.teaching.enabled:
+        return False
+    sources = {config.data.source} | ({config.held_out_source} if config.eval.every else set())
+    data = REGISTRIES["data"]
+    are_files = all(not is_plugin("data", source) and data.reads(source, "path") for source in sources)
+    return are_files and known_context(config) is not None
+
+
+def _try_prompts(config: TrainConfig) -> str:
+    """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized."""
+    from retrain.assemble import check_prompts, sample_of  # noqa: PLC0415  (imports PyTorch)
+    from retrain.data import load_examples, load_held_out  # noqa: PLC0415
+    from retrain.modeling.tokens import PromptEncoder, load_tokenizer  # noqa: PLC0415
+
+    context, training = known_context(config), config.training
+    assert context is not None
+    examples = sample_of(load_examples(config.data, config.plugins.search_paths))
+    asked = [*examples[: training.max_examples or None], *load_held_out(config)]
+    longest = sorted(asked, key=lambda example: len(str(example.prompt)))[-MEASURED:]
+    encoder = PromptEncoder(
+        load_tokenizer(config.model.model), config.data.system_prompt, training.max_prompt_tokens, lambda line: None
+    )
+    check_prompts(config, encoder, longest, context)
+    return f"up to {encoder.longest(longest)} of {context:,} tokens"
 
 
 def _try_service(config: TrainConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -93,7 +93,7 @@ def build_config(tables: Tables, overrides: Mapping[str, object], source: str, s
     config, issues = _validate(merged, issues)
     issues += _check_conditions(config, merged, known=frozenset(issues))
     if strict and not issues:
-        issues = [ConfigIssue(note.where, f"is not used: {note.reason}.") for note in find_notes(config)]
+        issues = [ConfigIssue(note.where, f"is not used: {note.reason}.") for note in find_notes(config, overrides)]
     if issues:
         count = "1 problem" if len(issues) == 1 else f"{len(issues)} problems"
         left_out = len(issues) - MAX_ISSUES
@@ -105,7 +105,8 @@ def build_config(tables: Tables, overrides: Mapping[str, object], source: str, s
 def _choose_for_teaching(tables: Tables) -> None:
     """Default to grpo: teaching has negative rewards, which maxrl, the default advantage, does not support."""
     teaching, algorithm = tables.get("teaching"), tables.setdefault("algorithm", {})
-    if isinstance(teaching, dict) and teaching.get("enabled") is True and isinstance(algorithm, dict):
+    is_taught = isinstance(teaching, dict) and teaching.get("enabled") is True
+    if is_taught and isinstance(algorithm, dict) and not algorithm.get("algorithm_mode"):
         algorithm.setdefault("advantage_mode", "grpo")
 
 
@@ -115,15 +116,15 @@ def build_condition(config: TrainConfig, condition: Mapping[str, object], source
     return build_config(base, dict(condition_overrides(condition)), source)
 
 
-def find_notes(config: TrainConfig) -> list[Note]:
-    """Options that are set and not used.
+def find_notes(config: TrainConfig, given: Collection[str] = ()) -> list[Note]:
+    """Options that are set, or `given` as flags, and not used.
 
     An option that a campaign sets for all runs is used if one of them uses it.
     """
-    notes = list(unused_options(config))
+    notes = list(unused_options(config, given))
     runs: list[tuple[set[str], list[Note]]] = []
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
-        found = list(unused_options(build_condition(config, condition, "the campaign")))
+        found = list(unused_options(build_condition(config, condition, "the campaign"), given))
         overridden = {options_by_path()[path].where for path, _ in condition_overrides(condition)}
         runs.append((overridden, found))
         notes += [Note(f"[campaign] conditions[{index}]: {n.where}", n.reason) for n in found if n.where in overridden]

@@ -46,6 +46,7 @@ never = always("")
 needs_adapter = used_if("model.lora_rank", bool)
 needs_local_backend = used_if("backend.backend", "local".__eq__)
 needs_remote_backend = used_if("backend.backend", lambda name: name != "local")
+needs_no_algorithm = used_if("algorithm.algorithm_mode", lambda path: not path)
 needs_semantic_planning = used_if("planning.detector", lambda name: name != "regex")
 needs_moving_reference = first_of(used_if("kl.beta", bool), used_if("kl.sync_ref_model", bool))
 needs_server = used_if("inference.engine", lambda name: name != "pytorch")
@@ -127,10 +128,18 @@ def not_on_servers(key: str, launched: str = "") -> Reason:
     return reason
 
 
+def needs_no_environment(config: TrainConfig) -> str:
+    """Used unless an environment provides problems and rewards."""
+    provider = config.environment.provider
+    return f"[environment] provider is {provider}" if provider else ""
+
+
 def read_by_source(key: str) -> Reason:
     """Used if a data source in use reads this option of [data]."""
 
     def reason(config: TrainConfig) -> str:
+        if in_environment := needs_no_environment(config):
+            return in_environment
         sources = {config.data.source} | ({config.held_out_source} if config.eval.every else set())
         is_read = any(REGISTRIES["data"].reads(source, key) for source in sources)
         return "" if is_read else f"[data] source is {config.data.source}"
@@ -140,7 +149,7 @@ def read_by_source(key: str) -> Reason:
 
 def read_by_training_source(key: str) -> Reason:
     """Used if the data source of training reads this option of [data]; evaluation has its own."""
-    return used_if("data.source", lambda source: REGISTRIES["data"].reads(source, key))
+    return first_of(needs_no_environment, used_if("data.source", lambda source: REGISTRIES["data"].reads(source, key)))
 
 
 def needs_held_out_data(config: TrainConfig) -> str:
@@ -170,13 +179,17 @@ def needs_reward(*types: str, otherwise: str) -> Reason:
             return "" if any(term.type in types for term in terms) else otherwise
         return used_if("reward.type", lambda name: name in types)(config)
 
-    return reason
+    return first_of(needs_no_environment, reason)
 
 
 needs_judge = needs_reward("judge", otherwise="none of [reward] terms is a judge")
 needs_boxed_answers = needs_reward("match", "math", otherwise="none of [reward] terms looks for a box")
 
 
-def needs_custom_reward(config: TrainConfig) -> str:
-    """Used by a custom reward; terms have their own."""
-    return "[reward] terms replace it" if config.reward.terms else used_if("reward.type", "custom".__eq__)(config)
+def has_no_terms(config: TrainConfig) -> str:
+    """Used unless the reward has terms, which have their own."""
+    return "[reward] terms replace it" if config.reward.terms else ""
+
+
+needs_single_reward = first_of(needs_no_environment, has_no_terms)
+needs_custom_reward = first_of(needs_single_reward, used_if("reward.type", "custom".__eq__))

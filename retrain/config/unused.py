@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
@@ -14,8 +14,6 @@ from retrain.config.schema import RewardTerm, TrainConfig
 #     of a method. Methods are compared by changing one switch, in the file or by a flag, and keeping the rest.
 #   [eval] with every = 0, [logging] wandb_* without a project, [campaign] max_workers and stagger_seconds without
 #     parallel: kept for when it is switched on again; the switch is next to them.
-#   [data] and [reward] with an environment, [reward] type with terms, [algorithm] advantage_mode and transform_mode
-#     with algorithm_mode: the description of what replaces them says so.
 #   [training], [model] and so on in a squeeze file: the file of the run with one more table.
 
 
@@ -30,11 +28,14 @@ class Note:
         return f"{self.where} is not used: {self.reason}"
 
 
-def unused_options(config: TrainConfig) -> Iterator[Note]:
-    """Options that are set and not used by a run; for a campaign, those that no condition can make use of."""
+def unused_options(config: TrainConfig, given: Collection[str] = ()) -> Iterator[Note]:
+    """Options that are set and not used by a run; for a campaign, those that no condition can make use of.
+
+    Those `given` as flags are set even if they have their default value.
+    """
     values = values_of(config)
     for option in all_options():
-        if option.path in values and values[option.path] != option.default:
+        if option.path in values and (values[option.path] != option.default or option.path in given):
             reason = why_unused(option, config)
             if reason:
                 yield Note(option.where, reason)

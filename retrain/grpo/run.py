@@ -54,10 +54,18 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
         result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     trainer.save_state()
-    found = [row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row]
-    held_out = f", held-out {name} {found[0]:.4f} before and {found[-1]:.4f} after" if found else ""
+    found = {row["step"]: row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row}
+    held_out = f", held-out {name} {describe_change(found)}" if found else ""
     say(f"Done: {plural(result.global_step, 'step')}{held_out}, logs in {args.output_dir}.")
     return trainer
+
+
+def describe_change(values: Mapping[int, float]) -> str:
+    """The first and the last of some evaluations, by step; the one at step 0 is before training."""
+    first, last = min(values), max(values)
+    if first == 0:
+        return f"{values[first]:.4f} before" + (f" and {values[last]:.4f} after" if last else "")
+    return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
 
 
 def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:

@@ -140,9 +140,10 @@ class PromptEncoder:
     def _ids(self, messages: list[Mapping[str, str]]) -> list[int]:
         if self.tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
-            return list(self.tokenizer(text)["input_ids"])
+            return list(self.tokenizer(text, verbose=False)["input_ids"])
         rendered = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
         )
-        # The template has already written the special tokens.
-        return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        # The template has already written the special tokens. Without `verbose`, transformers warns about prompts that
+        # exceed the context, which is an error with a remedy here.
+        return list(self.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])

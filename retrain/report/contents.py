@@ -18,7 +18,6 @@ from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.config.toml import show_value
 from retrain.errors import CheckpointError
 from retrain.manual import read_manual
-from retrain.manual.render import section_text
 from retrain.report.runlog import RunLog
 from retrain.report.verdict import describe_verdict
 from retrain.runtime.text import plural
@@ -83,11 +82,12 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
     }
 
 
-def find_advice(logs: Sequence[RunLog]) -> dict[str, str]:
-    """What the manual says on the checks that are not ok, by topic."""
-    topics = sorted({check["topic"] for log in logs for check in log.health() if check["level"] in BAD})
+def find_advice(logs: Sequence[RunLog]) -> dict[str, list[JsonObject]]:
+    """What the manual says on the checks that are not ok: its blocks by topic, most severe first."""
+    bad = [check for log in logs for check in log.health() if check["level"] in BAD]
+    topics = dict.fromkeys(check["topic"] for check in sorted(bad, key=lambda check: -BAD.index(check["level"])))
     manual = read_manual() if topics else None
-    return {topic: section_text(manual.find(topic), width=80) for topic in topics} if manual else {}
+    return {topic: [vars(block) for block in manual.find(topic).blocks] for topic in topics} if manual else {}
 
 
 def describe_run(run: RunRecord, log: RunLog) -> Data:

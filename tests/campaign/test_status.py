@@ -78,6 +78,20 @@ def test_a_finished_run_shows_its_last_numbers(tmp_path: Path, capsys: Captured)
     assert "40.0%" in printed
 
 
+def test_a_run_with_a_problem_shows_all_its_checks(tmp_path: Path, capsys: Captured) -> None:
+    for name, rate in (("cut", 0.5), ("sound", 0.0)):
+        metrics = write_run(tmp_path / name, [0.1] * 12) / "metrics.jsonl"
+        rows = [
+            json.loads(line) | {"max_token_hit_rate": rate, "ratio_mean": 1.0}
+            for line in metrics.read_text().splitlines()
+        ]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["status", str(tmp_path / "cut"), str(tmp_path / "sound")]) == 0
+    printed = capsys.readouterr().out
+    assert "  cut: truncation 50% of completions (since step 0); ok: " in printed and "mismatch" in printed
+    assert "  sound: " not in printed and "sound: run, finished" in printed
+
+
 def test_a_run_is_live_while_its_lock_is_held_and_dead_after(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "train", [0.1, 0.4], status="running", training__max_steps=10)
     with lock_folder(folder):

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from retrain.checks.preflight import missing_keys
 from retrain.cli import doctor, run
 from retrain.cli.trial import Trial
+from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.runtime import packages
 from retrain.storage.publishing import publish_folder
@@ -321,3 +323,12 @@ def test_an_adapter_path_that_another_run_uses_is_a_warning(capsys: pytest.Captu
     assert checks["[backend] adapter_path"]["status"] == "warning"
     assert f"holds the adapter of {tmp_path}/logs/other" in checks["[backend] adapter_path"]["detail"]
     assert _examine(capsys, "--log-dir", "logs/other")[1]["[backend] adapter_path"]["status"] == "ok"
+
+
+def test_a_judge_that_terms_replace_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    judged = {"reward.type": "judge"}
+    assert [name for name, _ in missing_keys(load_config(None, judged))] == ["OPENAI_API_KEY"]
+    assert not list(missing_keys(load_config(None, judged | {"reward.terms": [{"type": "math"}]})))
+    assert list(missing_keys(load_config(None, {"reward.terms": [{"type": "judge"}]})))

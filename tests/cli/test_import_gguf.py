@@ -93,6 +93,14 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.Captur
     assert "out exists and was not changed" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_to_is_reported_before_the_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.gguf").write_bytes(b"GGUF....")
+    assert run(["import-gguf", str(tmp_path / "small.gguf"), str(tmp_path / "small.gguf" / "out")]) == 2
+    assert f"{tmp_path / 'small.gguf'} cannot be written to.  Try: another folder" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named_with_the_line_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -59,6 +60,17 @@ def server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.server_port}"
         listening.shutdown()
         thread.join()
+
+
+def test_the_prompts_of_a_file_are_measured(tmp_path: Path) -> None:
+    rows = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": "why " * 300, "answer": "2"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    detail, problem = outcomes(data__source="jsonl", data__path=str(path))["[data], prompts"]
+    assert not detail and "do not fit the model's context of 256" in problem and "max_prompt_tokens" in problem
+    path.write_text(json.dumps(rows[0]))
+    detail, problem = outcomes(data__source="jsonl", data__path=str(path))["[data], prompts"]
+    assert "of 256 tokens" in detail and not problem
 
 
 def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:

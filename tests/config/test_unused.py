@@ -178,6 +178,34 @@ ALONE: list[tuple[str, Any, str, list[dict[str, Any]]]] = [
 # Options that other options make unused: the tables, the note, and tables without a note.
 WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     (
+        {"algorithm": {"algorithm_mode": "a.b", "advantage_mode": "grpo"}},
+        "[algorithm] advantage_mode is not used: [algorithm] algorithm_mode is a.b",
+        [
+            {"algorithm": {"advantage_mode": "grpo"}},
+            {"algorithm": {"algorithm_mode": "a.b"}, "teaching": {"enabled": True}},
+        ],
+    ),
+    (
+        {"algorithm": {"algorithm_mode": "a.b", "transform_mode": "none"}},
+        "[algorithm] transform_mode is not used: [algorithm] algorithm_mode is a.b",
+        [{"algorithm": {"transform_mode": "none"}}],
+    ),
+    (
+        {"reward": {"type": "judge", "terms": [{"type": "math"}]}},
+        "[reward] type is not used: [reward] terms replace it",
+        [{"reward": {"terms": [{"type": "math"}]}}],
+    ),
+    (
+        {"environment": ENVIRONMENT, "data": {"source": "arithmetic"}},
+        f"[data] source is not used: [environment] provider is {ENVIRONMENT['provider']}",
+        [{"environment": ENVIRONMENT, "data": {"system_prompt": "Think."}}],
+    ),
+    (
+        {"environment": ENVIRONMENT, "reward": {"terms": [{"type": "math"}]}},
+        f"[reward] terms is not used: [environment] provider is {ENVIRONMENT['provider']}",
+        [{"environment": ENVIRONMENT, "reward": {"correct_from": 0.5}}],
+    ),
+    (
         {"loss": {"type": "cispo", "ratio_cap": 3.0}},
         "[loss] ratio_cap is not used: [loss] type is cispo",
         [{"loss": {"type": "cispo", "ratio_cap": 0.0}}, {"loss": {"type": "ppo", "ratio_cap": 3.0}}],
@@ -510,3 +538,20 @@ def test_teaching_defaults_to_an_advantage_that_allows_negative_rewards() -> Non
     assert named.algorithm.advantage_mode == "a.b"
     with pytest.raises(ConfigError, match='Try: advantage_mode = "grpo"'):
         build_config({"algorithm": MAXRL}, {"teaching.enabled": True}, "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("tables", "flag", "note"),
+    [
+        ({"reward": {"terms": [{"type": "math"}]}}, {"reward.type": "match"}, "[reward] type"),
+        ({"environment": ENVIRONMENT}, {"data.source": "math"}, "[data] source"),
+    ],
+)
+def test_a_flag_without_effect_gets_a_note_even_if_it_has_the_default_value(
+    tables: dict[str, Any], flag: dict[str, Any], note: str
+) -> None:
+    config = build_config(tables, flag, "run.toml")
+    assert find_notes(config) == []
+    assert [found.where for found in find_notes(config, flag)] == [note]
+    with pytest.raises(ConfigError, match="is not used"):
+        build_config(tables, flag, "run.toml", strict=True)

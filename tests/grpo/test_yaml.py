@@ -18,7 +18,7 @@ from retrain.grpo import GRPOConfig, settings
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
-from retrain.grpo.run import build_trainer
+from retrain.grpo.run import build_trainer, describe_change
 from retrain.grpo.settings import RunSettings, read_arguments
 
 
@@ -224,3 +224,16 @@ def test_another_version_of_trl_is_asked_for_its_arguments(monkeypatch: pytest.M
     read_arguments.cache_clear()
     assert "learning_rate" in read_arguments("sft")
     read_arguments.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({0: 0.1, 4: 0.2, 6: 0.3}, "0.1000 before and 0.3000 after"),
+        ({4: 0.2, 6: 0.3}, "0.2000 after step 4 and 0.3000 after step 6"),
+        ({4: 0.2}, "0.2000 after step 4"),
+        ({0: 0.1}, "0.1000 before"),
+    ],
+)
+def test_only_an_evaluation_at_step_0_is_before_training(values: dict[int, float], text: str) -> None:
+    assert describe_change(values) == text

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from retrain.cli import run
+from retrain.report import build_page, collect
 from retrain.squeeze.analyze import RankVariance
 from tests.real.browser import Tab, open_tab
+from tests.report.folders import write_run
 
 pytestmark = pytest.mark.real
 
@@ -446,3 +448,27 @@ def test_the_live_page_follows_a_run_and_leaves_a_reader_alone(page: Path) -> No
             asyncio.run(watch(server.stdout.readline().split()[2]))
         finally:
             server.kill()
+
+
+def test_a_check_that_is_not_ok_is_explained_below_the_strip(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", 1, steps=12)
+    metrics = folder / "metrics.jsonl"
+    rows = [json.loads(line) | {"max_token_hit_rate": 0.5} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "report.html"
+    path.write_text(build_page(collect([folder])))
+
+    async def read() -> None:
+        async with open_tab() as tab:
+            await tab.open(path.as_uri())
+            assert await tab.do("document.querySelector('#health details[data-topic=truncation]').open") is False
+            text = await tab.do(
+                "(() => { const one = document.querySelector('#health details[data-topic=truncation]');"
+                " one.querySelector('summary').click(); renderHealth();"
+                " return document.querySelector('#health details[data-topic=truncation][open]').innerText; })()"
+            )
+            assert text.startswith("Causes and fixes: truncation") and "Symptom" in text and "max_tokens" in text
+            assert "`" not in text and "*" not in text
+            assert not tab.complaints
+
+    asyncio.run(read())

@@ -217,6 +217,16 @@ def test_every_run_has_its_health_checks(campaign: Path) -> None:
     assert checks["dead groups"]["rule"].startswith("warning from 50%")
 
 
+def test_the_page_explains_the_checks_that_are_not_ok(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1, steps=12)
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    rows = [json.loads(line) | {"max_token_hit_rate": 0.5} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    advice = collect([tmp_path / "a"])["advice"]
+    assert next(iter(advice)) == "truncation" and "no-learning" not in advice
+    assert "max_tokens" in json.dumps(advice["truncation"])
+
+
 def test_only_options_that_differ_between_conditions_are_listed(campaign: Path) -> None:
     data = collect([campaign])
     assert [row["option"] for row in data["configs"]] == ["algorithm.advantage_mode"]

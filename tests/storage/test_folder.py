@@ -645,6 +645,15 @@ def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(mod
     assert (tmp_path / "adapter" / "thesis.txt").read_text() == "mine"
 
 
+def test_an_adapter_path_that_cannot_be_written_to_is_a_warning_before_the_first_step(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    _, printed = train_quietly(fake_config(model, tmp_path, backend__adapter_path=str(tmp_path / "file" / "adapter")))
+    before = printed.partition("Step 0")[0]
+    assert f"{tmp_path / 'file'} cannot be written to, so adapters stay in the checkpoints.  Try: " in before
+
+
 def test_another_model_in_an_edited_configuration_is_refused(run_folder: Path) -> None:
     written = run_folder / "logs" / "config.toml"
     edited = load_config(written, {"training.max_steps": 6})

@@ -17,6 +17,7 @@ class Data(Section):
         kind="data",
         held_out=True,
         step_time=True,
+        unused=reasons.needs_no_environment,
         synonyms=("dataset",),
     )
     path: str = option(
@@ -141,6 +142,7 @@ class Reward(Section):
         kind="reward",
         flag="--reward-type",
         step_time=True,
+        unused=reasons.needs_single_reward,
         synonyms=("reward", "reward_funcs"),
     )
     judge_model: str = option(
@@ -241,6 +243,7 @@ class Reward(Section):
         "Weighted terms; if present, their sum is the reward and type is unused.",
         strict=False,
         flag="--reward-terms",
+        unused=reasons.needs_no_environment,
     )
 
 

@@ -15,12 +15,14 @@ class Algorithm(Section):
         "maxrl",
         "Episode advantage: {names} or a dotted path.",
         kind="advantage",
+        unused=reasons.needs_no_algorithm,
         synonyms=("advantage",),
     )
     transform_mode: str = option(
         "gtpo_sepa",
         "Token transform: {names} or a dotted path.",
         kind="transform",
+        unused=reasons.needs_no_algorithm,
         synonyms=("transform",),
     )
     algorithm_mode: str = option(

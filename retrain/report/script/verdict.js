@@ -155,14 +155,22 @@ function healthTable() {
   return table(["run", ...names], data.runs.map((run) => [make("span", {}, swatch(run.condition), `${run.condition}, seed ${run.seed}`), ...names.map((name) => cell(run, name))]));
 }
 
+/** A block of the manual. */
+function adviceBlock(block) {
+  const inline = (text) => text.split("`").map((part, at) => at % 2 ? make("code", {}, part) : part);
+  if (block.kind === "code") return make("pre", {}, block.text);
+  if (block.kind === "definitions") return make("dl", {}, ...block.items.flatMap(([term, text]) => [make("dt", {}, ...inline(term.replace(/\*\*/g, ""))), make("dd", {}, ...inline(text))]));
+  if (block.kind === "list") return make("ul", {}, ...block.items.map(([, text]) => make("li", {}, ...inline(text))));
+  return make("p", {}, ...inline(block.text));
+}
+
 function renderHealth() {
   const home = document.getElementById("health");
   const focused = document.activeElement?.classList.contains("chip") && home.contains(document.activeElement);
   if (focused) return;
-  const topics = [...new Set(data.runs.flatMap((run) => (run.health || []).filter(isBad).map((check) => check.topic)))];
   const opened = new Set([...home.querySelectorAll("details[open]")].map((one) => one.dataset.topic));
-  const help = topics.map((topic) => make("details", { "data-topic": topic, open: opened.has(topic) },
-    make("summary", {}, `Causes and fixes: ${topic.replace(/-/g, " ")}`), make("pre", { class: "advice" }, data.advice[topic])));
+  const help = Object.entries(data.advice || {}).map(([topic, blocks]) => make("details", { class: "advice", "data-topic": topic, open: opened.has(topic) },
+    make("summary", {}, `Causes and fixes: ${topic.replace(/-/g, " ")}`), ...blocks.map(adviceBlock)));
   if (data.runs.length > COMPACT_FROM && window.innerWidth > 700) { home.replaceChildren(healthTable(), ...help); return; }
   home.replaceChildren(...data.runs.map((run) => make("div", { class: "strip" },
     make("div", { class: "who" }, swatch(run.condition), make("strong", {}, data.runs.length > 1 ? `${run.condition}, seed ${run.seed}` : run.name)),

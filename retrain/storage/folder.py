@@ -18,7 +18,7 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
-from retrain.storage.logs import EVAL_PROBLEMS, FILES, MANIFEST, cut_logs, restore_logs
+from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
 
@@ -72,6 +72,7 @@ class RunFolder:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():
                     _copy_logs(self.resumed, self.path)
+                self._tell_replaced_evaluation(self.checkpoint.step)
                 changed = cut_logs(self.path, self.checkpoint.state["log_sizes"], self.checkpoint.step)
                 restore_logs(self.path, changed, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
@@ -86,6 +87,15 @@ class RunFolder:
     def settings(self) -> str:
         """The configuration as TOML, for config.toml and for checkpoints; a run started from it is a new run."""
         return dump_config(self.config.model_copy(update={"resume": type(self.config.resume)()}))
+
+    def _tell_replaced_evaluation(self, steps: int) -> None:
+        """Say that the evaluation at the end of a shorter run is dropped: an uninterrupted run would not have it."""
+        assert self.resumed is not None
+        every, stored = self.config.eval.every, load_config(self.resumed / CONFIG_FILE)
+        for step in steps_after(self.path / EVALS, steps):
+            if (not every or step % every) and _is_longer(self.config, stored, step):
+                what = "replaced by those of the longer run" if every else "removed: [eval] every is 0"
+                self.log(f"The evaluation after step {step}, the end of the earlier run, is {what}.")
 
     def _warn_about_adapter_path(self) -> None:
         """Say that adapters cannot be copied there, or replace those of another run."""
@@ -215,12 +225,18 @@ def has_work_left(config: TrainConfig, steps: int) -> bool:
     """Whether a resume of a run that finished after `steps` steps has steps to train, or something to evaluate."""
     resumed, log_dir = Path(config.resume.from_).expanduser(), Path(config.logging.log_dir).expanduser()
     stored, wanted = with_absolute_paths(load_config(resumed / CONFIG_FILE)), with_absolute_paths(config)
-    training = wanted.training
-    # The number of steps of an epoch is not known here.
-    longer = training.epochs != stored.training.epochs if training.epochs else training.max_steps > steps
     is_other = bool(meaningful_differences(stored, _with_seed(wanted, stored.training.seed)))
     has_weights = Path(wanted.backend.adapter_path).exists() or wanted.backend.backend != "local"
-    return longer or is_other or stored.eval != wanted.eval or resumed.resolve() != log_dir.resolve() or not has_weights
+    is_elsewhere = resumed.resolve() != log_dir.resolve()
+    is_longer = _is_longer(wanted, stored, steps)
+    return is_longer or is_other or stored.eval != wanted.eval or is_elsewhere or not has_weights
+
+
+def _is_longer(wanted: TrainConfig, stored: TrainConfig, steps: int) -> bool:
+    """Whether a run that ended after `steps` steps goes on."""
+    training = wanted.training
+    # The number of steps of an epoch is not known here.
+    return training.epochs != stored.training.epochs if training.epochs else training.max_steps > steps
 
 
 def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:

@@ -83,6 +83,12 @@ def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int) -> list[str]:
     return changed
 
 
+def steps_after(path: Path, steps: int) -> list[int]:
+    """The steps of the rows that a resume at a checkpoint after `steps` steps removes."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [int(row["step"]) for row in parse_rows(lines) if has_step(row) and row["step"] >= steps]
+
+
 def _ends_at(path: Path, size: int, steps: int, every_step: bool) -> bool:
     """Whether the rows before `steps` end at `size`; only the lines there and the first one are read."""
     with path.open("rb") as file:

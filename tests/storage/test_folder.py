@@ -434,6 +434,23 @@ def test_a_resume_can_continue_in_another_folder(model: Path, run_folder: Path) 
         train_quietly(config)
 
 
+@pytest.mark.parametrize(("every", "is_replaced"), [(3, True), (2, False)])
+def test_a_longer_run_says_that_the_evaluation_at_its_old_end_is_replaced(
+    model: Path, tmp_path: Path, every: int, is_replaced: bool
+) -> None:
+    (tmp_path / "held_out").mkdir()
+    problems = str(write_problems(tmp_path / "held_out"))
+    held_out: dict[str, Any] = {"eval__every": every, "eval__source": "jsonl", "eval__path": problems}
+    train_quietly(fake_config(model, tmp_path, **held_out))
+    logs = tmp_path / "logs"
+    again = fake_config(model, tmp_path, resume__from=str(logs), training__max_steps=4, **held_out)
+    assert "The evaluation after" not in train_quietly(again)[1]
+    line = "The evaluation after step 4, the end of the earlier run, is replaced by those of the longer run."
+    assert (line in resumed(model, tmp_path, training__max_steps=5, **held_out)) is is_replaced
+    expected = [0, 3, 5] if is_replaced else [0, 2, 4, 5]
+    assert [row["step"] for row in rows(logs, "eval.jsonl")] == expected
+
+
 def test_a_folder_with_nothing_to_resume_is_an_error(model: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is nothing to resume"):
         train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "nowhere")))

@@ -248,40 +248,70 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
 
 
 def leave_out_unlike(runs: Sequence[RunRecord], metric: str, baseline: str | None) -> tuple[list[RunRecord], list[str]]:
-    """If the conditions have no common evaluation after training, those that share one with the baseline; and a note.
+    """If the runs have no common evaluation after training, those with one to compare with the baseline; and notes.
 
-    The step is the one that most conditions have, and of those the last.
+    The step is the one with the most pairs of runs with the same seed, and of those the last.
     """
-    steps = _common_steps(runs, metric)
-    first = baseline if baseline in steps else next(iter(steps), "")
-    after = {name: found - {0} for name, found in steps.items()}
-    if not metric.startswith("eval_") or set.intersection(*after.values()) or not after[first]:
+    steps = {run.path: _evaluated_at(run, metric) for run in runs}
+    if not metric.startswith("eval_") or set.intersection(*steps.values()) - {0}:
         return list(runs), []
-    step = max(after[first], key=lambda step: (sum(step in found for found in after.values()), step))
-    kept = [run for run in runs if step in after[run.condition]]
-    if len({run.condition for run in kept}) < 2:
-        return list(runs), []
-    others = [run for run in runs if step not in after[run.condition]]
-    return kept, [f"Left out, without an evaluation at step {step}: {_describe_evaluations(others, metric)}."]
-
-
-def _common_steps(runs: Sequence[RunRecord], metric: str) -> dict[str, set[int]]:
-    """The steps at which all runs of each condition were evaluated."""
-    steps: dict[str, set[int]] = {}
+    first = baseline if any(run.condition == baseline for run in runs) else runs[0].condition
+    seeds: dict[int, set[int]] = {}
+    """Seeds of the baseline that were evaluated at each step."""
     for run in runs:
-        mine = {step for step, row in run.rows(metric).items() if metric in row}
-        steps[run.condition] = steps.get(run.condition, mine) & mine
-    return steps
+        for step in steps[run.path] - {0} if run.condition == first else ():
+            seeds.setdefault(step, set()).add(run.seed)
+
+    def paired(step: int) -> list[str]:
+        found = (run for run in runs if step in steps[run.path] and run.seed in seeds[step])
+        return [run.condition for run in found if run.condition != first]
+
+    step = max(seeds, key=lambda step: (len(paired(step)), step), default=0)
+    names = {first, *paired(step)} if seeds else set()
+    if len(names) < 2:
+        return list(runs), []
+    kept = [run for run in runs if step in steps[run.path] and run.condition in names]
+    without = [run for run in runs if step not in steps[run.path]]
+    alone = dict.fromkeys(run.condition for run in runs if step in steps[run.path] and run.condition not in names)
+    notes = [f"Left out, without an evaluation at step {step}: {_describe_left_out(without, kept, metric)}."]
+    if alone:
+        notes.append(f"Left out, without a seed of {first} at step {step}: {', '.join(alone)}.")
+    return kept, notes
+
+
+def _evaluated_at(run: RunRecord, metric: str) -> set[int]:
+    return {step for step, row in run.rows(metric).items() if metric in row}
+
+
+def _describe_left_out(runs: Sequence[RunRecord], kept: Sequence[RunRecord], metric: str) -> str:
+    """The evaluations of these runs; single runs of a condition that is kept are named with their seeds."""
+    in_part = {run.condition for run in kept}
+    single = [replace(run, condition=f"{run.condition} seed {run.seed}") for run in runs if run.condition in in_part]
+    return _describe_evaluations([*single, *(run for run in runs if run.condition not in in_part)], metric)
 
 
 def _describe_evaluations(runs: Sequence[RunRecord], metric: str) -> str:
+    """The steps at which each condition was evaluated, and the seeds of it that differ from most."""
     named: dict[str, list[str]] = {}
-    for condition, found in _common_steps(runs, metric).items():
-        numbers = [str(step) for step in sorted(found)]
-        shown = numbers if len(numbers) <= 6 else [*numbers[:3], "…", *numbers[-2:]]
-        text = f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(shown)}" if numbers else "no common step"
-        named.setdefault(text, []).append(condition)
+    for condition in dict.fromkeys(run.condition for run in runs):
+        seeds: dict[tuple[int, ...], list[int]] = {}
+        for run in runs:
+            if run.condition == condition:
+                seeds.setdefault(tuple(sorted(_evaluated_at(run, metric))), []).append(run.seed)
+        usual, *others = sorted(seeds, key=lambda steps: (len(seeds[steps]), steps[-1:]), reverse=True)
+        text = f"{'step' if len(usual) == 1 else 'steps'} {_list_steps(usual)}" if usual else "none"
+        rest = [f"{_list_seeds(seeds[steps])}: {_list_steps(steps) or 'none'}" for steps in others]
+        named.setdefault(text + (f" ({'; '.join(rest)})" if rest else ""), []).append(condition)
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in named.items())
+
+
+def _list_steps(steps: Sequence[int]) -> str:
+    numbers = [str(step) for step in steps]
+    return ", ".join(numbers if len(numbers) <= 6 else [*numbers[:3], "…", *numbers[-2:]])
+
+
+def _list_seeds(seeds: Sequence[int]) -> str:
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, sorted(seeds)))}"
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -226,6 +226,33 @@ def test_a_condition_without_a_common_evaluation_does_not_prevent_the_other_comp
     assert "Left out, without an evaluation at step 4: grpo_scaled+none: steps 0, 3." in data["notes"]
 
 
+def test_a_single_run_without_a_common_evaluation_does_not_prevent_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer, shorter = {0: [0, 0], 10: [1, 0], 12: [1, 1]}, {0: [0, 0], 4: [1, 0]}
+    for mode, seeds in (("grpo", (1, 2, 3)), ("maxrl", (1, 2)), ("grpo_scaled", (1, 2, 3))):
+        for seed in seeds:
+            is_short = mode == "grpo_scaled" or seed == 3
+            options = {"training__seed": seed, "algorithm__advantage_mode": mode}
+            write_run(tmp_path / f"{mode}{seed}", [0.1] * 4, shorter if is_short else longer, **options)
+    data = as_json(capsys, tmp_path, "--baseline", "grpo+none")
+    assert (data["step"], data["values"]) == (12, {name: {"1": 1.0, "2": 1.0} for name in ("grpo+none", "maxrl+none")})
+    left_out = "Left out, without an evaluation at step 12: grpo+none seed 3, grpo_scaled+none: steps 0, 4."
+    assert left_out in data["notes"]
+    # Only seed 2 of grpo_scaled has the step, and the baseline lacks that seed there.
+    for mode, seed, evaluations in (("grpo", 2, shorter), ("grpo_scaled", 2, longer)):
+        options = {"training__seed": seed, "algorithm__advantage_mode": mode}
+        write_run(tmp_path / f"{mode}{seed}", [0.1] * 4, evaluations, **options)
+    data = as_json(capsys, tmp_path, "--baseline", "maxrl+none")
+    assert (data["step"], data["values"]) == (
+        12,
+        {"grpo+none": {"1": 1.0}, "grpo_scaled+none": {"2": 1.0}, "maxrl+none": {"1": 1.0, "2": 1.0}},
+    )
+    data = as_json(capsys, tmp_path, "--baseline", "grpo+none")
+    assert (data["step"], list(data["values"])) == (12, ["grpo+none", "maxrl+none"])
+    assert "Left out, without a seed of grpo+none at step 12: grpo_scaled+none." in data["notes"]
+
+
 def test_untrained_weights_are_never_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"a{seed}", [0.1] * 4, {0: [0, 0], 2: [1, 0], 4: [1, 1]}, training__seed=seed)
@@ -235,7 +262,9 @@ def test_untrained_weights_are_never_compared(tmp_path: Path, capsys: pytest.Cap
     text = " ".join(refusal(capsys, tmp_path).split())
     assert "no common evaluation after training (grpo+none: steps 0, 2, 4; maxrl+none: steps 0, 3)" in text
     write_run(short, [0.1], {0: [0, 0]}, **options)
-    assert "grpo+none: steps 0, 2, 4; maxrl+none: step 0)" in " ".join(refusal(capsys, tmp_path).split())
+    assert "grpo+none: steps 0, 2, 4; maxrl+none: steps 0, 3 (seed 2: 0))" in " ".join(
+        refusal(capsys, tmp_path).split()
+    )
     assert as_json(capsys, tmp_path, "--metric", "correct_rate")["step"] == 0
 
 

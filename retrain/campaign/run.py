@@ -292,6 +292,8 @@ def choose_folder(config: TrainConfig) -> Path:
     is_set = config.logging.log_dir != options_by_path()["logging.log_dir"].default
     if config.resume.from_:
         resumed = Path(config.resume.from_).expanduser().absolute()
+        if not resumed.is_dir():
+            raise CheckpointError(f"there is no folder {shorten_path(resumed)} to resume from.")
         if not (resumed / MANIFEST).is_file():
             raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
         if is_set and log_dir != resumed:

@@ -128,6 +128,8 @@ class RunFolder:
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         assert self.resumed is not None
+        if not self.resumed.is_dir():
+            raise CheckpointError(f"there is no folder {self.resumed} to resume from.")
         if not (self.resumed / CONFIG_FILE).is_file():
             raise CheckpointError(f"{self.resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
         self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()

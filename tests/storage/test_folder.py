@@ -452,8 +452,12 @@ def test_a_longer_run_says_that_the_evaluation_at_its_old_end_is_replaced(
 
 
 def test_a_folder_with_nothing_to_resume_is_an_error(model: Path, tmp_path: Path) -> None:
+    config = fake_config(model, tmp_path, resume__from=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere to resume from"):
+        train_quietly(config)
+    (tmp_path / "nowhere").mkdir()
     with pytest.raises(CheckpointError, match="there is nothing to resume"):
-        train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "nowhere")))
+        train_quietly(config)
 
 
 def torn(run_folder: Path) -> None:

@@ -13,6 +13,7 @@ import click
 
 from retrain.analysis.health import help_line, worst
 from retrain.campaign.manifest import Record, read_table
+from retrain.campaign.plan import RUNS
 from retrain.campaign.progress import (
     RunProgress,
     is_locked,
@@ -26,9 +27,9 @@ from retrain.cli.console import print_json, print_line, print_table
 from retrain.cli.health import print_health
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.text import plural
-from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.checkpoint import STATE_FILE, Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
-from retrain.storage.logs import MANIFEST
+from retrain.storage.logs import MANIFEST, METRICS
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Entry:
 @click.argument("logs", nargs=-1, type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(logs: tuple[str, ...], as_json: bool) -> int:
-    """List the runs and campaigns in the folders LOGS (default: ./logs).
+    """List the runs and campaigns in the folders LOGS (default: ./logs), the one with the latest step last.
 
     An unfinished run is `interrupted` if it was stopped, `failed` if it ended with an error, which is shown below the
     table, and `dead` if it did neither and no process holds the lock on its folder. Runs of `retrain grpo` are shown as
@@ -92,10 +93,10 @@ def command(logs: tuple[str, ...], as_json: bool) -> int:
 
 
 def find_entries(logs: Path) -> list[Entry]:
-    """All runs and campaigns below a folder, oldest first."""
+    """All runs and campaigns below a folder, the one with the latest step last."""
     if not logs.is_dir():
         raise ConfigError(f"there is no folder {logs}.  Try: the parent folder of [logging] log_dir")
-    return sorted(_search(logs, SEARCH_DEPTH), key=lambda entry: _changed(Path(entry.path)))
+    return sorted(_search(logs, SEARCH_DEPTH), key=_last_step)
 
 
 def _search(folder: Path, depth: int) -> Iterator[Entry]:
@@ -216,8 +217,19 @@ def resume_line(entry: Entry) -> str:
     return f"To resume: retrain --resume {shlex.quote(entry.path)}"
 
 
-def _changed(path: Path) -> float:
+def _last_step(entry: Entry) -> float:
+    """When it last logged a step; before the first step, when it began. Reports and cards do not change it."""
+    folder = Path(entry.path)
+    steps = [folder / METRICS, *folder.glob(f"{RUNS}/*/{METRICS}")]
+    saved_by_trl = [folder / STATE_FILE, *folder.glob(f"checkpoint-*/{STATE_FILE}")]
+    for paths in (steps, [folder / CONFIG_FILE], saved_by_trl, [folder]):
+        if times := [time for path in paths if (time := _changed(path)) is not None]:
+            return max(times)
+    return 0.0
+
+
+def _changed(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
     except OSError:
-        return 0.0
+        return None

@@ -66,6 +66,20 @@ def test_a_run_of_trl_is_listed_as_of_its_last_checkpoint(tmp_path: Path, capsys
     assert (entry["status"], entry["live"], entry["runs"]["tiny"]["step"]) == ("finished", False, 10)
 
 
+def test_the_order_is_that_of_the_last_steps_whatever_is_written_later(tmp_path: Path, capsys: Captured) -> None:
+    for time, name in enumerate(("c", "a", "camp/runs/x_s1", "b")):
+        write_run(tmp_path / name, [0.1])
+        os.utime(tmp_path / name / "metrics.jsonl", (1000.0 + time, 1000.0 + time))
+    (tmp_path / "camp" / "manifest.json").write_text("{}")
+    (tmp_path / "begun").mkdir()
+    for name in ("config.toml", "trainer_state.json"):
+        (tmp_path / "begun" / name).write_bytes((tmp_path / "a" / name).read_bytes())
+        os.utime(tmp_path / "begun" / name, (900.0, 900.0))
+    (tmp_path / "c" / "report.html").write_text("a report")
+    entries = status_of(tmp_path, capsys)
+    assert [Path(entry["path"]).name for entry in entries] == ["begun", "c", "a", "camp", "b"]
+
+
 def test_a_finished_run_shows_its_last_numbers(tmp_path: Path, capsys: Captured) -> None:
     write_run(tmp_path / "logs" / "train", [0.1, 0.4], {2: [1, 0, 0, 0]})
     (entry,) = status_of(tmp_path / "logs", capsys)

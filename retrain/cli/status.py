@@ -72,6 +72,7 @@ def command(logs: tuple[str, ...], as_json: bool) -> int:
       kind         run or campaign
       status       as in the table
       live         whether a process holds its lock
+      in_turn      whether its runs share a model and train in turn
       eta_seconds  time left
       problem      why it cannot be read, or empty
       runs         by name: status, step, max_steps, condition, seed,

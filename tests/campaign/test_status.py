@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def test_the_order_is_that_of_the_last_steps_whatever_is_written_later(tmp_path:
     (tmp_path / "c" / "report.html").write_text("a report")
     entries = status_of(tmp_path, capsys)
     assert [Path(entry["path"]).name for entry in entries] == ["begun", "c", "a", "camp", "b"]
+
+
+def test_the_help_names_every_key_of_the_json(tmp_path: Path, capsys: Captured) -> None:
+    write_run(tmp_path / "train", [0.1])
+    (entry,) = status_of(tmp_path, capsys)
+    assert run(["status", "--help"]) == 0
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*entry, *entry["runs"]["train"]} <= words
 
 
 def test_a_finished_run_shows_its_last_numbers(tmp_path: Path, capsys: Captured) -> None:

@@ -8,11 +8,12 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from retrain.runtime.text import format_duration
+from retrain.runtime.text import format_duration, plural
 from retrain.types import JsonObject
 
 PACKAGES = ("retrain", "torch", "transformers", "peft", "vllm", "tinker")
 SHOWN_PLOTS = ("verdict.png", "eval_pass_at_1.png", "correct_rate.png", "mean_reward.png")
+UNKNOWN = "Unknown (not measured, too few steps, or within noise)"
 
 
 def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) -> str:
@@ -83,13 +84,19 @@ def _health(data: JsonObject) -> list[str]:
 
 
 def _summarize(data: JsonObject) -> list[str]:
-    """The checks that are fine in all runs, and those that are not known in some."""
-    names = list(dict.fromkeys(check["name"] for run in data["runs"] for check in run["health"]))
-    unknown = {check["name"] for run in data["runs"] for check in run["health"] if check["level"] == "unknown"}
-    fine = [name for name in names if name not in unknown]
-    rest = [name for name in names if name in unknown]
-    sides = (("Fine", fine), ("Unknown (too few steps or evaluations)", rest))
-    return [f"{what}: {', '.join(some)}.  " for what, some in sides if some]
+    """The checks that are fine, those that are known in some runs only, and those that are not known in any."""
+    levels: dict[str, list[str]] = {}
+    for run in data["runs"]:
+        for check in run["health"]:
+            levels.setdefault(check["name"], []).append(check["level"])
+    sides: dict[str, list[str]] = {"Fine": [], "Fine where known": [], UNKNOWN: []}
+    for name, found in levels.items():
+        known = len(found) - found.count("unknown")
+        if known in (0, len(found)):
+            sides["Fine" if known else UNKNOWN].append(name)
+        else:
+            sides["Fine where known"].append(f"{name} ({known} of {plural(len(found), 'run')})")
+    return [f"{what}: {', '.join(some)}.  " for what, some in sides.items() if some]
 
 
 def _comparison(verdict: JsonObject) -> list[str]:

@@ -45,6 +45,18 @@ def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
     assert "## Comparison" not in card and "torch" in card
 
 
+def test_a_check_is_unknown_only_if_it_is_in_all_runs(campaign: Path) -> None:
+    path = campaign / "grpo_1" / "eval.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, right in zip((rows[0], rows[-1]), (0, 1), strict=True):
+        row |= {"eval_pass_at_1": float(right), "correct": [right] * 20, "counted": [1] * 20}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    checks = card_of(str(campaign)).partition("## Checks")[2].partition("##")[0]
+    assert "\nFine where known: learning (1 of 6 runs).  \n" in checks
+    unknown = checks.partition("Unknown (not measured, too few steps, or within noise): ")[2]
+    assert "entropy" in unknown and "learning" not in unknown
+
+
 @pytest.mark.parametrize(("step", "cells"), [(0, "41.0% (31.0 to 51.0) | –"), (6, "– | 41.0% (31.0 to 51.0)")])
 def test_a_single_evaluation_is_before_or_after_training(tmp_path: Path, step: int, cells: str) -> None:
     folder = write_run(tmp_path / "one", 1)

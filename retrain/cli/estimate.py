@@ -30,6 +30,7 @@ MEMORY_LABELS = {
     "activations": "activations per micro-batch",
     "logits": "logits per slice",
 }
+CACHE_IS_FREED = "the KV cache is freed before training"
 UNKNOWN_STEPS = "unknown: epochs count passes over examples, and how many there are is not known before the run"
 _MEASURED_STEPS = 20
 

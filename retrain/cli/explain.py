@@ -18,6 +18,7 @@ from retrain.checks.preflight import find_obstacles
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
+    CACHE_IS_FREED,
     MEMORY_LABELS,
     UNKNOWN_STEPS,
     find_assumptions,
@@ -83,6 +84,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
                     max_tokens (of one turn if turns is null)
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
                     kv_cache_bytes, activations_bytes, logits_bytes, total_bytes,
+                    frees_cache (the KV cache, before training),
                     micro_batch_tokens, recomputed_layers, prompt_tokens
       time          steps, evaluations, step_seconds, evaluation_seconds,
                     run_seconds (with evaluations, where their time is known),
@@ -210,11 +212,12 @@ def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | N
     if plan is None:
         unknown: dict[str, int | None] = dict.fromkeys(f"{part}_bytes" for part in (*MEMORY_PARTS, "total"))
         weights = facts.parameters * work.width if facts.parameters is not None else None
-        unplanned = dict.fromkeys(("micro_batch_tokens", "recomputed_layers", "prompt_tokens"))
+        unplanned = dict.fromkeys(("frees_cache", "micro_batch_tokens", "recomputed_layers", "prompt_tokens"))
         return {**unknown, "weights_bytes": weights, **unplanned}
     return {
         **{f"{part}_bytes": int(vars(plan)[part]) for part in MEMORY_PARTS},
         "total_bytes": plan.total,
+        "frees_cache": plan.frees_cache,
         "micro_batch_tokens": plan.training.micro_batch_tokens,
         "recomputed_layers": plan.training.recomputed_layers,
         "prompt_tokens": work.prompt_tokens,
@@ -350,8 +353,9 @@ def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:
     parts = [(f"  {label}", format_bytes(memory[f"{part}_bytes"])) for part, label in MEMORY_LABELS.items()]
     recomputed = memory["recomputed_layers"]
     layers = f", {plural(recomputed, 'layer')} recomputed" if recomputed else ""
+    freed = f"; {CACHE_IS_FREED}" if memory["frees_cache"] else ""
     return [
-        ("memory", f"{format_bytes(memory['total_bytes'])}; `retrain plan` shows what fits a GPU"),
+        ("memory", f"{format_bytes(memory['total_bytes'])}{freed}; `retrain plan` shows what fits a GPU"),
         *parts,
         ("micro-batches", f"{memory['micro_batch_tokens']:,} tokens{layers}"),
         ("prompts", f"{memory['prompt_tokens']} tokens are assumed; for others: retrain plan --prompt-tokens N"),

@@ -8,7 +8,7 @@ import click
 
 from retrain.capacity.roofline import ROOFLINE_SHARE
 from retrain.cli.console import print_heading, print_table
-from retrain.cli.estimate import MEMORY_LABELS, UNKNOWN_STEPS
+from retrain.cli.estimate import CACHE_IS_FREED, MEMORY_LABELS, UNKNOWN_STEPS
 from retrain.modeling.files import find_model
 from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.text import format_bytes, format_duration, plural
@@ -150,7 +150,7 @@ def _memory_lines(data: Plan) -> list[str]:
     if at_once != completions:
         lines.append(f"sampled at once, at full length: {at_once} of {completions} completions; the others take turns")
     if sampling["frees_cache"]:
-        lines.append("the KV cache is freed before training")
+        lines.append(CACHE_IS_FREED)
     return lines
 
 

@@ -185,6 +185,9 @@ def test_a_local_model_is_measured_from_its_files(tmp_path: Path, capsys: pytest
     assert memory["weights_bytes"] == 4 * 108
     parts = [value for key, value in memory.items() if key.endswith("_bytes") and key != "total_bytes"]
     assert memory["total_bytes"] == sum(parts) - memory["kv_cache_bytes"]
+    assert memory["frees_cache"] is True
+    assert run(["explain"]) == 0
+    assert "the KV cache is freed before training" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> None:

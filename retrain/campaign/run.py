@@ -142,6 +142,12 @@ class Campaign:
                 self.manifest.update(run.name, status="finished", **final_metrics(run.folder))
         folder = shorten_path(self.manifest.folder)
         self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {folder}; {done} already done.")
+        finished = [record["name"] for record in self.manifest.table["runs"] if record["status"] == "finished"]
+        if others := [name for name in finished if name not in self.runs]:
+            named = _list_some(others)
+            self.screen.log(
+                f"Finished runs that the configuration lacks stay in the folder and in comparisons: {named}."
+            )
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
@@ -331,11 +337,15 @@ def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) 
     if not is_resumed:
         lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]
     if lacking:
-        named = ", ".join(lacking[:4]) + (f" and {len(lacking) - 4} more" if len(lacking) > 4 else "")
         raise ConfigError(
             f"{shorten_path(earlier.folder)} holds another campaign, with runs or conditions that this one lacks: "
-            f"{named}.  Try: another --log-dir, or add your conditions and seeds to those of that campaign"
+            f"{_list_some(lacking)}.  "
+            "Try: another --log-dir, or add your conditions and seeds to those of that campaign"
         )
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:

@@ -140,6 +140,16 @@ def test_another_campaign_does_not_replace_the_one_in_its_folder(tmp_path: Path,
     assert set(statuses(tmp_path)) == {"grpo+none_s1", "maxrl+none_s1", "maxrl+gtpo_s1"}
 
 
+def test_a_resume_names_the_finished_runs_that_the_file_no_longer_has(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
+    line = "Finished runs that the configuration lacks stay in the folder and in comparisons: "
+    assert line not in capsys.readouterr().out
+    run_with(FakeExecutor(), campaign_config(tmp_path, {"resume": {"from": str(tmp_path)}}, seeds=[1, 3]), monkeypatch)
+    assert f"{line}grpo+none_s2, maxrl+none_s2.\n" in capsys.readouterr().out
+
+
 def test_a_campaign_with_fewer_seeds_does_not_replace_one_with_open_runs(tmp_path: Path, monkeypatch: Patch) -> None:
     run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1, 2]), monkeypatch)
     manifest = manifest_of(tmp_path)

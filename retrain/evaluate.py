@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from retrain.analysis.change import Z95, t_quantile
+from retrain.analysis.change import Z95, pass_at_k, t_quantile
 from retrain.data.order import digest_of
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import RolloutScorer
@@ -112,11 +112,6 @@ class Evaluator:
             sampling=self.sampling,
             seconds=time.perf_counter() - started,
         )
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)."""
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def rate_interval(rates: Sequence[float], completions: int) -> tuple[float, float]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrain.analysis.change import pass_at_k
 from retrain.data.order import digest_of
-from retrain.evaluate import Evaluation, Evaluator, pass_at_k, rate_interval, wilson_interval
+from retrain.evaluate import Evaluation, Evaluator, rate_interval, wilson_interval
 from retrain.inference_engine import InferenceEngine
 from retrain.rollout import Rollouts
 from retrain.types import Completion, Example, Group, Sampling, Score

@@ -19,7 +19,7 @@ T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706)
 
 @dataclass(frozen=True)
 class Change:
-    """pass@1 of the problems that both evaluations scored, and the 95% interval of the difference."""
+    """pass@1, or pass@k, of the problems that both evaluations scored, and the 95% interval of the difference."""
 
     before: float
     after: float
@@ -45,12 +45,13 @@ def comparable(evaluations: Sequence[Row]) -> list[Row]:
     return [row for row in evaluations if all(row.get(key, last.get(key)) == last.get(key) for key in SETUP)]
 
 
-def paired_change(first: Row, last: Row) -> Change | None:
-    """The mean difference over problems that both evaluations scored; None for fewer than two, or rows without them.
+def paired_change(first: Row, last: Row, k: int = 1) -> Change | None:
+    """The mean difference of pass@k over problems that both evaluations scored; None for fewer than two.
 
-    Both evaluate the same problems, so the difficulty of a problem does not count as noise.
+    Also None for rows without the results of each problem. Both evaluate the same problems, so the difficulty of a
+    problem does not count as noise.
     """
-    rates = [_rates(row) for row in (first, last)]
+    rates = [_rates(row, k) for row in (first, last)]
     if len(rates[0]) != len(rates[1]):
         return None
     pairs = [(one, other) for one, other in zip(*rates, strict=True) if one is not None and other is not None]
@@ -61,7 +62,8 @@ def paired_change(first: Row, last: Row) -> Change | None:
     mean = after - before
     spread = sum((other - one - mean) ** 2 for one, other in pairs)
     # As if one more completion had changed: a few problems that all change alike do not make a result certain.
-    unit = 1 / max(*first["counted"], *last["counted"])
+    samples = max(*first["counted"], *last["counted"])
+    unit = min(k, samples) / samples
     half = t_quantile(count - 1) * math.sqrt((spread + unit**2) / (count - 1) / count)
     return Change(before, after, max(-1.0, mean - half), min(1.0, mean + half), count)
 
@@ -76,8 +78,14 @@ def noise_between(one: Sequence[float], other: Sequence[float]) -> float:
     return t_quantile(int(degrees)) * math.sqrt(sum(errors))
 
 
-def _rates(row: Row) -> list[float | None]:
-    return [c / n if n else None for c, n in zip(row.get("correct") or (), row.get("counted") or (), strict=False)]
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)."""
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def _rates(row: Row, k: int) -> list[float | None]:
+    pairs = zip(row.get("correct") or (), row.get("counted") or (), strict=False)
+    return [None if not n else c / n if k == 1 else pass_at_k(n, c, min(k, n)) for c, n in pairs]
 
 
 def t_quantile(degrees: int) -> float:

@@ -252,7 +252,7 @@ def _check_mismatch(metrics: Sequence[Row]) -> Check:
 
 
 def _check_diversity(evaluations: Sequence[Row]) -> Check:
-    rule = "warning if held-out pass@1 rises while pass@k falls by 2 points"
+    rule = "warning if held-out pass@1 rises while pass@k falls by 2 points and more than noise"
     keys = ("eval_pass_at_1", "eval_pass_at_k")
     rows = [row for row in evaluations if all(_number(row.get(key)) is not None for key in keys)]
     if len(rows) < 2:
@@ -263,10 +263,22 @@ def _check_diversity(evaluations: Sequence[Row]) -> Check:
     # Rows of earlier versions lack `k`.
     if all(row["k"] == 1 if "k" in row else row["eval_pass_at_1"] == row["eval_pass_at_k"] for row in rows):
         return Check("diversity", "unknown", "needs several samples per problem: [eval] samples", rule)
-    is_narrower = one_now > one and many_now < many - 0.02
     value = f"pass@k {_percent(many)} → {_percent(many_now)}"
-    first = next((int(row["step"]) for row in rows if float(row["eval_pass_at_k"]) < many - 0.02), None)
-    return Check("diversity", "warning" if is_narrower else "ok", value, rule, first if is_narrower else None, "wrong")
+    if one_now <= one or many_now >= many - 0.02:
+        return Check("diversity", "ok", value, rule, None, "wrong")
+    if not _has_lost_variety(rows[0], rows[-1]):
+        return Check("diversity", "ok", f"{value}, within noise", rule, None, "wrong")
+    narrower = next(int(row["step"]) for row in rows if _has_lost_variety(rows[0], row))
+    return Check("diversity", "warning", value, rule, narrower, "wrong")
+
+
+def _has_lost_variety(first: Row, last: Row) -> bool:
+    """Whether pass@k has fallen by 2 points and, where the results of each problem are known, by more than noise."""
+    if float(last["eval_pass_at_k"]) >= float(first["eval_pass_at_k"]) - 0.02:
+        return False
+    k = last.get("k")
+    change = paired_change(first, last, k) if type(k) is int and k > 0 and first.get("k") == k else None
+    return change is None or change.high < 0.0
 
 
 def _means(rows: Sequence[Row], read: Callable[[Row], float | None]) -> list[tuple[int, float]]:

@@ -25,6 +25,13 @@ def test_the_interval_is_that_of_the_paired_t_test(problems: int) -> None:
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.01 * half)
 
 
+def test_pass_at_k_of_two_evaluations() -> None:
+    # One of two of four samples is right with probability 1 - C(3, 2) / C(4, 2) = 1/2, 5/6 and 1 for 1, 2 and 3.
+    found = paired_change(evaluation([1, 2, 0], [4, 4, 4]), evaluation([3, 2, 0], [4, 4, 4]), k=2)
+    assert found is not None
+    assert (found.before, found.after) == pytest.approx(((1 / 2 + 5 / 6) / 3, (1 + 5 / 6) / 3))
+
+
 def test_a_difference_of_two_problems_by_hand() -> None:
     # Differences 1/4 and 1/2: mean 3/8, standard error 1/8, and 12.706 standard errors reach beyond a rate.
     found = paired_change(evaluation([0, 1], [4, 4]), evaluation([1, 3], [4, 4]))

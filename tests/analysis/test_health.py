@@ -167,6 +167,23 @@ def test_narrowing_is_pass_at_1_up_while_pass_at_k_falls() -> None:
     assert find("diversity", check_health(steps(), single)).level == "unknown", "one sample per problem shows nothing"
 
 
+@pytest.mark.parametrize(
+    ("lost", "won", "level", "value"),
+    [(3, 1, "ok", "pass@k 80% → 76%, within noise"), (10, 0, "warning", "pass@k 80% → 60%")],
+)
+def test_narrowing_within_noise_raises_no_alarm(lost: int, won: int, level: str, value: str) -> None:
+    """Fifty problems with two samples each; some of them are lost, others won, and the rest solved more reliably."""
+    before = [1] * 40 + [0] * 10
+    after = [0] * lost + [2] * (40 - lost) + [1] * won + [0] * (10 - won)
+    rows = [
+        evaluation(step, sum(right) / 100, sum(c > 0 for c in right) / 50)
+        | {"k": 2, "correct": right, "counted": [2] * 50}
+        for step, right in ((0, before), (20, after), (40, after))
+    ]
+    found = find("diversity", check_health(steps(), rows))
+    assert (found.level, found.value, found.step) == (level, value, 20 if level == "warning" else None)
+
+
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     checks = check_health(steps(ratio_mean=float("nan"), exec_entropy_mean=None))
     assert find("sampler–trainer mismatch", checks).level == "ok"

@@ -173,7 +173,8 @@ class Campaign:
 
     def _record_exit(self, exited: RunExit, stopped: bool = False) -> None:
         run, seconds = self.runs[exited.name], time.monotonic() - self.running.pop(exited.name)
-        if exited.exit_code == 0:
+        # A run may be killed after it has recorded its end.
+        if exited.exit_code == 0 or is_finished(run.folder, run.max_steps):
             status = "finished"
         else:
             status = "interrupted" if stopped or exited.exit_code == INTERRUPTED else "failed"

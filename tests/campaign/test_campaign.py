@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: 
     assert "2 of 4 runs failed: maxrl+none_s1, grpo+none_s2." in printed
     assert f"To resume: retrain --resume {tmp_path}" in printed
     assert manifest_of(tmp_path)["status"] == "failed"
+
+
+def test_a_run_that_is_killed_after_its_end_is_finished(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    class KilledAtTheEnd(FakeExecutor):
+        def _end(self, run: Run) -> RunExit:
+            return replace(super()._end(run), exit_code=-9)
+
+    assert run_with(KilledAtTheEnd(), campaign_config(tmp_path), monkeypatch) == 0
+    assert set(statuses(tmp_path).values()) == {"finished"}
+    assert "failed" not in capsys.readouterr().out
 
 
 def test_a_second_start_runs_only_what_is_missing(tmp_path: Path, monkeypatch: Patch) -> None:

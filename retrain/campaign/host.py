@@ -24,6 +24,7 @@ from retrain.config import load_config
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import end_with_parent
+from retrain.runtime.interrupts import INTERRUPTED
 from retrain.storage.folder import CONFIG_FILE
 from retrain.tracking.console import Console
 from retrain.trainer import train
@@ -111,7 +112,7 @@ class Host:
                 # The campaign has compared the settings, or was told not to.
                 train(config, force_resume=True, console=Console(output), overrides=overrides)
             except KeyboardInterrupt:
-                return 130
+                return INTERRUPTED
             except RetrainError as error:
                 print(redact(f"error: {error}"), file=errors)
                 return error.exit_code

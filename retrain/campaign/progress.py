@@ -25,6 +25,10 @@ _TAIL_BYTES = 1 << 17
 _RECENT_STEPS = 20
 
 
+DONE = ("finished", "skipped")
+"""Statuses of runs that a campaign does not start again."""
+
+
 @dataclass(frozen=True)
 class RunProgress:
     """The state of a run; None where unknown."""

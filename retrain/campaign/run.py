@@ -17,6 +17,7 @@ from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
+    DONE,
     RunProgress,
     is_finished,
     is_locked,
@@ -258,7 +259,7 @@ class Campaign:
         statuses = [self.manifest[name]["status"] for name in self.runs]
         failed = [name for name in self.runs if self.manifest[name]["status"] == "failed"]
         self.squeeze.collect(self.screen.log)
-        complete = all(status in ("finished", "skipped") for status in statuses) and not self.squeeze.is_running
+        complete = all(status in DONE for status in statuses) and not self.squeeze.is_running
         self.manifest.end("finished" if complete else "interrupted" if stopped else "failed")
         self._show(force=True)
         folder = shorten_path(self.manifest.folder)
@@ -333,7 +334,7 @@ def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) 
     """
     conditions, names = {run.condition for run in runs}, {run.name for run in runs}
     # What has finished or failed may be left out; other runs would never be resumed.
-    ended = ("finished", "skipped", "failed")
+    ended = (*DONE, "failed")
     lacking = [r["name"] for r in earlier.table["runs"] if r["name"] not in names and r["status"] not in ended]
     if not is_resumed:
         lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.analysis.health import overall, worst
-from retrain.campaign.progress import RunProgress
+from retrain.campaign.progress import DONE, RunProgress
 from retrain.runtime.text import plural
 from retrain.tracking.console import PLAIN_EVERY_S
 
@@ -75,7 +75,7 @@ class Screen:
     def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None) -> None:
         """Show the progress of the runs."""
         self.drawn_at = time.monotonic()
-        done = sum(run.status in ("finished", "skipped") for run in runs.values())
+        done = sum(run.status in DONE for run in runs.values())
         summary = f"{done} of {plural(len(runs), 'run')} done, ETA {format_seconds(left_seconds)}"
         if self.live is not None:
             rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))

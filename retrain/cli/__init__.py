@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 
 from retrain.errors import ConfigError, RetrainError
 from retrain.isolation.redaction import redact
+from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.threads import limit_openmp_spinning
 
 __all__ = ["limit_openmp_spinning", "main", "run", "suggest_command"]
@@ -173,7 +174,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except click.exceptions.Abort:
         click.echo("Interrupted.", err=True)
-        return 130
+        return INTERRUPTED
     except click.NoSuchOption as error:
         from retrain.config.synonyms import find_meant_flags  # noqa: PLC0415  (only a wrong flag needs it)
 

@@ -15,6 +15,7 @@ from retrain.analysis.health import help_line, worst
 from retrain.campaign.manifest import Record, read_table
 from retrain.campaign.plan import RUNS
 from retrain.campaign.progress import (
+    DONE,
     RunProgress,
     is_locked,
     read_progress,
@@ -196,7 +197,7 @@ def print_entry(entry: Entry) -> None:
 
 def heading(entry: Entry) -> str:
     """Path, kind, status and progress in one line."""
-    done = sum(run.status in ("finished", "skipped") for run in entry.runs.values())
+    done = sum(run.status in DONE for run in entry.runs.values())
     counts = f", {done} of {plural(len(entry.runs), 'run')} done" if entry.kind == "campaign" else ""
     left = f", {format_seconds(entry.eta_seconds)} left" if entry.eta_seconds is not None else ""
     states = {run.state for run in entry.runs.values()}

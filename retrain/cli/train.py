@@ -24,6 +24,7 @@ from retrain.cli.health import print_health
 from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, naming_flags, overrides_from
 from retrain.errors import ConfigError, RetrainError
+from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.ranks import RankInfo, find_rank_info
 from retrain.runtime.text import plural, shorten_path
 
@@ -163,7 +164,7 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         result = _train(config, force_resume, rank_info)
     except KeyboardInterrupt:
         _echo(f"Interrupted. {resume_hint(config, started)}".rstrip(), err=True)
-        return 130
+        return INTERRUPTED
     except Exception as error:
         # Invalid input would be rejected again; other failures may be transient.
         hint = resume_hint(config, started)

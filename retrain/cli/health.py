@@ -16,7 +16,8 @@ def print_health(before: str, checks: Sequence[Check]) -> None:
     parts = health_parts(checks)
     if not parts:
         return
-    if not sys.stdout.isatty():
+    # It is None if the program was started with it closed.
+    if sys.stdout is None or not sys.stdout.isatty():
         click.echo(before + "".join(text for text, _ in parts))
         return
     from rich.console import Console  # noqa: PLC0415  (only needed on a terminal)

@@ -17,7 +17,7 @@ def write_gguf(path: Path) -> dict[str, object]:
     gguf = pytest.importorskip("gguf")
     import numpy as np
 
-    words = ["<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab"]
+    words = ["<|im_end|>", *(chr(code) for code in range(33, 127)), "Ġ", "Ċ", "ab", "cd"]
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(words), HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -42,7 +42,8 @@ def write_gguf(path: Path) -> dict[str, object]:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words)
     writer.add_token_types([3, *[1] * (len(words) - 1)])
-    writer.add_token_merges(["a b"])
+    # transformers 5.17 takes a list of one for its element.
+    writer.add_token_merges(["a b", "c d"])
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
         add(0)
     for name, tensor in tensors.items():

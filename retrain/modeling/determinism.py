@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
@@ -54,28 +54,24 @@ class Determinism:
             os.environ.setdefault(_WORKSPACE, ":4096:8")
             use_deterministic_compilation()
 
-    @contextmanager
-    def kernels(self, is_wanted: bool = True) -> Iterator[None]:
-        """Use deterministic kernels, if this run does."""
-        if not (self.is_on and is_wanted):
-            yield
-            return
-        was_on, was_warning = torch.are_deterministic_algorithms_enabled(), _warns_only()
-        filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        _turn_on()
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was_on, warn_only=was_warning)
-            torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    def kernels(self, is_wanted: bool = True) -> ExitStack:
+        """Use deterministic kernels until the stack is closed, if this run does.
 
-    def keep_on(self) -> None:
-        """Leave PyTorch's setting on from now on, if this run uses it.
-
-        For a sampler in another thread: its compiled layers are compiled anew, and differently, when it changes.
+        A run that samples in another thread keeps it open: compiled layers are compiled anew, and differently, when
+        PyTorch's setting changes.
         """
-        if self.is_on:
-            _turn_on()
+        stack = ExitStack()
+        if self.is_on and is_wanted:
+            deterministic = torch.utils.deterministic
+            stack.callback(setattr, deterministic, "fill_uninitialized_memory", deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
+            stack.callback(
+                torch.use_deterministic_algorithms,
+                torch.are_deterministic_algorithms_enabled(),
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
+            torch.use_deterministic_algorithms(True)
+            deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        return stack
 
     def cost(self, lengths: Sequence[int]) -> float:
         """How much longer a micro-batch takes with deterministic kernels, as a share of its time."""
@@ -131,15 +127,6 @@ def flash_backward_slowdown(lengths: Sequence[int], heads: int, processors: int)
         for _ in range(heads * each):
             heapq.heapreplace(busy_until, busy_until[0] + length * length / each)
     return max(busy_until) * processors / (heads * sum(length * length for length in lengths))
-
-
-def _turn_on() -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _warns_only() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:

@@ -189,6 +189,14 @@ def test_split_mode_resumes_to_the_bit(tiny: Path, tmp_path: Path, cut: int) -> 
     assert begun + steps(first, cut, 5) == whole
 
 
+def test_split_mode_restores_the_setting_of_pytorch(tiny: Path) -> None:
+    torch.use_deterministic_algorithms(False)
+    split = build_on(tiny, "cpu,cpu")
+    assert torch.are_deterministic_algorithms_enabled()
+    split.close(None)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_an_error_on_the_training_thread_is_raised_at_the_next_step(tiny: Path) -> None:
     backend = build_on(tiny, "cpu,cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,17 @@ def build(config: TrainConfig, tokenizer: Tokenizer, log: Callable[[str], None],
     elif config.training.async_steps and config.samples_separately:
         mirror = replace(policy.clone_with_new_adapter(), is_trained_while_sampled=True)
     learner = Learner(policy, config, log)
-    if mirror is not None:
-        learner.determinism.keep_on()
-    engine = make_engine(config, mirror or policy, tokenizer, log, progress)
-    context = check_server(engine, config, log) if isinstance(engine, Remote) else policy.context_length
-    learner.agreement = make_agreement(config, policy, engine, log)
-    backend = LocalBackend(learner, engine) if mirror is None else SplitBackend(learner, mirror, engine)
+    with ExitStack() as kernels:
+        if mirror is not None:
+            kernels.enter_context(learner.determinism.kernels())
+        engine = make_engine(config, mirror or policy, tokenizer, log, progress)
+        context = check_server(engine, config, log) if isinstance(engine, Remote) else policy.context_length
+        learner.agreement = make_agreement(config, policy, engine, log)
+        backend = (
+            LocalBackend(learner, engine)
+            if mirror is None
+            else SplitBackend(learner, mirror, engine, kernels.pop_all())
+        )
     backend.capabilities = replace(
         backend.capabilities, context_length=context, gives_entropies=not isinstance(engine, Remote)
     )

@@ -321,8 +321,8 @@ class Learner:
         self, packed: MicroBatch, expected: Tensor | None, is_exact: bool, divisor: float
     ) -> tuple[Tensor, TokenBatch]:
         # Our operator knows whether its attention is to be deterministic; other attention follows PyTorch's setting.
-        kernels = self.determinism.kernels(is_exact or self.packs_tightly)
-        with self.memory.watch(packed.token_ids.shape[1]), kernels:
+        uses_setting = is_exact or self.packs_tightly
+        with self.memory.watch(packed.token_ids.shape[1]), self.determinism.kernels(uses_setting):
             token_batch = TokenBatch(
                 self.logprobs(packed), packed.sampled_logprobs, packed.advantages, packed.mask, packed.row,
                 packed.rows, expected,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from safetensors import safe_open
@@ -26,12 +27,18 @@ from retrain.types import Datum, StepMetrics
 
 
 class SplitBackend:
-    """Trains on a background thread and copies the adapter to the sampler between steps."""
+    """Trains on a background thread and copies the adapter to the sampler between steps.
 
-    def __init__(self, learner: Learner, mirror: Policy, engine: InferenceEngine) -> None:
+    `kernels` are the settings for both threads, undone at the end.
+    """
+
+    def __init__(
+        self, learner: Learner, mirror: Policy, engine: InferenceEngine, kernels: ExitStack | None = None
+    ) -> None:
         self.learner = learner
         self.mirror = mirror
         self.engine = engine
+        self.kernels = kernels or ExitStack()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrain-train")
         self.pending: Future[StepMetrics] | None = None
         self.reported: StepMetrics = {"loss": 0.0}
@@ -105,6 +112,7 @@ class SplitBackend:
         """Wait for the running step, ignoring its result, and shut the engine down."""
         self.thread.shutdown(wait=True)
         self.engine.shutdown()
+        self.kernels.close()
 
     @property
     def staleness(self) -> int:

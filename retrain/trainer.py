@@ -408,6 +408,9 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
             **read_notes(path),
         },
     )
+    if not state.step:
+        # Untrained, and the folder may hold the adapter of an earlier run.
+        return path / "adapter" if (path / "adapter").is_dir() else None
     # The last checkpoint is published after its step and again at the end.
     return publish_adapter(path, Path(parts.config.backend.adapter_path), parts.console.print_once)
 

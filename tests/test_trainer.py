@@ -242,6 +242,16 @@ def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(
     assert [row["step"] for row in rows(tmp_path / "logs")] == [0, 1, 2, 3]
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_the_adapter_of_an_earlier_one(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    train_quietly(fake_config(model, tmp_path))
+    trained = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    play.script = always("raise")
+    assert run_command(fake_config(model, tmp_path, logging__log_dir=str(tmp_path / "second"))) == 1
+    assert trained and {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()} == trained
+
+
 def test_a_constant_half_is_no_right_answer(model: Path, tmp_path: Path, play: type[Play]) -> None:
     play.script = always("half")
     config = fake_config(model, tmp_path, training__max_steps=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from retrain.analysis.runs import (
     Measured,
     RunRecord,
     default_metric,
+    leave_out_empty,
     leave_out_unlike,
     measure,
     problem_rates,
@@ -30,7 +32,7 @@ from retrain.analysis.stats import (
     noise_floor,
 )
 from retrain.errors import ConfigError
-from retrain.runtime.text import plural
+from retrain.runtime.text import plural, shorten_path
 from retrain.storage.logs import MANIFEST
 from retrain.types import JsonObject
 
@@ -105,12 +107,15 @@ def compare_runs(
 
     `higher_is_better` is by default what is known of the metric.
     """
+    runs, empty = leave_out_empty(runs)
     metric = metric or default_metric(runs)
-    runs, left_out = leave_out_unlike(runs, metric, baseline)
+    runs, unlike = leave_out_unlike(runs, metric, baseline)
     measured = measure(runs, metric, last)
     if higher_is_better is None:
         higher_is_better = better_direction(measured.metric)
-    campaigns = find_early_stopping(runs)
+    campaigns = find_campaigns(runs)
+    missing = _missing_baselines(campaigns, measured) if baseline is None else []
+    campaigns = {folder: table for folder, table in campaigns.items() if _could_stop_early(table)}
     looks = _find_looks(campaigns, measured, baseline, alpha)
     comparisons = compare(measured.values, baseline, alpha, higher_is_better, looks)
     floor = noise_floor(measured.values)
@@ -125,7 +130,9 @@ def compare_runs(
         alpha=alpha,
         level=looks.level(alpha) if looks else alpha,
         notes=[
-            *left_out,
+            *missing,
+            *empty,
+            *unlike,
             *measured.notes,
             *_unpaired(measured, comparisons),
             *_describe_looks(campaigns, looks, alpha),
@@ -154,17 +161,30 @@ def _clip(interval: Interval | None) -> Interval | None:
     return (max(-1.0, interval[0]), min(1.0, interval[1])) if interval else None
 
 
-def find_early_stopping(runs: Sequence[RunRecord]) -> dict[Path, JsonObject]:
-    """The manifests of the campaigns that the runs belong to, if they could stop early."""
+def find_campaigns(runs: Sequence[RunRecord]) -> dict[Path, JsonObject]:
+    """The manifests of the campaigns that the runs belong to."""
     found = {}
     for folder in dict.fromkeys(run.path.resolve().parent.parent for run in runs):
-        try:
-            table = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
-        except ConfigError:
-            continue  # something else that has the same name
-        if table.get("config", {}).get("campaign", {}).get("stop_when") or table.get("stop_when"):
-            found[folder] = table
+        # Something else may have the same name.
+        with suppress(ConfigError):
+            if (folder / MANIFEST).is_file() and (table := read_manifest(folder))["runs"]:
+                found[folder] = table
     return found
+
+
+def _could_stop_early(table: JsonObject) -> bool:
+    return bool(table.get("config", {}).get("campaign", {}).get("stop_when") or table.get("stop_when"))
+
+
+def _missing_baselines(campaigns: Mapping[Path, JsonObject], measured: Measured) -> list[str]:
+    """Notes on campaigns whose first condition has no run that could be compared."""
+    firsts = {table["runs"][0]["condition"]: shorten_path(folder) for folder, table in campaigns.items()}
+    used = next(iter(measured.values))
+    return [
+        f"No run of {name}, the first condition of {folder}, can be compared; the baseline is {used}."
+        for name, folder in firsts.items()
+        if not any(each == name or each.startswith(f"{name},") for each in measured.values)
+    ]
 
 
 def _find_looks(

@@ -1,7 +1,7 @@
 """Health of a run: the usual ways in which RL on language models goes wrong, each with its threshold.
 
-Every check looks at a mean over the last steps, so one bad batch raises no alarm, and knows the first step at which its
-threshold was crossed. The report, `retrain status`, `retrain top` and the end of a run show the same checks.
+Every check looks at a mean over the last steps, so one bad batch raises no alarm, and knows since which step its
+threshold is crossed. The report, `retrain status`, `retrain top` and the end of a run show the same checks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from retrain.analysis.change import Row, comparable, noise_between, paired_change
@@ -37,14 +38,14 @@ TOPICS = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its level, the value found, the rule, and the first step that broke it."""
+    """One check: its level, the value found, the rule, and since which step it is so."""
 
     name: str
     level: Level
     value: str
     rule: str
     step: int | None = None
-    """First step beyond the threshold; None if there is none."""
+    """The step since which it is beyond the threshold; None if it is not."""
     filter: str = ""
     """Which completions show it: truncated, errors, wrong, longest; empty for all."""
 
@@ -147,8 +148,9 @@ def _limit(
         return Check(name, "unknown", "not logged", rule)
     last = means[-1][1]
     level: Level = "problem" if last >= limits[1] else "warning" if last >= limits[0] else "ok"
-    first = next((step for step, mean in means if mean >= limits[0]), None)
-    return Check(name, level, f"{_percent(last)} {what}", rule, first, shows)
+    return Check(
+        name, level, f"{_percent(last)} {what}", rule, _since_step(means, lambda mean: mean >= limits[0]), shows
+    )
 
 
 def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
@@ -164,7 +166,7 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
         direction, before, after = _change(first, last)
         value = f"held-out {_percent(before)} → {_percent(after)}"
         if direction < 0:
-            worse = next(int(row["step"]) for row in rows if _change(first, row)[0] < 0)
+            worse = _since_step([(int(row["step"]), _change(first, row)[0]) for row in rows], lambda change: change < 0)
             return Check("learning", "problem", value, rule, worse, "wrong")
         level: Level = "ok" if direction > 0 else "warning"
         value += "" if level == "ok" else ", within noise"
@@ -212,7 +214,7 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
     if start <= 0:
         return Check("entropy", "unknown", f"{kind} {last:.3g}", rule)
     level: Level = "problem" if last < start / 20 else "warning" if last < start / 4 else "ok"
-    first = next((step for step, mean in means[WINDOW:] if mean < start / 4), None)
+    first = _since_step(means[WINDOW:], lambda mean: mean < start / 4)
     return Check("entropy", level, f"{kind} {start:.3g} → {last:.3g}", rule, first)
 
 
@@ -230,9 +232,9 @@ def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:
     is_one_turn = all((_number(row.get("turns")) or 1.0) <= 1.0 for row in metrics)
     is_full = is_one_turn and max_tokens is not None and bool(tails) and tails[-1][1] >= 0.9 * max_tokens
     value += f", p95 {tails[-1][1]:.0f} of {max_tokens}" if is_full else ""
-    far = [step for step, mean in means[WINDOW:] if not start / 3 <= mean <= 3 * start] if is_far else []
-    far += [step for step, mean in tails if mean >= 0.9 * (max_tokens or 0)] if is_full else []
-    first = min(far, default=None)
+    far = _since_step(means[WINDOW:], lambda mean: not start / 3 <= mean <= 3 * start) if is_far else None
+    full = _since_step(tails, lambda mean: mean >= 0.9 * (max_tokens or 0)) if is_full else None
+    first = min((step for step in (far, full) if step is not None), default=None)
     return Check("length", "warning" if is_far or is_full else "ok", value, rule, first, "longest")
 
 
@@ -244,8 +246,8 @@ def _check_mismatch(metrics: Sequence[Row]) -> Check:
         return Check("sampler–trainer mismatch", "unknown", "not logged", rule)
     gap = abs(means[-1][1] - 1) if means else 0.0
     level: Level = "problem" if gap >= 0.1 else "warning" if gap >= 0.02 or excluded else "ok"
-    far = [step for step, mean in means if abs(mean - 1) >= 0.02]
-    far += [int(row["step"]) for row in metrics if row.get("rows_excluded")]
+    far = [int(row["step"]) for row in metrics if row.get("rows_excluded")][:1]
+    far += [step for step in [_since_step(means, lambda mean: abs(mean - 1) >= 0.02)] if step is not None]
     value = f"mean ratio {means[-1][1]:.3f}" if means else ""
     value += f"{', ' if value else ''}{excluded} rows excluded" if excluded else ""
     return Check("sampler–trainer mismatch", level, value, rule, min(far, default=None))
@@ -268,7 +270,7 @@ def _check_diversity(evaluations: Sequence[Row]) -> Check:
         return Check("diversity", "ok", value, rule, None, "wrong")
     if not _has_lost_variety(rows[0], rows[-1]):
         return Check("diversity", "ok", f"{value}, within noise", rule, None, "wrong")
-    narrower = next(int(row["step"]) for row in rows if _has_lost_variety(rows[0], row))
+    narrower = _since_step([(int(row["step"]), _has_lost_variety(rows[0], row)) for row in rows], bool)
     return Check("diversity", "warning", value, rule, narrower, "wrong")
 
 
@@ -291,6 +293,12 @@ def _means(rows: Sequence[Row], read: Callable[[Row], float | None]) -> list[tup
             recent = [*recent[-WINDOW + 1 :], value]
             found.append((int(row["step"]), sum(recent) / len(recent)))
     return found
+
+
+def _since_step(values: Sequence[tuple[int, float]], is_beyond: Callable[[float], bool]) -> int | None:
+    """The first step from which on all values are beyond a threshold; None if the last is not."""
+    late = takewhile(lambda value: is_beyond(value[1]), reversed(values))
+    return min((step for step, _ in late), default=None)
 
 
 def _number(value: object) -> float | None:

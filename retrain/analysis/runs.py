@@ -107,7 +107,10 @@ def _find(path: Path, read: Callable[[Path], RunRecord]) -> list[RunRecord]:
 def _search(path: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterator[RunRecord]:
     """The runs in a folder: itself, those of a campaign, or those in subfolders."""
     if (path / MANIFEST).is_file():
-        for entry in read_manifest(path)["runs"]:
+        entries = read_manifest(path)["runs"]
+        order = {name: at for at, name in enumerate(dict.fromkeys(entry["condition"] for entry in entries))}
+        # By condition: the first one is the baseline, also if its first run is missing.
+        for entry in sorted(entries, key=lambda entry: order[entry["condition"]]):
             if _is_run(path / entry["folder"]):
                 yield replace(read(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
     elif _is_run(path):
@@ -245,6 +248,15 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
             raise ConfigError(f"{run.path} has no number for {metric} at step {step}.")
         values.setdefault(run.condition, {})[run.seed] = sum(numbers) / len(numbers)
     return Measured(metric, step, values, tuple(notes))
+
+
+def leave_out_empty(runs: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
+    """The runs that have steps or evaluations, if they are of several conditions; and a note on the others."""
+    kept = [run for run in runs if run.metrics or run.evaluations]
+    if len(kept) == len(runs) or len({run.condition for run in kept}) < 2:
+        return list(runs), []
+    empty = ", ".join(run.path.name for run in runs if not (run.metrics or run.evaluations))
+    return kept, [f"Left out, without any step: {empty}."]
 
 
 def leave_out_unlike(runs: Sequence[RunRecord], metric: str, baseline: str | None) -> tuple[list[RunRecord], list[str]]:

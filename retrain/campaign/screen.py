@@ -103,7 +103,7 @@ def cells(run: RunProgress) -> tuple[str, ...]:
         format_seconds(run.eta_seconds) if run.status == "running" else "-",
         format_rate(run.correct_rate),
         format_rate(run.held_out),
-        bad.name if bad else overall(run.health),
+        f"{bad.level}: {bad.name}" if bad else overall(run.health),
         format_seconds(run.quiet_seconds) if run.quiet_seconds is not None else "-",
     )
 

@@ -87,7 +87,8 @@ def find_side(given: str) -> list[RunRecord]:
         if not mine:
             names = list(dict.fromkeys(run.condition for run in runs))
             raise ConfigError(f"{path.parent} has no condition {path.name!r}.  Try: one of {', '.join(names)}")
-        return mine
+        # A run that failed before its first step has nothing to compare.
+        return [run for run in mine if run.metrics] or mine
     raise ConfigError(f"there is no folder {given}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 import click
 
@@ -27,11 +28,10 @@ def print_health(before: str, checks: Sequence[Check]) -> None:
 
 
 def health_parts(checks: Sequence[Check]) -> list[tuple[str, str]]:
-    """The checks of a run, as in `truncation 40% (since step 3); ok: learning, entropy`: texts with their styles."""
-    known = strip(checks)
-    bad = [each for each in known if each[1] != "ok"]
+    """The checks of a run by level, as in `problem: truncation 40%; ok: learning, entropy`: texts with their styles."""
     parts: list[tuple[str, str]] = []
-    for before, group in (("", bad), ("; ok: " if bad else "ok: ", known[len(bad) :])):
-        for at, (text, level) in enumerate(group):
-            parts += [(", " if at else before, ""), (text, MARKS[level])]
+    for level, group in groupby(strip(checks), key=lambda check: check[1]):
+        parts.append((f"{'; ' if parts else ''}{level}: ", ""))
+        for at, (text, _) in enumerate(group):
+            parts += [(", " if at else "", ""), (text, MARKS[level])]
     return parts

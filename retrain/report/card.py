@@ -77,7 +77,7 @@ def _health(data: JsonObject) -> list[str]:
     for run in data["runs"]:
         for check in run["health"]:
             if check["level"] in ("warning", "problem"):
-                since = f", first at step {check['step']}" if check["step"] is not None else ""
+                since = f", since step {check['step']}" if check["step"] is not None else ""
                 hint = f"`retrain man --topic {check['topic']}`"
                 lines.append(f"- {run['name']}: {check['name']}, {check['value']}{since} ({hint})")
     return ["", "## Checks", "", *(lines or _summarize(data))]

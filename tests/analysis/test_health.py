@@ -230,3 +230,11 @@ def test_several_samples_without_a_right_answer_are_several_samples() -> None:
     assert find("diversity", check_health(steps(), none)).level == "ok"
     single = [evaluation(step, 0.5, 0.5) | {"k": 1} for step in (0, 10)]
     assert "several samples" in find("diversity", check_health(steps(), single)).value
+
+
+def test_a_check_names_the_step_since_which_it_is_broken() -> None:
+    dead = [step < 2 or step >= 50 for step in range(60)]
+    rows = [HEALTHY | {"step": step, "max_token_hit_rate": float(is_dead)} for step, is_dead in enumerate(dead)]
+    check = find("truncation", check_health(rows))
+    assert (check.level, check.step) == ("problem", 50)
+    assert find("truncation", check_health(rows[:40])).step is None

@@ -111,7 +111,7 @@ def test_a_run_with_a_problem_shows_all_its_checks(tmp_path: Path, capsys: Captu
         metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["status", str(tmp_path / "cut"), str(tmp_path / "sound")]) == 0
     printed = capsys.readouterr().out
-    assert "  cut: truncation 50% of completions (since step 0); ok: " in printed and "mismatch" in printed
+    assert "  cut: problem: truncation 50% of completions (since step 0); ok: " in printed and "mismatch" in printed
     assert "  sound: " not in printed and "sound: run, finished" in printed
 
 

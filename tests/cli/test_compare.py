@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,37 @@ def test_a_campaign_is_compared_with_its_first_condition(campaign: Path, capsys:
     assert better["problems"]["problems"] == PROBLEMS
     assert better["problems"]["difference"] == pytest.approx(better["test"]["difference"])
     assert 0 < data["noise_floor"]["standard_deviation"] < 0.2
+
+
+@pytest.mark.parametrize("how", ["removed", "empty", "not evaluated"])
+def test_the_first_condition_is_the_baseline_also_without_its_first_run(
+    campaign: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    table = json.loads((campaign / "manifest.json").read_text())
+    # As a campaign orders its runs: by seed.
+    table["runs"].sort(key=lambda entry: entry["seed"])
+    (campaign / "manifest.json").write_text(json.dumps(table))
+    first = campaign / table["runs"][0]["folder"]
+    assert table["runs"][0]["condition"] == "grpo+none"
+    if how == "removed":
+        shutil.rmtree(first)
+    for name in {"empty": ("metrics.jsonl", "eval.jsonl"), "not evaluated": ("eval.jsonl",)}.get(how, ()):
+        (first / name).write_text("")
+    data = as_json(capsys, campaign, "--metric", "eval_pass_at_1")
+    assert {(c["baseline"], c["verdict"]) for c in data["comparisons"] if c["condition"] == "maxrl+none"} == {
+        ("grpo+none", "statistically_significant_improvement")
+    }
+    if how == "empty":
+        assert f"Left out, without any step: {first.name}." in as_json(capsys, campaign)["notes"]
+
+
+def test_a_first_condition_without_runs_is_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (campaign / "runs").glob("grpo+none_*"):
+        shutil.rmtree(folder)
+    data = as_json(capsys, campaign)
+    assert data["comparisons"][0]["baseline"] == "maxrl+none"
+    assert any("No run of grpo+none, the first condition of" in note for note in data["notes"])
+    assert not any("No run of" in note for note in as_json(capsys, campaign, "--baseline", "maxrl+gtpo")["notes"])
 
 
 def test_another_baseline_and_metric_can_be_asked_for(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -393,7 +393,7 @@ def test_the_label_of_a_check_has_one_period_between_its_sentences(page: Path) -
             labels = await tab.do("[...document.querySelectorAll('.chip')].map(n => n.ariaLabel || '')")
             assert len(labels) == 32 and not [label for label in labels if ".." in label]
             label = await tab.do(f"chip(data.runs[0], {json.dumps(check)}).ariaLabel")
-            assert "0.1. First at step 3. Causes and fixes are below. Click" in label
+            assert "0.1. Since step 3. Causes and fixes are below. Click" in label
 
     asyncio.run(read())
 

@@ -41,7 +41,7 @@ def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
     text = "".join(json.dumps(row | {"max_token_hit_rate": 0.5}) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     card = card_of(str(folder))
-    assert "- one: truncation, 50% of completions, first at step 0 (`retrain man --topic truncation`)" in card
+    assert "- one: truncation, 50% of completions, since step 0 (`retrain man --topic truncation`)" in card
     assert "## Comparison" not in card and "torch" in card
 
 

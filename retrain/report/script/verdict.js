@@ -135,7 +135,7 @@ const isBad = (check) => check.level === "warning" || check.level === "problem";
 
 function chip(run, check, compact = false) {
   const [icon, word] = LEVELS[check.level];
-  const first = check.step === null || check.step === undefined ? "" : `\nFirst at step ${check.step}.`;
+  const first = check.step === null || check.step === undefined ? "" : `\nSince step ${check.step}.`;
   const docs = isBad(check) ? "\nCauses and fixes are below." : "";
   const tip = `${check.name}: ${word}\n${check.value}\nRule: ${check.rule.replace(/\.+$/, "")}.${first}${docs}\nClick to see the completions.`;
   return make("button", {

@@ -298,7 +298,9 @@ def _print_files(files: Sequence[str]) -> None:
     """The files by folder, which is named once."""
     if not files:
         click.echo("  none: the analysis is printed")
-    folder = max((os.path.dirname(file) for file in files), key=[*map(os.path.dirname, files)].count, default="")
+    # A folder ends with a slash.
+    homes = [os.path.dirname(file.rstrip("/")) for file in files]
+    folder = max(homes, key=homes.count, default="")
     inside = [file.removeprefix(f"{folder}/") for file in files if folder and file.startswith(f"{folder}/")]
     for file in files:
         if not folder or not file.startswith(f"{folder}/"):

@@ -264,6 +264,8 @@ def _explain(location: Location, detail: ErrorDetails) -> ConfigIssue:
 def _suggest_value(option: Option, value: object) -> str:
     if option.type_name == "list[str]" and isinstance(value, str):
         return f"Try: {option.key} = {format_value([value])}"
+    if option.type_name.startswith("table") and isinstance(value, str) and "=" in value:
+        return 'Texts inside need quotes: { key = "value" }'
     return f"Try: {option.key} = {format_value(_convert(option, value))}"
 
 

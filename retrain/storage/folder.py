@@ -176,7 +176,9 @@ def restore_config(folder: Path, log: Callable[[str], None]) -> None:
     """Write a lost config.toml again, from the newest checkpoint."""
     text = Checkpoints(folder, 1, log).newest().state.get("config") if (folder / "checkpoints").is_dir() else None
     if not text:
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.")
+        run = folder.absolute().parents[1] if folder.absolute().parent.name == "checkpoints" else None
+        hint = f"  Try: --resume {run}, which resumes from its newest checkpoint" if run else ""
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.{hint}")
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     log(f"Note: {folder / CONFIG_FILE} was missing, and is restored from the newest checkpoint.")
 

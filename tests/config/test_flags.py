@@ -114,6 +114,8 @@ def test_a_bad_value_of_a_flag_is_reported_like_one_of_the_file(arguments: list[
         (["--pass-env", "OPENAI_API_KEY"], "Try: --pass-env '[\"OPENAI_API_KEY\"]'"),
         (["--search-paths", "my folder"], "Try: --search-paths '[\"my folder\"]'"),
         (["--schedule-args", "fast"], "Try: --schedule-args '{}'"),
+        (["--schedule-args", "{ a = x }"], 'Texts inside need quotes: { key = "value" }'),
+        (["--args", "{ split = train }"], 'Texts inside need quotes: { key = "value" }'),
         (["--overlap", "maybe"], 'Try: --overlap "auto"'),
         (["--lr", "fast"], "Try: --lr 4e-05"),
     ],

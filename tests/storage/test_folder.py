@@ -655,6 +655,9 @@ def test_a_lost_configuration_is_restored_from_the_checkpoint(
     shutil.rmtree(run_folder / "logs" / "checkpoints")
     assert run(["--resume", str(run_folder / "logs")]) == 2
     assert "has no config.toml, and no checkpoint with a copy of it." in capsys.readouterr().err
+    (run_folder / "logs" / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert run(["--resume", str(run_folder / "logs" / "checkpoints" / "step_000001")]) == 2
+    assert f"Try: --resume {run_folder / 'logs'}, which resumes from its newest" in capsys.readouterr().err
 
 
 def test_an_adapter_path_with_other_files_is_a_warning_before_the_first_step(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from retrain.analysis.runs import (
     read_manifest,
 )
 from retrain.analysis.stats import (
-    FIRST_LOOK,
     Comparison,
     Interval,
     Looks,
@@ -31,6 +30,7 @@ from retrain.analysis.stats import (
     compare_problems,
     noise_floor,
 )
+from retrain.config.tables.run import FIRST_LOOK
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural, shorten_path
 from retrain.storage.logs import MANIFEST

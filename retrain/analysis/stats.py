@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special, stats
 
+from retrain.config.tables.run import FIRST_LOOK
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 
@@ -39,8 +40,6 @@ Verdict = Literal[
 Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 9999
-# With three or four values of a bimodal distribution a t-test at 5% has 6.1% false positives.
-FIRST_LOOK = 5
 MAX_SEEDS = 1000
 ENOUGH_SEEDS = 5
 """Minimum number of seeds; with fewer, the spread between them is too uncertain to plan with."""

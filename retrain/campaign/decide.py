@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from retrain.analysis.comparison import compare_runs, explanation_lines, fit_table
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
-from retrain.analysis.stats import FIRST_LOOK, sequential_test
+from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.errors import ConfigError
@@ -68,15 +68,6 @@ class EarlyStopping:
             return measure(runs, metric).values
         except ConfigError:
             return {}  # no step to compare at yet; `summarize` says why
-
-
-def require_enough_seeds(seeds: int) -> None:
-    """Raise when no seeds would be left to skip after the first look."""
-    if seeds <= FIRST_LOOK:
-        raise ConfigError(
-            f'[campaign] stop_when = "decided" tests from {FIRST_LOOK} seeds on and needs more than that; there are '
-            f'{seeds}.  Try: more seeds, or stop_when = ""'
-        )
 
 
 def require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:

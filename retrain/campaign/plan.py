@@ -11,9 +11,9 @@ from pathlib import Path
 
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
-from retrain.config.options import all_options, condition_overrides
+from retrain.config.options import all_options, condition_overrides, paths_where, values_of
 from retrain.config.schema import Training
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, ConfigIssue
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags, which restrict characters and length.
@@ -58,11 +58,33 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
                 f"{source}: campaign conditions {first} and {second} are the same run: what one adds, the other has "
                 "anyway.  Try: remove one"
             )
-    return [
+    runs = [
         _build_run(condition.model_copy(update={"training": _training(condition, seed, most)}), label, folder)
         for seed in campaign.seeds
         for condition, label, most in zip(conditions, labels, steps, strict=True)
     ]
+    if campaign.share_model:
+        _require_shared_model(runs)
+    return runs
+
+
+def _require_shared_model(runs: Sequence[Run]) -> None:
+    """Raise when these runs cannot share a model."""
+    first = values_of(runs[0].config)
+    problems = []
+    if first["backend.backend"] != "local" or "," in first["backend.devices"]:
+        problems.append(ConfigIssue("[campaign] share_model", "needs the local backend on one device."))
+    if first["inference.engine"] != "pytorch":
+        problems.append(ConfigIssue("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
+    if first["model.lora_rank"] == 0:
+        problems.append(ConfigIssue("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
+    for run in {run.condition: run for run in runs}.values():
+        values = values_of(run.config)
+        for path in (path for path in values if path in paths_where("shared_model") and values[path] != first[path]):
+            text = f"needs one {path}: {run.condition} has {values[path]!r}, {runs[0].condition} has {first[path]!r}."
+            problems.append(ConfigIssue("[campaign] share_model", text))
+    if problems:
+        raise ConfigError("the runs cannot share a model:", tuple(problems))
 
 
 def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, object]]) -> list[str]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
-from retrain.campaign.decide import EarlyStopping, require_enough_seeds, require_planned_seeds, stopped_early, summarize
+from retrain.campaign.decide import EarlyStopping, require_planned_seeds, stopped_early, summarize
 from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -27,7 +27,7 @@ from retrain.campaign.progress import (
     taking_turns,
 )
 from retrain.campaign.screen import Screen, format_rate, format_seconds
-from retrain.campaign.shared import SharedModelProcess, validate_shared_model
+from retrain.campaign.shared import SharedModelProcess
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading
@@ -63,8 +63,6 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
             announce_wait(run.config, absent_servers.add)
         check_single_process(run.config)
         check_before_loading(run.config)
-    if config.campaign is not None and config.campaign.stop_when:
-        require_enough_seeds(len(config.campaign.seeds))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         if config.campaign is not None and config.campaign.stop_when:
@@ -77,7 +75,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     screen = Screen()
     for line in sorted(absent_servers):
         screen.log(line)
-    executor = build_executor(config, folder, runs, screen.log)
+    executor = build_executor(config, folder, screen.log)
     if earlier is None and (folder / METRICS).exists() and not is_locked(folder):
         moved = step_aside(folder)
         screen.log(f"{shorten_path(folder)} contained an earlier run, which was moved to {shorten_path(Path(moved))}.")
@@ -314,7 +312,7 @@ def choose_folder(config: TrainConfig) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], log: Callable[[str], None]) -> Executor:
+def build_executor(config: TrainConfig, folder: Path, log: Callable[[str], None]) -> Executor:
     """Where the runs execute."""
     assert config.campaign is not None
     if config.campaign.executor == "ray":
@@ -322,7 +320,6 @@ def build_executor(config: TrainConfig, folder: Path, runs: Sequence[Run], log: 
 
         return RayCluster(config.campaign.gpus_per_run, log)
     if config.campaign.share_model:
-        validate_shared_model(runs)
         return SharedModelProcess(folder)
     return LocalProcesses()
 

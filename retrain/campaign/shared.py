@@ -10,36 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import STDERR, RunExit, prepare_folder, read_error
-from retrain.config.options import paths_where, values_of
-from retrain.errors import ConfigError, ConfigIssue
 from retrain.runtime.child import PARENT
 
 LOG = "shared.log"
-
-
-def validate_shared_model(runs: Sequence[Run]) -> None:
-    """Raise when these runs cannot share a model."""
-    first = values_of(runs[0].config)
-    problems = []
-    if first["backend.backend"] != "local" or "," in first["backend.devices"]:
-        problems.append(ConfigIssue("[campaign] share_model", "needs the local backend on one device."))
-    if first["inference.engine"] != "pytorch":
-        problems.append(ConfigIssue("[campaign] share_model", 'needs [inference] engine = "pytorch".'))
-    if first["model.lora_rank"] == 0:
-        problems.append(ConfigIssue("[campaign] share_model", "shares frozen weights; [model] lora_rank = 0 has none."))
-    for run in {run.condition: run for run in runs}.values():
-        values = values_of(run.config)
-        for path in (path for path in values if path in paths_where("shared_model") and values[path] != first[path]):
-            text = f"needs one {path}: {run.condition} has {values[path]!r}, {runs[0].condition} has {first[path]!r}."
-            problems.append(ConfigIssue("[campaign] share_model", text))
-    if problems:
-        raise ConfigError("the runs cannot share a model:", tuple(problems))
 
 
 class SharedModelProcess:

@@ -29,6 +29,7 @@ from retrain.checks.preflight import (
 )
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
+from retrain.cli.estimate import list_runs
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, strict_option
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
@@ -114,6 +115,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
     overrides = overrides_from(parameters)
     if config is not None or "resume.from" in overrides or Path(DEFAULT_FILE).exists():
         path, loaded = read_config(config, parameters, as_json, strict)
+        list_runs(loaded, str(path))  # rejects conditions that cannot be run together
     else:
         load_environment(announce=not as_json)
         loaded = load_with_flags(None, overrides) if overrides else None

@@ -386,15 +386,6 @@ def test_untrained_weights_are_not_compared(
     assert "(grpo+none: steps 0, 4; maxrl+none: steps 0, 3)" in printed and "at step 0" not in printed
 
 
-def test_too_few_seeds_for_an_early_look_are_rejected_before_anything_is_written(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    config = campaign_config(tmp_path / "c", seeds=[1, 2, 3, 4, 5], stop_when="decided")
-    with pytest.raises(ConfigError, match="tests from 5 seeds on and needs more than that; there are 5"):
-        run_with(FakeExecutor(), config, monkeypatch)
-    assert not (tmp_path / "c").exists()
-
-
 def test_a_part_that_is_absent_is_rejected_for_each_condition(tmp_path: Path, monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match="attention_kernel"):
         config = campaign_config(tmp_path / "c", conditions=[GRPO, MAXRL | {"attention_kernel": "tk"}])

@@ -86,6 +86,11 @@ def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:
         ({}, {"share_model": True, "parallel": True}, "share_model steps the runs in turn"),
         ({}, {"share_model": True, "executor": "ray"}, "share_model steps the runs in turn"),
         ({}, {"stop_when": "decided", "conditions": [GRPO]}, "stop_when compares conditions, and there is only one"),
+        (
+            {},
+            {"stop_when": "decided", "seeds": [1, 2, 3, 4, 5]},
+            "from 5 seeds on and needs more than that; there are 5",
+        ),
     ],
 )
 def test_what_a_campaign_cannot_use_is_rejected(

@@ -21,7 +21,6 @@ from retrain.backends.local.shared import SharedBackend, point_at, trained_param
 from retrain.campaign.host import Host, Turns, _appending
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import prepare_folder
-from retrain.campaign.shared import validate_shared_model
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.policy import fresh_adapter
@@ -219,4 +218,4 @@ def test_runs_that_cannot_share_a_model_are_rejected_with_the_reason(
         tmp_path, {"backend": {"backend": "local", "devices": "cpu"}} | tables, conditions=conditions, share_model=True
     )
     with pytest.raises(ConfigError, match=words):
-        validate_shared_model(plan_runs(config, tmp_path, "c.toml"))
+        plan_runs(config, tmp_path, "c.toml")

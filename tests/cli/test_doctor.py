@@ -332,3 +332,15 @@ def test_a_judge_that_terms_replace_needs_no_key(monkeypatch: pytest.MonkeyPatch
     assert [name for name, _ in missing_keys(load_config(None, judged))] == ["OPENAI_API_KEY"]
     assert not list(missing_keys(load_config(None, judged | {"reward.terms": [{"type": "math"}]})))
     assert list(missing_keys(load_config(None, {"reward.terms": [{"type": "judge"}]})))
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "plan"])
+def test_runs_that_cannot_share_a_model_are_rejected_by_every_command(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[campaign]\nshare_model = true\n'
+        'conditions = [{ advantage_mode = "grpo" }, { advantage_mode = "maxrl", lora_rank = 8 }]\n'
+    )
+    assert run([command]) == 2
+    assert "share_model needs one model.lora_rank" in capsys.readouterr().err

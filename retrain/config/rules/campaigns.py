@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from retrain.config.options import all_options, condition_overrides, option_issue, options_by_path
 from retrain.config.schema import TrainConfig
+from retrain.config.tables.run import FIRST_LOOK
 from retrain.config.toml import format_value
 from retrain.errors import ConfigIssue
 
@@ -53,3 +54,7 @@ def check_campaign(config: TrainConfig) -> Iterator[ConfigIssue]:
     if campaign.stop_when and len(campaign.conditions) < 2:
         text = "compares conditions, and there is only one."
         yield option_issue("campaign.stop_when", text, 'Try: stop_when = ""', ("campaign",))
+    if campaign.stop_when and len(campaign.seeds) <= FIRST_LOOK:
+        seeds = f"tests from {FIRST_LOOK} seeds on and needs more than that; there are {len(campaign.seeds)}."
+        text = f'= "{campaign.stop_when}" {seeds}'
+        yield option_issue("campaign.stop_when", text, 'Try: more seeds, or stop_when = ""', ("campaign",))

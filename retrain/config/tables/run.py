@@ -7,6 +7,10 @@ from pydantic import Field
 from retrain.config import reasons
 from retrain.config.declare import BoundedInt, Facets, Section, Table, option
 
+# With three or four values of a bimodal distribution a t-test at 5% has 6.1% false positives.
+FIRST_LOOK = 5
+"""Seeds after which stop_when = "decided" tests for the first time."""
+
 
 class Campaign(Section):
     """Conditions × seeds."""

@@ -70,16 +70,6 @@ class EarlyStopping:
             return {}  # no step to compare at yet; `summarize` says why
 
 
-def require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:
-    """Raise if a campaign that stops early has other seeds than its tests were planned for."""
-    planned = sorted({record["seed"] for record in earlier.table["runs"]})
-    if earlier.table.get("stop_when") and planned != sorted(seeds):
-        raise ConfigError(
-            f'[campaign] stop_when = "decided" planned its tests for seeds {planned}, and their error rate holds for '
-            f'these only; there are {sorted(seeds)}.  Try: seeds = {planned}, another --log-dir, or stop_when = ""'
-        )
-
-
 def finished_runs(manifest: Manifest) -> list[RunRecord]:
     """The runs of a campaign that finished."""
     finished = {r["folder"].rpartition("/")[2] for r in manifest.table["runs"] if r["status"] == "finished"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
 from retrain.config.options import all_options, condition_overrides, paths_where, values_of
@@ -46,6 +47,8 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
         build_condition(config, table, f"{source}, campaign condition {number}")
         for number, table in enumerate(tables, start=1)
     ]
+    for condition in conditions:
+        check_single_process(condition)
     labels = label_conditions(conditions, tables)
     steps = [dict(condition_overrides(table)).get("training.max_steps", campaign.max_steps) for table in tables]
     trained = [

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
-from retrain.campaign.decide import EarlyStopping, require_planned_seeds, stopped_early, summarize
+from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
+from retrain.campaign.earlier import check_earlier, choose_folder, list_some
 from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -31,16 +31,14 @@ from retrain.campaign.shared import SharedModelProcess
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.connections import announce_wait
 from retrain.checks.preflight import check_before_loading
-from retrain.checks.processes import check_devices, check_single_process
+from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
-from retrain.config import TrainConfig, dump_config, load_config
-from retrain.config.options import options_by_path
-from retrain.errors import CheckpointError, ConfigError
+from retrain.config import TrainConfig, dump_config
+from retrain.errors import ConfigError
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import plural, shorten_path
-from retrain.runtime.version import version
 from retrain.storage.checkpoint import explain_write_error
-from retrain.storage.folder import CONFIG_FILE, lock_folder, meaningful_differences, step_aside, with_absolute_paths
+from retrain.storage.folder import CONFIG_FILE, lock_folder, step_aside
 from retrain.storage.logs import EVALS, MANIFEST, METRICS
 from retrain.types import JsonObject
 
@@ -61,14 +59,10 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
             announce_wait(run.config, absent_servers.add)
-        check_single_process(run.config)
         check_before_loading(run.config)
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
-        if config.campaign is not None and config.campaign.stop_when:
-            require_planned_seeds(earlier, config.campaign.seeds)
-        _require_its_runs(earlier, runs, is_resumed)
-        _require_same_campaign(earlier, runs)
+        check_earlier(earlier, config, runs, is_resumed)
     running = [run.name for run in runs if is_locked(run.folder)]
     if running:
         raise ConfigError(f"{running[0]} of {folder} is still running.  Try: wait for it, or stop it")
@@ -143,7 +137,7 @@ class Campaign:
         self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {folder}; {done} already done.")
         finished = [record["name"] for record in self.manifest.table["runs"] if record["status"] == "finished"]
         if others := [name for name in finished if name not in self.runs]:
-            named = _list_some(others)
+            named = list_some(others)
             self.screen.log(
                 f"Finished runs that the configuration lacks stay in the folder and in comparisons: {named}."
             )
@@ -292,26 +286,6 @@ def final_metrics(folder: Path) -> JsonObject:
     }
 
 
-def choose_folder(config: TrainConfig) -> Path:
-    """The folder to resume, log_dir if it is set, or a new folder named after the date."""
-    log_dir = Path(config.logging.log_dir).expanduser().absolute()
-    is_set = config.logging.log_dir != options_by_path()["logging.log_dir"].default
-    if config.resume.from_:
-        resumed = Path(config.resume.from_).expanduser().absolute()
-        if not resumed.is_dir():
-            raise CheckpointError(f"there is no folder {shorten_path(resumed)} to resume from.")
-        if not (resumed / MANIFEST).is_file():
-            raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
-        if is_set and log_dir != resumed:
-            raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
-        return resumed
-    if is_set:
-        return log_dir
-    name = datetime.now().strftime("campaign_%Y%m%d_%H%M%S")
-    candidates = (log_dir.parent / f"{name}{suffix}" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
-    return next(path for path in candidates if not path.exists())
-
-
 def build_executor(config: TrainConfig, folder: Path, log: Callable[[str], None]) -> Executor:
     """Where the runs execute."""
     assert config.campaign is not None
@@ -322,49 +296,6 @@ def build_executor(config: TrainConfig, folder: Path, log: Callable[[str], None]
     if config.campaign.share_model:
         return SharedModelProcess(folder)
     return LocalProcesses()
-
-
-def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) -> None:
-    """Raise if a campaign lacks open runs of the one in its folder, whose configuration it would replace.
-
-    Unless it is resumed, it must have all conditions, too.
-    """
-    conditions, names = {run.condition for run in runs}, {run.name for run in runs}
-    # What has finished or failed may be left out; other runs would never be resumed.
-    ended = (*DONE, "failed")
-    lacking = [r["name"] for r in earlier.table["runs"] if r["name"] not in names and r["status"] not in ended]
-    if not is_resumed:
-        lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]
-    if lacking:
-        raise ConfigError(
-            f"{shorten_path(earlier.folder)} holds another campaign, with runs or conditions that this one lacks: "
-            f"{_list_some(lacking)}.  "
-            "Try: another --log-dir, or add your conditions and seeds to those of that campaign"
-        )
-
-
-def _list_some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
-    """Raise unless the version and settings are the same, so that runs stay comparable."""
-    if earlier.version != version():
-        raise CheckpointError(
-            f"{earlier.folder} was run by retrain {earlier.version}, and this is {version()}: their runs may not be "
-            "comparable.  Try: that version, a new campaign, or --force-resume"
-        )
-    for run in runs:
-        stored = run.folder / CONFIG_FILE
-        if not stored.is_file():
-            continue
-        differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
-        if differences:
-            raise CheckpointError(
-                f"{run.folder} was trained with other settings:\n"
-                + "\n".join(f"  {line}" for line in differences)
-                + "\nTry: restore them, start a new campaign, or --force-resume"
-            )
 
 
 @contextmanager

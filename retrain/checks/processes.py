@@ -10,6 +10,8 @@ from retrain.config.options import option_issue, options_by_path, values_of
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.runtime.devices import check_gpus, device_names
 
+LAUNCH_NOTE = "fsdp needs several processes: start it with retrain launch --processes N"
+
 
 def check_devices(config: TrainConfig) -> None:
     """Raise for missing GPUs of a local run, before anything is loaded."""
@@ -29,10 +31,15 @@ def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os
 
 def check_single_process(config: TrainConfig) -> None:
     """Raise if weights are to be sharded in a single-process run."""
-    if config.backend.backend == "local" and config.distributed.fsdp:
+    if needs_launch(config):
         raise ConfigError(
             "[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 config.toml"
         )
+
+
+def needs_launch(config: TrainConfig) -> bool:
+    """Whether a run shards its weights, for which it must be started with several processes."""
+    return config.kind != "squeeze" and config.backend.backend == "local" and config.distributed.fsdp
 
 
 def _problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[ConfigIssue]:

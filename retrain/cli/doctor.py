@@ -27,9 +27,10 @@ from retrain.checks.preflight import (
     missing_keys,
     packages_by_option,
 )
+from retrain.checks.processes import LAUNCH_NOTE, needs_launch
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import announce_if_slow, print_heading, print_json, print_table
-from retrain.cli.estimate import list_runs
+from retrain.cli.estimate import check_resumed, list_runs
 from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, strict_option
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
@@ -240,6 +241,8 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     training = (problem for problem in find_obstacles(config) if problem.where.startswith("[training]"))
     for problem in (*find_unsupported(config), *(training if config.kind != "squeeze" else ())):
         yield Check("components", problem.where, "missing", problem.text, problem.hint)
+    if needs_launch(config):
+        yield Check("components", "[distributed] fsdp", "warning", LAUNCH_NOTE)
     for trial in trials:
         if trial.problem:
             yield Check("components", trial.where, "missing", *_split_fix(trial.problem, f"check {trial.where}"))
@@ -264,17 +267,26 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:
     adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
-    state = str(Path(config.resume.from_) / "trainer_state.json") if config.resume.from_ else ""
     for where, path in (
         ("[data] path", config.data.path),
         ("[eval] path", config.eval.path),
         ("[squeeze] adapter_path", "" if "://" in adapter else adapter),
-        ("[resume] from", state),
     ):
         if path and Path(path).expanduser().exists():
             yield _check_rows(config, where, path) if where in _DATA_FILES else Check("files", where, "ok", path)
         elif path:
             yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to an existing path")
+    if config.resume.from_:
+        yield _check_resume(config)
+
+
+def _check_resume(config: TrainConfig) -> Check:
+    where, path = "[resume] from", config.resume.from_
+    try:
+        check_resumed(config, "the campaign")
+    except RetrainError as error:
+        return Check("files", where, "missing", *_split_fix(" ".join(str(error).split()), f"set {where} to a run"))
+    return Check("files", where, "ok", path)
 
 
 _DATA_FILES = ("[data] path", "[eval] path")

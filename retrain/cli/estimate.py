@@ -42,6 +42,23 @@ def list_runs(config: TrainConfig, file: str) -> list[Run]:
     return plan_runs(config, Path(config.logging.log_dir), file) if config.campaign is not None else []
 
 
+def check_resumed(config: TrainConfig, file: str) -> None:
+    """Raise if the run or campaign to resume, if there is one, is missing or has other settings."""
+    if not config.resume.from_ or config.kind == "squeeze":
+        return
+    from retrain.campaign.earlier import check_earlier, choose_folder  # noqa: PLC0415  (loads numpy)
+    from retrain.campaign.manifest import Manifest  # noqa: PLC0415
+    from retrain.storage.folder import check_resume  # noqa: PLC0415
+
+    if config.kind == "train":
+        check_resume(config, force=False, log=lambda line: None)
+        return
+    folder = choose_folder(config)
+    # The folder to resume is the campaign's; a run that has not begun resumes nothing.
+    runs = plan_runs(config.model_copy(update={"resume": type(config.resume)()}), folder, file)
+    check_earlier(Manifest.read(folder), config, runs, is_resumed=True)
+
+
 def runs_at_once(config: TrainConfig, runs: int) -> int:
     """How many runs of a campaign execute in parallel."""
     if config.campaign is None or not config.campaign.parallel:

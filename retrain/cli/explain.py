@@ -15,12 +15,14 @@ from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import find_obstacles
+from retrain.checks.processes import LAUNCH_NOTE, needs_launch
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
     CACHE_IS_FREED,
     MEMORY_LABELS,
     UNKNOWN_STEPS,
+    check_resumed,
     find_assumptions,
     list_runs,
     max_turns,
@@ -34,6 +36,7 @@ from retrain.config import TrainConfig
 from retrain.config.flags import click_options
 from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
+from retrain.errors import RetrainError
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
 from retrain.runtime.text import format_bytes, format_duration, plural
 from retrain.types import JsonObject
@@ -72,7 +75,8 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       kind          train, campaign or squeeze
       condition     the label of the run
       blockers      reasons why it cannot run here
-      notes         parts of a method that stay off; what is not in the numbers
+      notes         how to start it; parts of a method that stay off; what is not
+                    in the numbers
       changed       options that differ: path, value, default
       adapter       for a squeeze: path, exists, min_variance_retention
       model         name, found, path, parameters, parameters_from, trainable
@@ -128,8 +132,8 @@ def explain(config: TrainConfig, file: str) -> JsonObject:
         "file": file,
         "kind": config.kind,
         "condition": config.condition if config.kind == "train" else None,
-        "blockers": find_blockers(config),
-        "notes": [*find_idle(config, runs), *(find_assumptions(config) if trains else [])],
+        "blockers": find_blockers(config, file),
+        "notes": find_notes(config, runs),
         "changed": find_changes(config),
         "adapter": _adapter(config),
         "model": model if trains else None,
@@ -155,10 +159,21 @@ def find_changes(config: TrainConfig) -> list[JsonObject]:
     ]
 
 
-def find_blockers(config: TrainConfig) -> list[str]:
-    """Why the configuration cannot run here: unsupported choices, and missing models, files and keys."""
+def find_blockers(config: TrainConfig, file: str) -> list[str]:
+    """Why the configuration cannot run here: unsupported choices, missing models, files and keys, a resume."""
     obstacles = find_obstacles(config) if config.kind != "squeeze" else ()
-    return [str(problem) for problem in (*find_unsupported(config), *obstacles)]
+    blockers = [str(problem) for problem in (*find_unsupported(config), *obstacles)]
+    try:
+        check_resumed(config, file)
+    except RetrainError as error:
+        blockers.append(str(error))
+    return blockers
+
+
+def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
+    """How the run must be started, parts of a method that stay off, and what is not in the numbers."""
+    start = [LAUNCH_NOTE] if needs_launch(config) else []
+    return [*start, *find_idle(config, runs), *(find_assumptions(config) if config.kind != "squeeze" else [])]
 
 
 def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:

@@ -21,6 +21,7 @@ from retrain.capacity.roofline import GPUS, ROOFLINE_SHARE, Gpu, detect_gpu, fin
 from retrain.cli.console import print_json
 from retrain.cli.estimate import (
     MeasuredTime,
+    check_resumed,
     count_held_out,
     find_assumptions,
     list_runs,
@@ -138,6 +139,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     """Everything that `retrain plan` prints."""
     if config.kind == "squeeze":
         raise ConfigError(f"{file} is a LoRA rank analysis; there is no training in it to plan.")
+    check_resumed(config, file)
     facts = read_facts(find_model(config.model.model))
     is_local = config.backend.backend == "local"
     if is_local and given.names_gpu:

@@ -127,37 +127,9 @@ class RunFolder:
         self.log(f"{self.path} held {held}; it is now {aside} (to resume it: --resume {aside}).")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
-        assert self.resumed is not None
-        if not self.resumed.is_dir():
-            raise CheckpointError(f"there is no folder {self.resumed} to resume from.")
-        if not (self.resumed / CONFIG_FILE).is_file():
-            raise CheckpointError(f"{self.resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
-        self.checkpoint = Checkpoints(self.resumed, config.training.keep, self.log).newest()
-        stored = with_absolute_paths(load_config(self.resumed / CONFIG_FILE))
-        config = _with_seed(config, stored.training.seed)
-        differences = sorted({*self._edits(self.checkpoint, stored), *meaningful_differences(stored, config)})
-        if differences and not force:
-            raise CheckpointError(
-                f"{self.resumed} was trained with other settings:\n"
-                + "\n".join(f"  {line}" for line in differences)
-                + "\nA run with mixed settings cannot be compared with any other.  "
-                "Try: keep the old settings, start a new run, or use --force-resume."
-            )
+        self.checkpoint, stored = check_resume(config, force, self.log)
         self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
-        return self._with_own_adapter(config, stored)
-
-    def _edits(self, checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
-        """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move.
-
-        The model is compared: its name may be that of other weights.
-        """
-        text = checkpoint.state.get("config")
-        if not text:
-            return []  # written by an older version
-        name = f"the configuration in {checkpoint.path}"
-        trained = build_config(parse_toml(text, name), {}, name)
-        moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
-        return meaningful_differences(trained, stored, moved)
+        return self._with_own_adapter(_with_seed(config, stored.training.seed), stored)
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
         """Point adapter_path into the renamed run folder, if it was inside the old one."""
@@ -170,6 +142,41 @@ class RunFolder:
         if was_in.exists() and not moved.exists():
             return config  # a folder elsewhere with the same name
         return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": str(moved)})})
+
+
+def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -> tuple[Checkpoint, TrainConfig]:
+    """The checkpoint to resume from and the settings it was trained with; raises if there is none, or they differ."""
+    resumed = Path(config.resume.from_).expanduser()
+    if not resumed.is_dir():
+        raise CheckpointError(f"there is no folder {resumed} to resume from.")
+    if not (resumed / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{resumed} has no {CONFIG_FILE}, so there is nothing to resume.")
+    checkpoint = Checkpoints(resumed, config.training.keep, log).newest()
+    stored = with_absolute_paths(load_config(resumed / CONFIG_FILE))
+    wanted = _with_seed(with_absolute_paths(config), stored.training.seed)
+    differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted)})
+    if differences and not force:
+        raise CheckpointError(
+            f"{resumed} was trained with other settings:\n"
+            + "\n".join(f"  {line}" for line in differences)
+            + "\nA run with mixed settings cannot be compared with any other.  "
+            "Try: keep the old settings, start a new run, or use --force-resume."
+        )
+    return checkpoint, stored
+
+
+def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
+    """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move.
+
+    The model is compared: its name may be that of other weights.
+    """
+    text = checkpoint.state.get("config")
+    if not text:
+        return []  # written by an older version
+    name = f"the configuration in {checkpoint.path}"
+    trained = build_config(parse_toml(text, name), {}, name)
+    moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
+    return meaningful_differences(trained, stored, moved)
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
-from retrain.campaign.run import choose_folder
 from retrain.config import load_config
 from retrain.errors import CheckpointError, ConfigError
 

@@ -16,6 +16,7 @@ from retrain.cli.trial import Trial
 from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.runtime import packages
+from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.publishing import publish_folder
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
@@ -344,3 +345,29 @@ def test_runs_that_cannot_share_a_model_are_rejected_by_every_command(
     )
     assert run([command]) == 2
     assert "share_model needs one model.lora_rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "code"), [("doctor", 1), ("explain", 1), ("plan", 2)])
+def test_a_run_that_cannot_be_resumed_is_reported_by_every_command(
+    capsys: pytest.CaptureFixture[str], command: str, code: int
+) -> None:
+    settings = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nseed = 1\nmax_tokens = 16\n'
+    _write(settings)
+    Path("logs").mkdir()
+    Path("logs/config.toml").write_text(settings, encoding="utf-8")
+    Checkpoints(Path("logs"), 1, print).save(0, {"log_sizes": {}}, lambda folder: None)
+    for changes, words in (
+        (("--resume", "absent"), "there is no folder absent to resume from"),
+        (("--resume", "logs", "--lr", "0.5"), "was trained with other settings"),
+    ):
+        assert run([command, "retrain.toml", *changes]) == code
+        output = capsys.readouterr()
+        assert words in output.out + output.err
+    assert run([command, "retrain.toml", "--resume", "logs"]) == 0
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain"])
+def test_fsdp_is_said_to_need_several_processes(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    _write('[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    assert run([command, "--fsdp"]) == 0
+    assert "fsdp needs several processes: start it with retrain launch --processes N" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""The folder of a campaign, and whether the campaign that it holds can be continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import Run
+from retrain.campaign.progress import DONE
+from retrain.config import TrainConfig, load_config
+from retrain.config.options import options_by_path
+from retrain.errors import CheckpointError, ConfigError
+from retrain.runtime.text import shorten_path
+from retrain.runtime.version import version
+from retrain.storage.folder import CONFIG_FILE, meaningful_differences, with_absolute_paths
+from retrain.storage.logs import MANIFEST
+
+
+def choose_folder(config: TrainConfig) -> Path:
+    """The folder to resume, log_dir if it is set, or a new folder named after the date."""
+    log_dir = Path(config.logging.log_dir).expanduser().absolute()
+    is_set = config.logging.log_dir != options_by_path()["logging.log_dir"].default
+    if config.resume.from_:
+        resumed = Path(config.resume.from_).expanduser().absolute()
+        if not resumed.is_dir():
+            raise CheckpointError(f"there is no folder {shorten_path(resumed)} to resume from.")
+        if not (resumed / MANIFEST).is_file():
+            raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
+        if is_set and log_dir != resumed:
+            raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
+        return resumed
+    if is_set:
+        return log_dir
+    name = datetime.now().strftime("campaign_%Y%m%d_%H%M%S")
+    candidates = (log_dir.parent / f"{name}{suffix}" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
+    return next(path for path in candidates if not path.exists())
+
+
+def check_earlier(earlier: Manifest, config: TrainConfig, runs: Sequence[Run], is_resumed: bool) -> None:
+    """Raise if the campaign in the folder cannot be continued with this configuration."""
+    if config.campaign is not None and config.campaign.stop_when:
+        _require_planned_seeds(earlier, config.campaign.seeds)
+    _require_its_runs(earlier, runs, is_resumed)
+    _require_same_campaign(earlier, runs)
+
+
+def _require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:
+    """Raise if a campaign that stops early has other seeds than its tests were planned for."""
+    planned = sorted({record["seed"] for record in earlier.table["runs"]})
+    if earlier.table.get("stop_when") and planned != sorted(seeds):
+        raise ConfigError(
+            f'[campaign] stop_when = "decided" planned its tests for seeds {planned}, and their error rate holds for '
+            f'these only; there are {sorted(seeds)}.  Try: seeds = {planned}, another --log-dir, or stop_when = ""'
+        )
+
+
+def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) -> None:
+    """Raise if a campaign lacks open runs of the one in its folder, whose configuration it would replace.
+
+    Unless it is resumed, it must have all conditions, too.
+    """
+    conditions, names = {run.condition for run in runs}, {run.name for run in runs}
+    # What has finished or failed may be left out; other runs would never be resumed.
+    ended = (*DONE, "failed")
+    lacking = [r["name"] for r in earlier.table["runs"] if r["name"] not in names and r["status"] not in ended]
+    if not is_resumed:
+        lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]
+    if lacking:
+        raise ConfigError(
+            f"{shorten_path(earlier.folder)} holds another campaign, with runs or conditions that this one lacks: "
+            f"{list_some(lacking)}.  "
+            "Try: another --log-dir, or add your conditions and seeds to those of that campaign"
+        )
+
+
+def list_some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
+    """Raise unless the version and settings are the same, so that runs stay comparable."""
+    if earlier.version != version():
+        raise CheckpointError(
+            f"{earlier.folder} was run by retrain {earlier.version}, and this is {version()}: their runs may not be "
+            "comparable.  Try: that version, a new campaign, or --force-resume"
+        )
+    for run in runs:
+        stored = run.folder / CONFIG_FILE
+        if not stored.is_file():
+            continue
+        differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
+        if differences:
+            raise CheckpointError(
+                f"{run.folder} was trained with other settings:\n"
+                + "\n".join(f"  {line}" for line in differences)
+                + "\nTry: restore them, start a new campaign, or --force-resume"
+            )

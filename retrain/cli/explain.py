@@ -181,7 +181,10 @@ def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     from retrain.advantages.sepa import find_idle_sepa  # noqa: PLC0415  (loads numpy)
 
     if config.kind == "train":
-        return [note for note in [find_idle_sepa(config)] if note]
+        steps = steps_per_run(config)
+        known = config.training.model_copy(update={"max_steps": steps, "epochs": 0.0})
+        note = find_idle_sepa(config.model_copy(update={"training": known})) if steps is not None else ""
+        return [note] if note else []
     notes = {run.condition: find_idle_sepa(run.config) for run in runs}
     return [f"{condition}: {note}" for condition, note in notes.items() if note]
 

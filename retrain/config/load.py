@@ -113,6 +113,7 @@ def _choose_for_teaching(tables: Tables) -> None:
 def build_condition(config: TrainConfig, condition: Mapping[str, object], source: str) -> TrainConfig:
     """The configuration of one condition of a campaign."""
     base = {name: table for name, table in config.model_dump(by_alias=True).items() if name not in OPTIONAL_SECTIONS}
+    base["training"]["epochs"] = 0.0  # a campaign counts steps
     return build_config(base, dict(condition_overrides(condition)), source)
 
 

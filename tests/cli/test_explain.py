@@ -341,3 +341,16 @@ def test_memory_of_a_service_is_not_estimated(capsys: pytest.CaptureFixture[str]
     output = capsys.readouterr().out
     assert "managed by tinker" in output
     assert "KV cache" not in output and "micro-batches" not in output
+
+
+def test_sepa_that_stays_off_is_noted_for_epochs_of_a_known_number_of_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[data]\nsource = "arithmetic"\n'
+        "[training]\nepochs = 2\nmax_examples = 8\nbatch_size = 4\nmax_tokens = 16\n"
+    )
+    assert (
+        "SEPA stays off: it begins after [sepa] delay_steps = 50, and this run has 4 steps."
+        in _explain(capsys)["notes"]
+    )

@@ -196,6 +196,11 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         [{"reward": {"terms": [{"type": "math"}]}}],
     ),
     (
+        {"training": {"epochs": 2.0, "max_steps": 3}},
+        "[training] max_steps is not used: [training] epochs is 2.0",
+        [{"training": {"max_steps": 3}}, {"training": {"epochs": 2.0}}],
+    ),
+    (
         {"environment": ENVIRONMENT, "data": {"source": "arithmetic"}},
         f"[data] source is not used: [environment] provider is {ENVIRONMENT['provider']}",
         [{"environment": ENVIRONMENT, "data": {"system_prompt": "Think."}}],
@@ -545,6 +550,7 @@ def test_teaching_defaults_to_an_advantage_that_allows_negative_rewards() -> Non
     [
         ({"reward": {"terms": [{"type": "math"}]}}, {"reward.type": "match"}, "[reward] type"),
         ({"environment": ENVIRONMENT}, {"data.source": "math"}, "[data] source"),
+        ({"training": {"epochs": 2.0}}, {"training.max_steps": 500}, "[training] max_steps"),
     ],
 )
 def test_a_flag_without_effect_gets_a_note_even_if_it_has_the_default_value(

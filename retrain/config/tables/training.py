@@ -65,6 +65,7 @@ class Training(Section):
         ge=1,
         flag="--max-steps",
         on_resume="free",
+        unused=reasons.used_if("training.epochs", lambda epochs: not epochs),
         in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
         synonyms=("num_iterations", "num_steps", "steps"),
     )

@@ -193,3 +193,14 @@ def has_no_terms(config: TrainConfig) -> str:
 
 needs_single_reward = first_of(needs_no_environment, has_no_terms)
 needs_custom_reward = first_of(needs_single_reward, used_if("reward.type", "custom".__eq__))
+
+
+def _has_other_than_judges(config: TrainConfig) -> str:
+    terms = config.reward.terms
+    if terms:
+        return "all of [reward] terms are judges" if all(term.type == "judge" for term in terms) else ""
+    return used_if("reward.type", lambda name: name != "judge")(config)
+
+
+needs_scoring_processes = first_of(needs_no_environment, _has_other_than_judges)
+"""Used by the processes that score completions; a judge is asked over HTTP."""

@@ -203,7 +203,25 @@ WITH_OTHERS: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     (
         {"environment": ENVIRONMENT, "data": {"source": "arithmetic"}},
         f"[data] source is not used: [environment] provider is {ENVIRONMENT['provider']}",
-        [{"environment": ENVIRONMENT, "data": {"system_prompt": "Think."}}],
+        [{"environment": ENVIRONMENT}, {"data": {"source": "arithmetic"}}],
+    ),
+    (
+        {"environment": ENVIRONMENT, "data": {"system_prompt": "Think."}},
+        f"[data] system_prompt is not used: [environment] provider is {ENVIRONMENT['provider']}",
+        [{"data": {"system_prompt": "Think."}}, {"data": {"system_prompt": "Think."}, "teaching": {"enabled": True}}],
+    ),
+    *(
+        (
+            tables | {"reward": tables.get("reward", {}) | {key: value}},
+            f"[reward] {key} is not used: {reason}",
+            [{"reward": {key: value}}, {"reward": {key: value, "terms": [{"type": "judge"}, {"type": "math"}]}}],
+        )
+        for key, value in (("timeout_s", 9.0), ("workers", 3), ("memory_mb", 100), ("pass_env", ["A"]))
+        for tables, reason in (
+            ({"environment": ENVIRONMENT}, f"[environment] provider is {ENVIRONMENT['provider']}"),
+            ({"reward": {"type": "judge"}}, "[reward] type is judge"),
+            ({"reward": {"terms": [{"type": "judge"}]}}, "all of [reward] terms are judges"),
+        )
     ),
     (
         {"environment": ENVIRONMENT, "reward": {"terms": [{"type": "math"}]}},

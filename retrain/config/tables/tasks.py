@@ -55,7 +55,13 @@ class Data(Section):
         "Field that holds the reference answer; empty tries answer, solution.",
         unused=reasons.read_by_source("answer_field"),
     )
-    system_prompt: str = option("", "System message before every prompt.", held_out=True, step_time=True)
+    system_prompt: str = option(
+        "",
+        "System message before every prompt.",
+        held_out=True,
+        step_time=True,
+        unused=reasons.needs_no_environment,
+    )
     remove_unused_columns: bool = option(
         False,
         "Keep only the prompt and answer of each row; rewards see no other columns.",
@@ -221,9 +227,16 @@ class Reward(Section):
         le=3600,
         flag="--reward-timeout-s",
         on_resume="free",
+        unused=reasons.needs_scoring_processes,
     )
     workers: BoundedInt = option(
-        0, "Scoring processes; 0 uses one per CPU core.", ge=0, le=1024, flag="--reward-workers", on_resume="free"
+        0,
+        "Scoring processes; 0 uses one per CPU core.",
+        ge=0,
+        le=1024,
+        flag="--reward-workers",
+        on_resume="free",
+        unused=reasons.needs_scoring_processes,
     )
     memory_mb: BoundedInt = option(
         0,
@@ -231,12 +244,14 @@ class Reward(Section):
         ge=0,
         flag="--reward-memory-mb",
         on_resume="free",
+        unused=reasons.needs_scoring_processes,
     )
     pass_env: tuple[str, ...] = option(
         (),
         "Environment variables that rewards may see, for example OPENAI_API_KEY or MY_*.",
         strict=False,
         on_resume="free",
+        unused=reasons.needs_scoring_processes,
     )
     terms: tuple[RewardTerm, ...] = option(
         (),

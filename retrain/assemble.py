@@ -255,19 +255,25 @@ class DataTasks:
         self.held_out = load_held_out(config)
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
-            check_prompts(config, self.encoder, [*sample_of(self.examples), *self.held_out], context)
+            check_prompts(config, self.encoder, self._asked(), context)
         return self.examples, self.held_out
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The scorer, once the context length is known."""
-        config, asked = self.config, [*sample_of(self.examples), *self.held_out]
+        config, asked = self.config, self._asked()
         if config.teaching.enabled:
             scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
             self.stack.callback(scorer.close)
-            check_context(scorer, asked, config.training.max_tokens)
+            check_context(
+                scorer, [example for examples in asked.values() for example in examples], config.training.max_tokens
+            )
             return scorer
         check_prompts(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.print, self.console.progress)
+
+    def _asked(self) -> dict[str, Sequence[Example]]:
+        """The examples whose prompts are measured, by table."""
+        return {"[data]": sample_of(self.examples), "[eval]": self.held_out}
 
     def close(self) -> None:
         """Stop the reward's processes."""
@@ -301,9 +307,13 @@ def _find_backend(config: TrainConfig) -> MakeBackend:
     return make  # type: ignore[no-any-return]
 
 
-def check_prompts(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example], context: int) -> None:
-    """Reject prompts that leave no room for a completion."""
-    longest, room = encoder.longest(examples), config.training.max_tokens
+def check_prompts(
+    config: TrainConfig, encoder: PromptEncoder, asked: Mapping[str, Sequence[Example]], context: int
+) -> None:
+    """Reject prompts that leave no room for a completion; the error names the table with the longest one."""
+    lengths = {table: encoder.longest(examples) for table, examples in asked.items()}
+    table, room = max(lengths, key=lengths.__getitem__), config.training.max_tokens
+    longest = lengths[table]
     if longest + room <= context:
         return
     if longest < context:
@@ -313,7 +323,7 @@ def check_prompts(config: TrainConfig, encoder: PromptEncoder, examples: Sequenc
     else:
         hint = f"Try: max_tokens = {context - context // 2} and max_prompt_tokens = {context // 2}"
     raise ConfigError(
-        f"[training] max_tokens = {room} and prompts of up to {longest} tokens do not fit "
+        f"[training] max_tokens = {room} and prompts of up to {longest} tokens in {table} do not fit "
         f"the model's context of {context}.  {hint}"
     )
 

@@ -456,7 +456,9 @@ def test_prompts_that_do_not_fit_the_context_are_rejected_before_sampling(
     model: Path, tmp_path: Path, play: type[Play]
 ) -> None:
     play.context_length = 70
-    with pytest.raises(ConfigError, match=r"max_tokens = 64 and prompts of up to 11 tokens.*Try: max_tokens = 59"):
+    with pytest.raises(
+        ConfigError, match=r"max_tokens = 64 and prompts of up to 11 tokens in \[data\] .*Try: max_tokens = 59"
+    ):
         train_quietly(fake_config(model, tmp_path))
     play.context_length = 10
     with pytest.raises(ConfigError, match=r"context of 10\.  Try: max_prompt_tokens = 4"):

@@ -142,8 +142,8 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         if find_model(name).folder is None and config.backend.backend != "tinker":
             continue
         yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
-    if _has_local_prompts(config):
-        yield "[data], prompts", _try_prompts
+    for table in _tables_with_files(config):
+        yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]
 
 
 def _rewards(config: TrainConfig) -> list[str]:
@@ -237,17 +237,18 @@ def _try_tokenizer(name: str, where: str) -> str:
     return f"{name}: {len(load_tokenizer(name, where)):,} tokens"
 
 
-def _has_local_prompts(config: TrainConfig) -> bool:
-    """Whether prompts come from files, which may hold long ones, and how much the model takes is known."""
+def _tables_with_files(config: TrainConfig) -> Iterator[str]:
+    """Tables whose prompts come from a file, which may hold long ones, if it is known how much the model takes."""
     if config.environment.provider or config.backend.backend != "local" or config.teaching.enabled:
-        return False
-    sources = {config.data.source} | ({config.held_out_source} if config.eval.every else set())
-    data = REGISTRIES["data"]
-    are_files = all(not is_plugin("data", source) and data.reads(source, "path") for source in sources)
-    return are_files and known_context(config) is not None
+        return
+    held_out = {"[eval]": config.held_out_source} if config.eval.every else {}
+    for table, source in ({"[data]": config.data.source} | held_out).items():
+        is_file = not is_plugin("data", source) and REGISTRIES["data"].reads(source, "path")
+        if is_file and known_context(config) is not None:
+            yield table
 
 
-def _try_prompts(config: TrainConfig) -> str:
+def _try_prompts(config: TrainConfig, table: str) -> str:
     """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized."""
     from retrain.assemble import check_prompts, sample_of  # noqa: PLC0415  (imports PyTorch)
     from retrain.data import load_examples, load_held_out  # noqa: PLC0415
@@ -255,13 +256,15 @@ def _try_prompts(config: TrainConfig) -> str:
 
     context, training = known_context(config), config.training
     assert context is not None
-    examples = sample_of(load_examples(config.data, config.plugins.search_paths))
-    asked = [*examples[: training.max_examples or None], *load_held_out(config)]
-    longest = sorted(asked, key=lambda example: len(str(example.prompt)))[-MEASURED:]
+    if table == "[data]":
+        examples = sample_of(load_examples(config.data, config.plugins.search_paths))[: training.max_examples or None]
+    else:
+        examples = load_held_out(config)
+    longest = sorted(examples, key=lambda example: len(str(example.prompt)))[-MEASURED:]
     encoder = PromptEncoder(
         load_tokenizer(config.model.model), config.data.system_prompt, training.max_prompt_tokens, lambda line: None
     )
-    check_prompts(config, encoder, longest, context)
+    check_prompts(config, encoder, {table: longest}, context)
     return f"up to {encoder.longest(longest)} of {context:,} tokens"
 
 

@@ -73,6 +73,17 @@ def test_the_prompts_of_a_file_are_measured(tmp_path: Path) -> None:
     assert "of 256 tokens" in detail and not problem
 
 
+def test_the_prompts_of_each_file_are_measured_by_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "why " * 300, "answer": "2"}))
+    held_out = {"eval__every": 1, "eval__source": "jsonl", "eval__path": str(path)}
+    found = outcomes(data__source="arithmetic", **held_out)
+    assert "tokens in [eval] do not fit the model's context of 256" in found["[eval], prompts"][1]
+    assert "[data], prompts" not in found
+    found = outcomes(data__source="jsonl", data__path=str(path), eval__every=1, eval__source="arithmetic")
+    assert "tokens in [data] do not fit" in found["[data], prompts"][1] and "[eval], prompts" not in found
+
+
 def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:
     assert outcomes() == {}
     assert [where for where, _ in trial._trials(load_config(None, HERE))] == ["[model] model, tokenizer"]

@@ -145,7 +145,8 @@ class RunFolder:
 
 
 def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -> tuple[Checkpoint, TrainConfig]:
-    """The checkpoint to resume from and the settings it was trained with; raises if there is none, or they differ."""
+    """The checkpoint to resume from and the settings it was trained with; raises if there is none, they differ, or
+    log_dir holds another run."""
     resumed = Path(config.resume.from_).expanduser()
     if not resumed.is_dir():
         raise CheckpointError(f"there is no folder {resumed} to resume from.")
@@ -162,7 +163,18 @@ def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -
             + "\nA run with mixed settings cannot be compared with any other.  "
             "Try: keep the old settings, start a new run, or use --force-resume."
         )
+    _require_free(Path(config.logging.log_dir).expanduser(), resumed)
     return checkpoint, stored
+
+
+def _require_free(target: Path, resumed: Path) -> None:
+    """Raise if a run is to continue in a folder that holds another one."""
+    held = (target / name for name in (*FILES, "checkpoints", "rollouts", MANIFEST))
+    if target.resolve() != resumed.resolve() and any(map(_is_not_empty, held)):
+        raise ConfigError(
+            f"{target} already holds a run or a campaign, so the run of {resumed} cannot continue there.  "
+            "Try: another --log-dir"
+        )
 
 
 def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
@@ -280,11 +292,6 @@ def _is_not_empty(path: Path) -> bool:
 
 
 def _copy_logs(source: Path, target: Path) -> None:
-    if any(_is_not_empty(target / name) for name in (*FILES, "checkpoints", "rollouts", MANIFEST)):
-        raise ConfigError(
-            f"{target} already holds a run or a campaign, so the run of {source} cannot continue there.  "
-            "Try: another --log-dir"
-        )
     recordings = [str(path.relative_to(source)) for path in find_recordings(source).values()]
     for name in (*FILES, *recordings):
         if (source / name).exists():

@@ -130,6 +130,16 @@ def test_a_resume_into_the_folder_of_a_campaign_is_rejected(model: Path, run_fol
         train_quietly(config)
 
 
+def test_a_resume_into_a_taken_folder_is_rejected_before_anything_is_loaded(model: Path, run_folder: Path) -> None:
+    taken = run_folder / "taken"
+    taken.mkdir()
+    (taken / "metrics.jsonl").write_text("{}\n")
+    places = {"resume__from": str(run_folder / "logs"), "logging__log_dir": str(taken)}
+    with pytest.raises(ConfigError, match="already holds a run or a campaign"):
+        RunFolder(fake_config(model, run_folder, **places), False, print)
+    assert [path.name for path in taken.iterdir()] == ["metrics.jsonl"]
+
+
 def test_recordings_are_copied_by_a_resume_into_another_folder(model: Path, tmp_path: Path) -> None:
     train_quietly(fake_config(model, tmp_path, training__record=True, training__max_steps=2))
     config = fake_config(

@@ -10,8 +10,9 @@ from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
 from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
+from retrain.campaign.progress import DONE
 from retrain.errors import ConfigError
-from retrain.runtime.text import plural
+from retrain.runtime.text import list_some, plural
 from retrain.types import JsonObject
 
 ALPHA = 0.05
@@ -89,7 +90,9 @@ def summarize(manifest: Manifest, width: int | None = None) -> list[str]:
     rows = fit_table(report, width)
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(f"{cell:<{size}}" for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
-    return [f"\n{report.metric} at step {report.step}, paired by seed:", *table, *explanation_lines(report)]
+    unfinished = [r["name"] for r in manifest.table["runs"] if r["status"] not in DONE]
+    left_out = [f"Not finished, and left out: {list_some(unfinished)}."] if unfinished else []
+    return [f"\n{report.metric} at step {report.step}, paired by seed:", *table, *explanation_lines(report), *left_out]
 
 
 def stopped_early(table: JsonObject) -> list[str]:

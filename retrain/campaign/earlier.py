@@ -12,7 +12,7 @@ from retrain.campaign.progress import DONE
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path
 from retrain.errors import CheckpointError, ConfigError
-from retrain.runtime.text import shorten_path
+from retrain.runtime.text import list_some, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.folder import CONFIG_FILE, meaningful_differences, with_absolute_paths
 from retrain.storage.logs import MANIFEST
@@ -73,11 +73,6 @@ def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) 
             f"{list_some(lacking)}.  "
             "Try: another --log-dir, or add your conditions and seeds to those of that campaign"
         )
-
-
-def list_some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections import deque
@@ -140,7 +139,9 @@ def main() -> None:
     host = Host(answers)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, host.stop)
-    for line in sys.stdin:
-        host.start(Path(line.strip()))
+    # PYTHONIOENCODING may say otherwise.
+    with open(0, encoding="utf-8", errors="surrogateescape", closefd=False) as folders:
+        for line in folders:
+            host.start(Path(line.strip()))
     for thread in host.threads:
         thread.join()

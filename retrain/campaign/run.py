@@ -12,7 +12,7 @@ from pathlib import Path
 
 from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
-from retrain.campaign.earlier import check_earlier, choose_folder, list_some
+from retrain.campaign.earlier import check_earlier, choose_folder
 from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -36,7 +36,7 @@ from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config
 from retrain.errors import ConfigError
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
-from retrain.runtime.text import plural, shorten_path
+from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.storage.checkpoint import explain_write_error
 from retrain.storage.folder import CONFIG_FILE, lock_folder, step_aside
 from retrain.storage.logs import EVALS, MANIFEST, METRICS

@@ -50,7 +50,8 @@ class SharedModelProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
+                encoding="utf-8",
+                errors="surrogateescape",
                 env=os.environ | {PARENT: str(os.getpid())},
                 start_new_session=True,
             )

@@ -21,6 +21,7 @@ from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.text import plural
+from retrain.storage.checkpoint import Checkpoints
 
 MEMORY_LABELS = {
     "weights": "weights",
@@ -112,6 +113,9 @@ def max_turns(config: TrainConfig) -> int | None:
 def find_assumptions(config: TrainConfig) -> list[str]:
     """What is not in the numbers of an estimate."""
     notes, limits, training = [], config.backpressure, config.training
+    if config.resume.from_ and config.kind == "train":
+        done = max(Checkpoints(Path(config.resume.from_).expanduser(), 1, print).steps(), default=0)
+        notes.append(f"steps and times are those of the whole run; it has done {plural(done, 'step')}")
     if limits.enabled:
         steps = "; epochs take more or fewer steps accordingly" if training.epochs else ""
         notes.append(

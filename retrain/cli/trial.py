@@ -64,7 +64,13 @@ def try_out(config: TrainConfig) -> list[Trial]:
     arguments = [sys.executable, "-c", "from retrain.cli.trial import main; main()"]
     try:
         done = subprocess.run(
-            arguments, input=dump_config(config), capture_output=True, text=True, timeout=TRIAL_S, check=False
+            arguments,
+            input=dump_config(config),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TRIAL_S,
+            check=False,
         )
         lines, ended = done.stdout.splitlines(), Trial("", "", f"the trial process exited with code {done.returncode}")
     except subprocess.TimeoutExpired as error:
@@ -81,7 +87,9 @@ def main() -> None:
     # Output of plugins must not be mistaken for a result.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    config = build_config(parse_toml(sys.stdin.read(), "stdin"), {}, "the configuration")
+    # PYTHONIOENCODING may say otherwise.
+    with open(0, encoding="utf-8", closefd=False) as stdin:
+        config = build_config(parse_toml(stdin.read(), "stdin"), {}, "the configuration")
     if needs_hub(config) and not is_offline() and not hub_answers():
         go_offline()
     for where, attempt in _trials(config):

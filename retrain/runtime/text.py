@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -39,3 +40,8 @@ def shorten_path(path: Path) -> str:
     except FileNotFoundError:  # the working directory has been deleted
         return str(path)
     return str(path.relative_to(here) if path != here and path.is_relative_to(here) else path)
+
+
+def list_some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

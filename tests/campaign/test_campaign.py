@@ -105,6 +105,12 @@ def test_a_run_that_is_killed_after_its_end_is_finished(tmp_path: Path, monkeypa
     assert "failed" not in capsys.readouterr().out
 
 
+def test_the_summary_names_the_runs_that_it_leaves_out(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    executor = FakeExecutor(codes={"maxrl+none_s3": 1})
+    assert run_with(executor, campaign_config(tmp_path, seeds=[1, 2, 3]), monkeypatch) == 1
+    assert "Not finished, and left out: maxrl+none_s3." in capsys.readouterr().out
+
+
 def test_a_second_start_runs_only_what_is_missing(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     run_with(FakeExecutor(codes={"maxrl+none_s1": 1}), config, monkeypatch)

@@ -433,3 +433,10 @@ def test_runs_without_an_evaluation_are_named(tmp_path: Path, capsys: pytest.Cap
     write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
     assert "has no evaluation yet" in refusal(capsys, tmp_path, "--metric", "eval_pass_at_1")
     assert as_json(capsys, tmp_path)["metric"] == "correct_rate"
+
+
+def test_a_run_without_evaluations_explains_the_metric(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (campaign / "runs" / "maxrl+none_s3" / "eval.jsonl").write_text("")
+    data = as_json(capsys, campaign)
+    assert data["metric"] == "correct_rate"
+    assert any(note.startswith("Compared by correct_rate: no evaluation of maxrl+none_s3.") for note in data["notes"])

@@ -191,3 +191,11 @@ def _absent(*_: Any) -> Any:
 def test_a_model_that_is_not_there_is_left_to_the_check_of_models(folder: Path) -> None:
     config = load_config(None, HERE | {"model.model": "./nothere"})
     assert [where for where, _ in trial._trials(config)] == []
+
+
+def test_characters_that_pythonioencoding_lacks_reach_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    (tokenizer,) = trial.try_out(load_config(None, HERE | {"data.system_prompt": "Réponds en français."}))
+    assert not tokenizer.problem and "tokens" in tokenizer.detail

@@ -16,7 +16,16 @@ from retrain.checks.unsupported import check_supported
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
-from retrain.data import Endless, ExampleOrder, build_source, count_examples, count_steps, load_examples, load_held_out
+from retrain.data import (
+    Endless,
+    ExampleOrder,
+    build_source,
+    count_examples,
+    count_shared,
+    count_steps,
+    load_examples,
+    load_held_out,
+)
 from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
@@ -253,6 +262,9 @@ class DataTasks:
         self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
         self.examples = _load_training_examples(config, self.encoder, log)
         self.held_out = load_held_out(config)
+        if shared := count_shared(self.examples, self.held_out):
+            of_all = f"{shared} of {plural(len(self.held_out), 'held-out problem')}"
+            log(f"Warning: {of_all} are also trained on, so held-out results overstate what was learned.")
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
             check_prompts(config, self.encoder, self._asked(), context)

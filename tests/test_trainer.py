@@ -966,3 +966,13 @@ def test_a_checkpoint_of_a_newer_version_is_rejected_by_name(
         CheckpointError, match=r"contains from_the_future, which this version of retrain does not support"
     ):
         train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(tmp_path / "logs")))
+
+
+def test_held_out_problems_that_are_trained_on_are_counted(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(6)]
+    for name, some in (("train", rows[:4]), ("eval", rows[3:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    paths = {"data__path": str(tmp_path / "train.jsonl"), "eval__path": str(tmp_path / "eval.jsonl")}
+    config = fake_config(model, tmp_path, data__source="jsonl", eval__every=2, training__max_steps=1, **paths)
+    _, printed = train_quietly(config)
+    assert "Warning: 1 of 3 held-out problems are also trained on" in printed

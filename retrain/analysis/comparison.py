@@ -85,6 +85,13 @@ class ComparisonReport:
     by_problem: dict[str, ProblemComparison]
     """The same pairs on the held-out problems, by condition, where every run stored them."""
 
+    @property
+    def noise(self) -> float | None:
+        """The difference that two runs of one condition exceed in 5% of cases; None with too few seeds to tell."""
+        floor = self.noise_floor
+        is_unknown = floor is None or (self.metric in RATES and floor.single_runs == 1.0)
+        return None if floor is None or is_unknown else floor.single_runs
+
     def as_json(self) -> dict[str, object]:
         """What `retrain compare --json` prints."""
         table = asdict(self)
@@ -350,9 +357,9 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             )
     floor = report.noise_floor
     if floor:
-        reach = f"in 5% of cases, two runs of one condition differ by more than {floor.single_runs:.4f}."
-        if report.metric in RATES and floor.single_runs == 1.0:
-            reach = "there are too few seeds to say how much two runs of one condition may differ."
+        reach = "there are too few seeds to say how much two runs of one condition may differ."
+        if report.noise is not None:
+            reach = f"in 5% of cases, two runs of one condition differ by more than {report.noise:.4f}."
         spread = f"the standard deviation between seeds is {floor.standard_deviation:.4f}; {reach}"
         if floor.standard_deviation == 0.0:
             spread = "unknown, since all seeds of a condition gave the same value."

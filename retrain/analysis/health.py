@@ -82,9 +82,11 @@ def worst(checks: Sequence[Check]) -> Check | None:
 
 
 def overall(checks: Sequence[Check]) -> str:
-    """A word for checks of which none is bad."""
-    unknown = sum(check.level == "unknown" for check in checks)
-    return "-" if not checks else "too early" if unknown > len(checks) // 2 else "ok"
+    """A word for checks of which none is bad, and how many of them are known."""
+    known = sum(check.level != "unknown" for check in checks)
+    if not known:
+        return "too early" if checks else "-"
+    return "ok" if known == len(checks) else f"ok ({known} of {len(checks)})"
 
 
 def strip(checks: Sequence[Check]) -> list[tuple[str, Level]]:

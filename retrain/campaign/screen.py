@@ -76,7 +76,9 @@ class Screen:
         """Show the progress of the runs."""
         self.drawn_at = time.monotonic()
         done = sum(run.status in DONE for run in runs.values())
-        summary = f"{done} of {plural(len(runs), 'run')} done, ETA {format_seconds(left_seconds)}"
+        is_active = any(run.status == "running" for run in runs.values())
+        eta = f", ETA {format_seconds(left_seconds)}" if is_active else ""
+        summary = f"{done} of {plural(len(runs), 'run')} done{eta}"
         if self.live is not None:
             rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))
             self.live.update(draw_table([(name, *cells(run)) for name, run in rows], summary), refresh=True)

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
@@ -32,6 +32,7 @@ from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
+from retrain.types import Example
 
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
@@ -259,21 +260,25 @@ def _tables_with_files(config: TrainConfig) -> Iterator[str]:
 def _try_prompts(config: TrainConfig, table: str) -> str:
     """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized."""
     from retrain.assemble import check_prompts, sample_of  # noqa: PLC0415  (imports PyTorch)
-    from retrain.data import load_examples, load_held_out  # noqa: PLC0415
+    from retrain.data import count_shared, load_examples, load_held_out  # noqa: PLC0415
     from retrain.modeling.tokens import PromptEncoder, load_tokenizer  # noqa: PLC0415
 
     context, training = known_context(config), config.training
     assert context is not None
-    if table == "[data]":
-        examples = sample_of(load_examples(config.data, config.plugins.search_paths))[: training.max_examples or None]
-    else:
-        examples = load_held_out(config)
+
+    def load_training() -> Sequence[Example]:
+        return sample_of(load_examples(config.data, config.plugins.search_paths))[: training.max_examples or None]
+
+    examples = load_training() if table == "[data]" else load_held_out(config)
     longest = sorted(examples, key=lambda example: len(str(example.prompt)))[-MEASURED:]
     encoder = PromptEncoder(
         load_tokenizer(config.model.model), config.data.system_prompt, training.max_prompt_tokens, lambda line: None
     )
     check_prompts(config, encoder, {table: longest}, context)
-    return f"up to {encoder.longest(longest)} of {context:,} tokens"
+    found = f"up to {encoder.longest(longest)} of {context:,} tokens"
+    is_at_hand = table == "[eval]" and "[data]" in _tables_with_files(config)
+    shared = count_shared(load_training(), examples) if is_at_hand else 0
+    return f"{found}; {shared} of {len(examples)} are also in [data]" if shared else found
 
 
 def _try_service(config: TrainConfig) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_steps
+from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_shared, count_steps
 from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES
 from retrain.types import Example
@@ -25,6 +25,7 @@ __all__ = [
     "Lazy",
     "build_source",
     "count_examples",
+    "count_shared",
     "count_steps",
     "held_out_section",
     "load_examples",

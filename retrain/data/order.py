@@ -165,3 +165,15 @@ def digest_of(examples: Iterable[Example]) -> str:
     for example in examples:
         found.update(json.dumps([example.prompt, example.reference], default=str).encode())
     return found.hexdigest()
+
+
+def count_shared(examples: Sequence[Example], held_out: Sequence[Example]) -> int:
+    """The held-out problems that are trained on as well. Endless sources keep theirs apart."""
+    if isinstance(examples, Endless):
+        return 0
+    trained = {_key(example) for example in examples}
+    return sum(_key(example) in trained for example in held_out)
+
+
+def _key(example: Example) -> str:
+    return repr(example.prompt)

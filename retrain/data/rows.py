@@ -64,8 +64,8 @@ def to_example(row: object, section: schema.Data, id: str) -> Example:
     """Convert one row; raises BadRow."""
     if not isinstance(row, Mapping):
         raise BadRow(f"is {_kind(row)}, not an object with fields")
-    prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS)
-    answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS)
+    prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS, "prompt_field")
+    answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS, "answer_field")
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
     prompt = read_prompt(row[prompt_field], prompt_field)
     return Example(prompt, read_answer(row[answer_field], answer_field, section.answer_field != ""), id, meta)
@@ -98,7 +98,7 @@ def raise_for_rows(issues: Sequence[ConfigIssue], origin: str) -> None:
     raise ConfigError(f"{origin} has {len(issues)} invalid {noun}:", (*shown, *more))
 
 
-def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
+def _pick_field(row: Row, named: str, candidates: Sequence[str], option: str) -> str:
     for field in (named,) if named else candidates:
         if row.get(field) is not None:
             return field
@@ -106,7 +106,8 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str]) -> str:
     if empty:
         raise BadRow(f"has null as its {empty[0]!r}")
     wanted = f"no field {named!r}" if named else f"none of the fields {', '.join(candidates)}"
-    raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}")
+    hint = "" if named else f" (to name another: [data] {option})"
+    raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}{hint}")
 
 
 def read_prompt(value: object, field: str) -> Prompt:

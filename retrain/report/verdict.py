@@ -65,7 +65,6 @@ def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
                 **asdict(c.test),
             }
         )
-    floor = report.noise_floor
     baseline = report.comparisons[0].baseline
     return {
         "kind": "comparison",
@@ -78,7 +77,7 @@ def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
         "interval_title": titles["interval"],
         "p_title": titles["p (Holm)"],
         "higher_is_better": report.higher_is_better,
-        "noise": floor.single_runs if floor else None,
+        "noise": report.noise,
         "rows": rows,
         "notes": [line.strip() for line in explanation_lines(report) if line not in {row["sentence"] for row in rows}],
     }

@@ -101,8 +101,8 @@ class Checkpoints:
                 return Checkpoint(path, step, manifest["state"])
             self.log(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
         raise CheckpointError(
-            f"{self.log_dir} has no checkpoint to resume from: there is one every [training] save_every steps.  "
-            "Try: start the run again"
+            f"{self.log_dir} has no checkpoint to resume from: there is one every [training] save_every steps, and "
+            "when a run is interrupted or fails.  Try: start the run again, with a smaller --save-every"
         )
 
     def drop_after(self, step: int) -> None:

@@ -16,6 +16,7 @@ from retrain.config.options import free_on_resume, options_by_path, paths_where,
 from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
+from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
@@ -195,8 +196,11 @@ def restore_config(folder: Path, log: Callable[[str], None]) -> None:
     """Write a lost config.toml again, from the newest checkpoint."""
     text = Checkpoints(folder, 1, log).newest().state.get("config") if (folder / "checkpoints").is_dir() else None
     if not text:
-        run = folder.absolute().parents[1] if folder.absolute().parent.name == "checkpoints" else None
-        hint = f"  Try: --resume {run}, which resumes from its newest checkpoint" if run else ""
+        if folder.absolute().parent.name == "checkpoints":
+            hint = f"  Try: --resume {folder.absolute().parents[1]}, which resumes from its newest checkpoint"
+        else:
+            inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
+            hint = f"  Try: a run in it, {list_some(inside)}" if inside else ""
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.{hint}")
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     log(f"Note: {folder / CONFIG_FILE} was missing, and is restored from the newest checkpoint.")

@@ -145,7 +145,12 @@ def test_a_run_shorter_than_the_window_is_no_alarm_unless_its_numbers_are_wrong(
 
 
 def test_nothing_is_ok_before_most_checks_can_be_made() -> None:
-    assert [overall(check_health(steps(count))) for count in (4, 12, 40)] == ["too early", "ok", "ok"]
+    assert [overall(check_health(steps(count))) for count in (4, 12, 40)] == [
+        "ok (2 of 8)",
+        "ok (5 of 8)",
+        "ok (7 of 8)",
+    ]
+    assert overall(check_health([])) == "too early"
     assert overall([]) == "-"
 
 

@@ -74,8 +74,13 @@ function show(value, digits = 3) {
   if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(digits - 1).replace("e+", "e");
   return size >= 1000 ? Math.round(value).toLocaleString("en-US") : value.toFixed(size >= 100 ? 1 : digits);
 }
-const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`);
-const points = (value) => `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)}`;
+/** Rounds 31.25 to 31.2, as Python does in the terminal; toFixed would give 31.3. */
+function oneDigit(value) {
+  const tenths = 10 * value, below = Math.floor(tenths);
+  return (Math.abs(tenths - below - 0.5) < 1e-9 ? (below + (below % 2)) / 10 : value).toFixed(1);
+}
+const percent = (value) => (value === null || value === undefined ? "–" : `${oneDigit(100 * value)}%`);
+const points = (value) => `${value < 0 ? "−" : "+"}${oneDigit(Math.abs(100 * value))}`;
 const counted = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
 
 function duration(seconds) {

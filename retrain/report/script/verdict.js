@@ -1,6 +1,6 @@
 // The verdict, the health of each run, the table of runs, and the configuration.
 
-const BETTER = { statistically_significant_improvement: ["better", "▲ better"], significant_degradation: ["worse", "▼ worse"], insufficient_evidence: ["soft", "no evidence"] };
+const BETTER = { statistically_significant_improvement: ["better", "▲ better"], significant_degradation: ["worse", "▼ worse"], insufficient_evidence: ["soft", "insufficient evidence"] };
 const isShare = (metric) => metric !== "mean_reward" && !/loss|norm|time|tokens/.test(metric);
 
 const brief = (name) => (name.length > 38 ? `${name.slice(0, 20)}…${name.slice(-17)}` : name);

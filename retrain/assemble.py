@@ -155,6 +155,10 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     steps = count_steps(config.training, examples)
     config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
     total = _count_total(config, examples)
+    order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
+    if folder.checkpoint is not None:
+        # Before the model is loaded.
+        order.check_state_dict(folder.checkpoint.state["order"])
     _check_schedules(config, credit, total, console.print)
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -170,7 +174,6 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
     scorer = tasks.scorer(backend)
     sampling = training_distribution(config)
-    order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
     jsonl = JsonlTracker(folder.path)
     planning = PlanningMasks(detector, texts) if detector is not None else None
     return Parts(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from retrain.analysis.change import Z95, pass_at_k, t_quantile
 from retrain.data.order import digest_of
@@ -93,6 +94,11 @@ class Evaluator:
         self.sampling = sampling
         self.every = every
         self.k = k
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the problems; empty if there are no evaluations."""
+        return digest_of(self.examples) if self.every else ""
 
     def due(self, step: int) -> bool:
         """Whether to evaluate before `step`."""

@@ -347,6 +347,12 @@ def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
             "Warning: the data has changed since the checkpoint: the number of examples is the same, but "
             "the examples or their order differ. The run continues with the current data."
         )
+    evaluated, now = saved.get("held_out_digest"), parts.evaluator.digest
+    if evaluated and now and evaluated != now:
+        parts.console.print(
+            "Warning: the held-out problems have changed since the checkpoint, so the evaluations before and after it "
+            "are not compared."
+        )
     code = saved.get("code", {})
     for name, digest in parts.code_digests.items():
         if code.get(name, digest) != digest:
@@ -384,6 +390,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
         "data_digest": parts.order.digest,
+        "held_out_digest": parts.evaluator.digest,
         "code": dict(parts.code_digests),
         "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),

@@ -160,7 +160,11 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     skipped = _skipped_updates(metrics)
     if skipped and skipped >= min(WINDOW, len(metrics)) / 2:
         value = f"{skipped} of the last {min(WINDOW, len(metrics))} updates skipped, not finite"
-        since = next(int(row["step"]) for row in metrics if row.get("skipped_steps"))
+        shares = [
+            (int(row["step"]), _skipped_updates(metrics[:count]) / min(WINDOW, count))
+            for count, row in enumerate(metrics, start=1)
+        ]
+        since = _since_step(shares, lambda share: share >= 0.5)
         return Check("learning", "problem", value, rule, since)
     rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
     if len(rows) > 1:
@@ -189,7 +193,7 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
 
 def _skipped_updates(metrics: Sequence[Row]) -> int:
     """Updates that were skipped in the last steps, since their gradient was not finite."""
-    counts = [0] * (WINDOW + 1) + [int(_number(row.get("skipped_steps")) or 0) for row in metrics]
+    counts = [0] * (WINDOW + 1) + [int(_number(row.get("skipped_steps")) or 0) for row in metrics[-WINDOW - 1 :]]
     return counts[-1] - counts[-1 - WINDOW]
 
 

@@ -196,7 +196,11 @@ class AgreementReport:
         )
 
     def likely_cause(self) -> str:
-        """The most likely cause."""
+        """The most likely cause, besides a large update if the samples are older than it."""
+        update = "an update that changed the policy much ([training] lr), or " if self.is_stale else ""
+        return update + self._cause_in_transit()
+
+    def _cause_in_transit(self) -> str:
         gaps, at = self.gaps, self.worst
         if self.mismatched.mean() > 0.5 or not self.mismatched.any():
             return "a sampler with other weights, temperature or top-k/top-p settings than requested"

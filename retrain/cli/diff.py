@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from retrain.analysis.runs import RunRecord
 
 # Timings differ even between runs that are otherwise identical.
-_TIMINGS = ("_time_s", "tokens_per_s", "bp_throughput", "bp_utilization")
+_TIMINGS = ("_time_s", "latency_s", "tokens_per_s", "bp_throughput", "bp_utilization")
 
 Values = Mapping[str, Mapping[int, object]]
 

@@ -133,12 +133,16 @@ class ExampleOrder:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at `state`; raises if the data has another size."""
+        self.check_state_dict(state)
+        self.position = state["position"]
+
+    def check_state_dict(self, state: Mapping[str, int]) -> None:
+        """Raise if the data has another size than at `state`."""
         if state["examples"] != len(self._examples):
             raise CheckpointError(
                 f"the checkpoint was made with {state['examples']} examples, the data now has {len(self._examples)}. "
                 "Try: the same [data] table and [training] max_examples as before."
             )
-        self.position = state["position"]
 
 
 def count_steps(training: schema.Training, examples: Sequence[Example]) -> int:

@@ -125,7 +125,9 @@ class RunFolder:
         self.path.mkdir()
         earlier, self.lock = self.lock, lock_folder(self.path)
         earlier.close()
-        self.log(f"{self.path} held {held}; it is now {aside} (to resume it: --resume {aside}).")
+        can_resume = Path(aside, MANIFEST).exists() or Checkpoints(Path(aside), 1, self.log).steps()
+        resume = f" (to resume it: --resume {aside})" if can_resume else ""
+        self.log(f"{self.path} held {held}; it is now {aside}{resume}.")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
         self.checkpoint, stored = check_resume(config, force, self.log)

@@ -239,3 +239,10 @@ def test_a_check_names_the_step_since_which_it_is_broken() -> None:
     check = find("truncation", check_health(rows))
     assert (check.level, check.step) == ("problem", 50)
     assert find("truncation", check_health(rows[:40])).step is None
+
+
+def test_skipped_updates_are_counted_since_they_are_many() -> None:
+    skipped = [1 if step == 3 else 0 for step in range(52)] + [1] * 8
+    totals = [sum(skipped[: step + 1]) for step in range(60)]
+    check = find("learning", check_health([HEALTHY | {"step": s, "skipped_steps": n} for s, n in enumerate(totals)]))
+    assert check.value.startswith("8 of the last 10 updates skipped") and check.step == 56

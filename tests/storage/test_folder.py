@@ -582,6 +582,24 @@ def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> 
     assert "Warning: the data has changed since the checkpoint: the number of examples is the same" in printed
 
 
+def test_a_resume_with_more_data_is_rejected_before_the_model_is_loaded(model: Path, run_folder: Path) -> None:
+    with (run_folder / "problems.jsonl").open("a") as file:
+        file.write('{"prompt": "1 + 1?", "answer": "2"}\n')
+    with pytest.raises(CheckpointError, match="the data now has"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("e2e.fakes.build", lambda *_: pytest.fail("the backend was built"))
+        resumed(model, run_folder, training__max_steps=8)
+
+
+def test_a_resume_on_edited_held_out_problems_is_a_warning(model: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    own = {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(held_out)}
+    train_quietly(fake_config(model, tmp_path, **own))
+    assert "held-out problems have changed" not in resumed(model, tmp_path, training__max_steps=6, **own)
+    held_out.write_text('{"prompt": "1 + 2?", "answer": "3"}\n')
+    assert "the held-out problems have changed since" in resumed(model, tmp_path, training__max_steps=8, **own)
+
+
 def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path) -> None:
     reward = tmp_path / "edited_score.py"
     reward.write_text("def score(response, reference):\n    return float(len(response) % 2)\n")

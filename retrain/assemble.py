@@ -155,10 +155,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     steps = count_steps(config.training, examples)
     config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
     total = _count_total(config, examples)
-    order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
-    if folder.checkpoint is not None:
-        # Before the model is loaded.
-        order.check_state_dict(folder.checkpoint.state["order"])
+    order = _build_order(config, examples, folder)
     _check_schedules(config, credit, total, console.print)
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -196,6 +193,14 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         code_digests=code,
         total_examples=total,
     )
+
+
+def _build_order(config: TrainConfig, examples: Sequence[Example], folder: RunFolder) -> ExampleOrder:
+    """The order of the examples; raises if there were more or fewer at the checkpoint, before the model is loaded."""
+    order = ExampleOrder(examples, derive_seed(config.training.seed, "data"), config.training.max_examples)
+    if folder.checkpoint is not None:
+        order.check_state_dict(folder.checkpoint.state["order"])
+    return order
 
 
 def _find_tasks(config: TrainConfig) -> Callable[[TrainConfig, Console], TaskSource]:

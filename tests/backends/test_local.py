@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,22 @@ def quiet(*_: Any) -> None:
     """Nobody listens."""
 
 
+BUILT: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No backend trains on beside the next test."""
+    yield
+    while BUILT:
+        with contextlib.suppress(Exception):
+            BUILT.pop().close(None)
+
+
 def build_on(tiny: Path, devices: str, **overrides: Any) -> Any:
-    return build(config_for(tiny, backend__devices=devices, **overrides), PlainTokenizer(), quiet, quiet)
+    backend = build(config_for(tiny, backend__devices=devices, **overrides), PlainTokenizer(), quiet, quiet)
+    BUILT.append(backend)
+    return backend
 
 
 @pytest.mark.parametrize(

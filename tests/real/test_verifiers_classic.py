@@ -15,7 +15,8 @@ TESTS = Path(__file__).parents[1] / "environments" / "classic_checks.py"
 
 
 def test_classic_environments_are_played_as_the_new_ones_are(side_venv: Prepare) -> None:
-    python = side_venv("verifiers-classic", [["install", "verifiers==0.3.1"]])
+    # omegaconf, which pytest loads as a plugin, reads grammars of this version only.
+    python = side_venv("verifiers-classic", [["install", "verifiers==0.3.1", "antlr4-python3-runtime==4.9.3"]])
     # Everything else comes from the environment of the tests; what is installed here is found first.
     shared = sysconfig.get_path("purelib")
     (next(python.parents[1].glob("lib/python*/site-packages")) / "zz_shared.pth").write_text(f"{shared}\n")

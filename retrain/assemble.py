@@ -272,7 +272,7 @@ class DataTasks:
         self.held_out = load_held_out(config)
         if shared := count_shared(self.examples, self.held_out):
             of_all = f"{shared} of {plural(len(self.held_out), 'held-out problem')}"
-            log(f"Warning: {of_all} are also trained on, so held-out results overstate what was learned.")
+            log(f"Warning: {of_all} are also in the training data, so held-out results may overstate what was learned.")
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
             check_prompts(config, self.encoder, self._asked(), context)

@@ -975,4 +975,4 @@ def test_held_out_problems_that_are_trained_on_are_counted(model: Path, tmp_path
     paths = {"data__path": str(tmp_path / "train.jsonl"), "eval__path": str(tmp_path / "eval.jsonl")}
     config = fake_config(model, tmp_path, data__source="jsonl", eval__every=2, training__max_steps=1, **paths)
     _, printed = train_quietly(config)
-    assert "Warning: 1 of 3 held-out problems are also trained on" in printed
+    assert "Warning: 1 of 3 held-out problems are also in the training data" in printed

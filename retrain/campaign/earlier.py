@@ -8,12 +8,13 @@ from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
-from retrain.campaign.progress import DONE
+from retrain.campaign.progress import DONE, finished_steps
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, shorten_path
 from retrain.runtime.version import version
+from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, meaningful_differences, with_absolute_paths
 from retrain.storage.logs import MANIFEST
 
@@ -84,7 +85,9 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         )
     for run in runs:
         stored = run.folder / CONFIG_FILE
-        if not stored.is_file():
+        # What ended before its first checkpoint is started anew.
+        is_begun = Checkpoints(run.folder, 1, print).steps() or finished_steps(run.folder) >= 0
+        if not stored.is_file() or not is_begun:
             continue
         differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
         if differences:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder
@@ -34,7 +35,8 @@ from retrain.checks.preflight import check_before_loading
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, PluginError
+from retrain.losses import build_loss
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.storage.checkpoint import explain_write_error
@@ -59,6 +61,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
             announce_wait(run.config, absent_servers.add)
+            check_components(run.config)
         check_before_loading(run.config)
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
@@ -83,6 +86,16 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         manifest.begin(config, runs)
         return Campaign(config, runs, manifest, executor, screen).run(signals)
+
+
+def check_components(config: TrainConfig) -> None:
+    """Raise for an advantage, transform or loss that does not load, before any run starts."""
+    try:
+        CreditAssigner(config)
+        build_loss(config.loss, config.plugins.search_paths)
+    except PluginError as error:
+        error.exit_code = ConfigError.exit_code
+        raise
 
 
 class Campaign:

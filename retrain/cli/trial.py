@@ -25,7 +25,7 @@ from retrain.checks.preflight import (
     needs_hub,
 )
 from retrain.config import TrainConfig, dump_config
-from retrain.config.load import build_config
+from retrain.config.load import build_condition, build_config
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact_all
@@ -112,6 +112,25 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     """The trials, the quickest first."""
     if config.kind == "squeeze":
         return
+    yield from _component_trials(config)
+    yield from _machine_trials(config)
+
+
+def _component_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
+    """Trials of the components of a run, or of those in which the conditions of a campaign differ."""
+    tables = config.campaign.conditions if config.campaign is not None else ({},)
+    seen: set[tuple[str, str]] = set()
+    for table in tables:
+        condition = build_condition(config, table, "the campaign") if config.campaign is not None else config
+        for where, attempt in _own_trials(condition):
+            section = where.partition("]")[0][1:]
+            tried = (where, str(getattr(condition, section)))
+            if tried not in seen:
+                seen.add(tried)
+                yield where, lambda c, condition=condition, attempt=attempt: attempt(condition)  # type: ignore[misc]
+
+
+def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     algorithm = config.algorithm
     named = (
         ("advantage", algorithm.advantage_mode),
@@ -133,6 +152,10 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
             yield "[reward]", _try_reward
         if "judge" in _rewards(config):
             yield "[reward] judge_base_url", _try_judge
+
+
+def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
+    """Trials of what all conditions share: backend, servers, data and models."""
     if is_plugin("backend", config.backend.backend):
         yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
     if config.backend.backend == "tinker":

@@ -67,7 +67,8 @@ def write_verdict_plot(data: JsonObject, folder: Path) -> list[Path]:
     axes.set_yticks(range(len(rows)), [legend_labels([row["condition"]])[0] for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(title=f"Difference from {verdict['baseline']}", xlabel=f"{verdict['name']}, step {verdict['step']}")
-    figure.legend(loc="outside lower left", fontsize="small", frameon=False)
+    if verdict["noise"]:
+        figure.legend(loc="outside lower left", fontsize="small", frameon=False)
     figure.savefig(folder / "verdict.png", dpi=150)
     pyplot.close(figure)
     return [folder / "verdict.png"]

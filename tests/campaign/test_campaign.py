@@ -20,7 +20,7 @@ from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
 from retrain.config import load_config
-from retrain.errors import CheckpointError, ConfigError
+from retrain.errors import CheckpointError, ConfigError, RetrainError
 
 from .campaigns import (
     GRPO,
@@ -523,3 +523,21 @@ def test_a_closed_output_does_not_end_a_campaign(tmp_path: Path, monkeypatch: Pa
     monkeypatch.setattr("sys.stdout", Closed())
     assert run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch) == 0
     assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+@pytest.mark.parametrize("named", [{"advantage_mode": "nothere.advantage"}, {"loss.type": "nothere.Loss"}])
+def test_a_condition_with_a_plugin_that_does_not_load_is_rejected_before_any_run(
+    tmp_path: Path, monkeypatch: Patch, named: dict[str, str]
+) -> None:
+    executor = FakeExecutor()
+    with pytest.raises(RetrainError, match="nothere"):
+        run_with(executor, campaign_config(tmp_path, conditions=[GRPO, GRPO | named]), monkeypatch)
+    assert not executor.started
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_takes_new_settings(tmp_path: Path, monkeypatch: Patch) -> None:
+    before, after = (campaign_config(tmp_path, conditions=[GRPO, MAXRL | {"lr": lr}]) for lr in (1e-3, 2e-3))
+    failing = [run.name for run in planned(before) if run.name.startswith("maxrl")]
+    assert run_with(FakeExecutor(codes=dict.fromkeys(failing, 1)), before, monkeypatch) == 1
+    # What the fake leaves of them has no checkpoint.
+    assert run_with(FakeExecutor(), after, monkeypatch) == 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from retrain.cli import trial
-from retrain.config import load_config
-from retrain.errors import ConfigError
+from retrain.config import build_config, load_config
+from retrain.errors import ConfigError, RetrainError
 from retrain.plugins import SERVER_ENGINES
 
 HERE = {
@@ -199,3 +199,12 @@ def test_characters_that_pythonioencoding_lacks_reach_the_trial(
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     (tokenizer,) = trial.try_out(load_config(None, HERE | {"data.system_prompt": "Réponds en français."}))
     assert not tokenizer.problem and "tokens" in tokenizer.detail
+
+
+def test_the_plugins_of_every_condition_are_tried() -> None:
+    conditions = [{"advantage_mode": "grpo"}, {"advantage_mode": "nothere.advantage"}, {"loss.type": "nothere.Loss"}]
+    campaign = {"seeds": [1], "max_steps": 1, "conditions": conditions}
+    config = build_config({"campaign": campaign}, HERE, "campaign.toml")
+    assert [where for where, _ in trial._trials(config)] == ["[algorithm]", "[loss] type", "[model] model, tokenizer"]
+    with pytest.raises(RetrainError, match="nothere"):
+        next(trial._trials(config))[1](config)

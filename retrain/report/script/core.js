@@ -76,8 +76,9 @@ function show(value, digits = 3) {
 }
 /** Rounds 31.25 to 31.2, as Python does in the terminal; toFixed would give 31.3. */
 function oneDigit(value) {
-  const tenths = 10 * value, below = Math.floor(tenths);
-  return (Math.abs(tenths - below - 0.5) < 1e-9 ? (below + (below % 2)) / 10 : value).toFixed(1);
+  // Only these are exactly in the middle; others are so in decimal notation alone.
+  const isTie = Number.isInteger(4 * value) && (4 * value) % 2 !== 0, below = Math.floor(10 * value);
+  return (isTie ? (below + (below % 2)) / 10 : value).toFixed(1);
 }
 const percent = (value) => (value === null || value === undefined ? "–" : `${oneDigit(100 * value)}%`);
 const points = (value) => `${value < 0 ? "−" : "+"}${oneDigit(Math.abs(100 * value))}`;

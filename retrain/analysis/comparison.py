@@ -89,8 +89,9 @@ class ComparisonReport:
     def noise(self) -> float | None:
         """The difference that two runs of one condition exceed in 5% of cases; None with too few seeds to tell."""
         floor = self.noise_floor
-        is_unknown = floor is None or (self.metric in RATES and floor.single_runs == 1.0)
-        return None if floor is None or is_unknown else floor.single_runs
+        if floor is None or (self.metric in RATES and floor.single_runs == 1.0):
+            return None
+        return floor.single_runs
 
     def as_json(self) -> dict[str, object]:
         """What `retrain compare --json` prints."""

@@ -158,13 +158,10 @@ def _limit(
 def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
     rule = f"held-out pass@1 above the first by more than noise, else reward above that of the first {WINDOW} steps"
     skipped = _skipped_updates(metrics)
-    if skipped and skipped >= min(WINDOW, len(metrics)) / 2:
-        value = f"{skipped} of the last {min(WINDOW, len(metrics))} updates skipped, not finite"
-        shares = [
-            (int(row["step"]), _skipped_updates(metrics[:count]) / min(WINDOW, count))
-            for count, row in enumerate(metrics, start=1)
-        ]
-        since = _since_step(shares, lambda share: share >= 0.5)
+    since = _since_step(skipped, lambda share: share >= 0.5)
+    if since is not None:
+        window = min(WINDOW, len(metrics))
+        value = f"{round(skipped[-1][1] * window)} of the last {window} updates skipped, not finite"
         return Check("learning", "problem", value, rule, since)
     rows = [row for row in evaluations if _number(row.get("eval_pass_at_1")) is not None]
     if len(rows) > 1:
@@ -191,10 +188,12 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
     return Check("learning", "ok" if after > before else "problem", value, rule, None, "wrong")
 
 
-def _skipped_updates(metrics: Sequence[Row]) -> int:
-    """Updates that were skipped in the last steps, since their gradient was not finite."""
-    counts = [0] * (WINDOW + 1) + [int(_number(row.get("skipped_steps")) or 0) for row in metrics[-WINDOW - 1 :]]
-    return counts[-1] - counts[-1 - WINDOW]
+def _skipped_updates(metrics: Sequence[Row]) -> list[tuple[int, float]]:
+    """At every step, the share of the last updates that were skipped, since their gradient was not finite."""
+    counts = [0] * WINDOW + [int(_number(row.get("skipped_steps")) or 0) for row in metrics]
+    return [
+        (int(row["step"]), (counts[at + WINDOW] - counts[at]) / min(WINDOW, at + 1)) for at, row in enumerate(metrics)
+    ]
 
 
 def _change(first: Row, last: Row) -> tuple[int, float, float]:

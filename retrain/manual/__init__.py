@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -91,8 +92,9 @@ def topic_of(title: str) -> str:
     return "-".join(title.lower().split())
 
 
+@cache
 def read_manual() -> Manual:
-    """Read the manual of this installation."""
+    """Read the manual of this installation, once: the live report asks for it at every update."""
     return parse_manual(SOURCE.read_text(encoding="utf-8"))
 
 

@@ -13,7 +13,7 @@ from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
 from retrain.config.options import all_options, condition_overrides, paths_where, values_of
-from retrain.config.schema import Training
+from retrain.config.schema import Campaign, Training
 from retrain.errors import ConfigError, ConfigIssue
 
 RUNS = "runs"
@@ -36,6 +36,13 @@ class Run:
     def max_steps(self) -> int:
         """Training steps of the run."""
         return self.config.training.max_steps
+
+
+def runs_at_once(campaign: Campaign, runs: int) -> int:
+    """How many runs are under way at a time. Those that share a model take turns: only one of them steps."""
+    if not campaign.parallel and not campaign.share_model:
+        return 1
+    return min(campaign.max_workers or runs, runs)
 
 
 def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:

@@ -15,7 +15,7 @@ from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder
 from retrain.campaign.manifest import Manifest, now
-from retrain.campaign.plan import Run, plan_runs
+from retrain.campaign.plan import Run, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
@@ -116,8 +116,7 @@ class Campaign:
         self.next_start = 0.0
         self.early_stopping = EarlyStopping(runs, manifest) if self.settings.stop_when else None
         self.squeeze = FirstRunAnalysis(config, manifest)
-        at_once = self.settings.max_workers or len(runs)
-        self.slots = at_once if self.settings.parallel or self.settings.share_model else 1
+        self.slots = runs_at_once(config.campaign, len(runs))
 
     def run(self, signals: list[int]) -> int:
         """Run until everything is done or a signal arrives."""

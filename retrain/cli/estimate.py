@@ -60,13 +60,6 @@ def check_resumed(config: TrainConfig, file: str) -> None:
     check_earlier(Manifest.read(folder), config, runs, is_resumed=True)
 
 
-def runs_at_once(config: TrainConfig, runs: int) -> int:
-    """How many runs of a campaign execute in parallel."""
-    if config.campaign is None or not config.campaign.parallel:
-        return 1
-    return min(config.campaign.max_workers or runs, runs)
-
-
 def steps_per_run(config: TrainConfig) -> int | None:
     """Steps of one run; None if only loading its data or environment would show how many its epochs have."""
     if config.campaign is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.campaign.plan import Run
+from retrain.campaign.plan import Run, runs_at_once
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
@@ -28,7 +28,6 @@ from retrain.cli.estimate import (
     max_turns,
     measure_time,
     memory_plan,
-    runs_at_once,
     steps_per_run,
 )
 from retrain.cli.train import read_config, strict_option
@@ -84,6 +83,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       problems      where problems and rewards come from
       runs          for a campaign: name, condition, seed
       runs_at_once  number of concurrent runs
+      take_turns    whether only one of these steps at a time: they share a model
       step          prompts, completions, turns (maximum per completion),
                     max_tokens (of one turn if turns is null)
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
@@ -140,7 +140,8 @@ def explain(config: TrainConfig, file: str) -> JsonObject:
         "engine": _engine(config) if trains else None,
         "problems": _tasks(config) if trains else None,
         "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs],
-        "runs_at_once": runs_at_once(config, len(runs)),
+        "runs_at_once": runs_at_once(config.campaign, len(runs)) if config.campaign is not None else 1,
+        "take_turns": config.campaign is not None and config.campaign.share_model,
         "step": step if trains else None,
         "memory": estimate_memory(config, facts) if trains and config.backend.backend == "local" else None,
         "time": estimate_time(config) if trains else None,
@@ -270,6 +271,7 @@ def list_files(config: TrainConfig) -> list[str]:
         folder = f"{log_dir.parent}/campaign_<date>_<time>" if is_default else str(log_dir)
         names += ["adapter/", "stdout.log", "stderr.log"]
         own = [f"{folder}/manifest.json", f"{folder}/config.toml"]
+        own += [f"{folder}/shared.log"] if config.campaign is not None and config.campaign.share_model else []
         return [*own, *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
     return [*(f"{log_dir}/{name}" for name in names), f"{config.backend.adapter_path}/"]
 
@@ -306,7 +308,8 @@ def _print(data: JsonObject) -> None:
     print_heading("Summary")
     print_table(("what", "value"), _summary(data))
     if data["runs"]:
-        print_heading(f"Runs ({len(data['runs'])}, {data['runs_at_once']} at a time)")
+        turns = ", stepping in turn" if data["take_turns"] else ""
+        print_heading(f"Runs ({len(data['runs'])}, {data['runs_at_once']} at a time{turns})")
         print_table(("run", "condition", "seed"), [(r["name"], r["condition"], str(r["seed"])) for r in data["runs"]])
     print_heading("Files that will be written")
     _print_files(data["files"])

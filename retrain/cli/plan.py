@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 import click
 
+from retrain.campaign.plan import runs_at_once
 from retrain.capacity.cost import (
     Prices,
     count_evaluations,
@@ -29,7 +30,6 @@ from retrain.cli.estimate import (
     max_turns,
     measure_time,
     memory_plan,
-    runs_at_once,
     steps_per_run,
 )
 from retrain.cli.plan_text import Campaign, Cost, Plan, Run, Step, print_plan
@@ -117,7 +117,8 @@ def command(
                           seconds_by_gpu (if only --memory is given)
       run                 steps, evaluations, evaluation_seconds (of one), seconds
                           (with evaluations, where their time is known)
-      campaign            conditions, seeds, runs, workers, total_steps, seconds
+      campaign            conditions, seeds, runs, workers, take_turns,
+                          total_steps, seconds
       cost                for a service that bills by token: prefill_tokens,
                           sample_tokens, train_tokens and price per step,
                           tokens_from, run_price, run_price_includes,
@@ -325,12 +326,14 @@ def _campaign(config: TrainConfig, file: str, run_seconds: float | None) -> Camp
     if config.campaign is None:
         return None
     runs = len(list_runs(config, file))
-    workers = runs_at_once(config, runs)
+    workers = runs_at_once(config.campaign, runs)
+    share_model = config.campaign.share_model
     return {
         "conditions": len(config.campaign.conditions),
         "seeds": len(config.campaign.seeds),
         "runs": runs,
         "workers": workers,
+        "take_turns": share_model,
         "total_steps": runs * config.campaign.max_steps,
-        "seconds": None if run_seconds is None else run_seconds * runs / workers,
+        "seconds": None if run_seconds is None else run_seconds * runs / (1 if share_model else workers),
     }

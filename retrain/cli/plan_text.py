@@ -55,6 +55,8 @@ class Campaign(TypedDict):
     seeds: int
     runs: int
     workers: int
+    take_turns: bool
+    """Whether only one of the workers steps at a time."""
     total_steps: int
     seconds: float | None
 
@@ -177,7 +179,9 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
         wall = f", {format_duration(campaign['seconds'])} {_left_out(run)}" if campaign["seconds"] is not None else ""
         matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))
         product = " × ".join((*matrix, plural(run["steps"] or 0, "step")))
-        total = f"{product} = {plural(campaign['total_steps'], 'step')}, {plural(campaign['workers'], 'run')} at a time"
+        turns = ", stepping in turn" if campaign["take_turns"] else ""
+        runs = f"{plural(campaign['workers'], 'run')} at a time{turns}"
+        total = f"{product} = {plural(campaign['total_steps'], 'step')}, {runs}"
         rows.append(("per campaign", f"{total}{wall}"))
     return rows
 

@@ -153,6 +153,9 @@ def test_conditions_with_one_label_are_distinguished_by_what_they_override(capsy
     data = _explain(capsys)
     assert len({one["name"] for one in data["runs"]}) == 2
     assert data["runs_at_once"] == 2
+    shared = _explain(capsys, "--no-parallel", "--share-model")
+    assert (shared["runs_at_once"], shared["take_turns"]) == (2, True)
+    assert any(file.endswith("/shared.log") for file in shared["files"])
 
 
 def test_a_condition_that_could_not_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

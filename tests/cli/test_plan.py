@@ -139,6 +139,11 @@ def test_a_campaign_takes_its_steps_over_its_workers(capsys: pytest.CaptureFixtu
     assert (many["workers"], many["seconds"]) == (6, 20.0)
     assert run(["plan"]) == 0
     assert "2 conditions × 3 seeds × 10 steps = 60 steps, 4 runs at a time" in capsys.readouterr().out
+    in_turn = ("--no-parallel", "--share-model")
+    shared = plan(capsys, *in_turn)["campaign"]
+    assert (shared["workers"], shared["seconds"]) == (4, 60 * 2.0)
+    assert run(["plan", *in_turn]) == 0
+    assert "60 steps, 4 runs at a time, stepping in turn" in capsys.readouterr().out
 
 
 def test_without_the_models_files_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,14 +133,16 @@ class USLBackPressure:
         tokens = float(metrics["tokens_per_s"] or 0.0) * seconds[0]
         self.observed += 1
         fresh, self.fresh = self.fresh, False
+        p = int(metrics["batch_size"] or 0) * int(metrics["group_size"] or 0)
+        # The moving average is of one size: it restarts when the size changes.
+        if not self.seen or self.seen[-1][0] != p:
+            self.throughput = None
         if fresh or tokens <= 0 or sum(seconds) <= 0:
             return
-        p = int(metrics["batch_size"] or 0) * int(metrics["group_size"] or 0)
         throughput = tokens / sum(seconds)
-        same_size = bool(self.seen) and self.seen[-1][0] == p and self.throughput is not None
         decay = self.settings.ema_decay
-        # The moving average is of one size: it restarts when the size changes.
-        self.throughput = decay * (self.throughput or 0.0) + (1 - decay) * throughput if same_size else throughput
+        before = throughput if self.throughput is None else self.throughput
+        self.throughput = decay * before + (1 - decay) * throughput
         self.seen = _newest([*self.seen, (p, throughput)])
         if not self.warming_up:
             sizes, throughputs = np.array(self.seen, dtype=np.float64).T

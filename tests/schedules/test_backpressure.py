@@ -168,6 +168,18 @@ def test_the_first_step_of_a_process_and_empty_steps_say_nothing() -> None:
     assert watcher.metrics()["bp_throughput"] is None
 
 
+def test_the_throughput_shown_is_one_of_the_size_of_the_step() -> None:
+    watcher = pressure_after(USL(100.0, 0.05, 5e-4))
+    before = watcher.throughput
+    size = watcher.seen[-1][0] // watcher.group_size
+    watcher.fresh = True
+    watcher.observe(step_of(size, watcher.group_size, 1.0))
+    assert watcher.throughput == before
+    watcher.fresh = True
+    watcher.observe(step_of(size + 1, watcher.group_size, 1.0))
+    assert watcher.metrics()["bp_throughput"] is None
+
+
 def test_a_range_of_two_sizes_takes_the_faster_and_one_size_stays() -> None:
     law = USL(100.0, 0.0, 1e-2)
     two = pressure(1, warmup_steps=6, min_batch_size=16, max_batch_size=32)

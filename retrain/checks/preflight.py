@@ -38,9 +38,7 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
     If the Hub cannot be reached, only the cache is used.
     """
     issues = tuple(find_obstacles(config))
-    if not issues and needs_hub(config) and not is_offline() and not hub_answers():
-        go_offline()
-        log(f"The Hugging Face Hub ({hub_url()}) cannot be reached; only cached files will be used.")
+    if not issues and needs_hub(config) and use_cache_if_unreachable(log):
         issues = tuple(find_obstacles(config))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
@@ -54,7 +52,8 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from _missing_files(config)
     yield from find_reward_issues(config)
     for where, name in models_of(config).items():
-        yield from _missing_model(where, name)
+        yield from _quantized_model(where, name)
+        yield from find_missing_model(where, name)
     yield from _missing_datasets(config)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
@@ -67,14 +66,16 @@ def models_of(config: TrainConfig) -> dict[str, str]:
     return {"[model] model": config.model.model} | ({"[teaching] student_model": student} if student else {})
 
 
-def _missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
-    key = where.split()[-1]
-    files = find_model(name)
-    found = files.found
-    if is_quantized(files):
+def _quantized_model(where: str, name: str) -> Iterator[ConfigIssue]:
+    if is_quantized(find_model(name)):
         text = f"= {json.dumps(name)} has quantized weights; retrain quantizes the original as it loads it."
         yield ConfigIssue(where, text, 'Try: the model it was made from, with [model] quantization = "nf4"')
-    elif found == "missing":
+
+
+def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
+    """An issue if a model, named by the option `where`, is not on this machine and cannot be downloaded."""
+    key, found = where.split()[-1], find_model(name).found
+    if found == "missing":
         yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):
         yield ConfigIssue(
@@ -283,6 +284,15 @@ def go_offline() -> None:
         # Modules that are already imported have read the variable.
         if name in sys.modules and module in sys.modules:
             vars(sys.modules[module])["HF_HUB_OFFLINE"] = True
+
+
+def use_cache_if_unreachable(log: Callable[[str], None]) -> bool:
+    """Whether the Hub is found to be out of reach; then only its cache is used from now on."""
+    if is_offline() or hub_answers():
+        return False
+    go_offline()
+    log(f"The Hugging Face Hub ({hub_url()}) cannot be reached; only cached files will be used.")
+    return True
 
 
 def hub_url() -> str:

@@ -64,10 +64,13 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         return 0
     from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
     from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
+    from retrain.grpo.sources import check_sources  # noqa: PLC0415
 
     try:
         # Errors are reported before TRL is imported.
-        load_rewards(read_settings(composed)[0].reward_funcs)
+        run = read_settings(composed)[0]
+        load_rewards(run.reward_funcs)
+        check_sources(run, click.echo if os.environ.get("RANK", "0") == "0" else lambda line: None)
         from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 
         run_settings(composed, click.echo)

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
 from retrain.checks.preflight import (
     explain_invalid_tinker_key,
-    go_offline,
-    hub_answers,
     is_offline,
     known_context,
     models_of,
     needs_hub,
+    use_cache_if_unreachable,
 )
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_condition, build_config
@@ -91,8 +90,8 @@ def main() -> None:
     # PYTHONIOENCODING may say otherwise.
     with open(0, encoding="utf-8", closefd=False) as stdin:
         config = build_config(parse_toml(stdin.read(), "stdin"), {}, "the configuration")
-    if needs_hub(config) and not is_offline() and not hub_answers():
-        go_offline()
+    if needs_hub(config):
+        use_cache_if_unreachable(lambda line: None)
     for where, attempt in _trials(config):
         try:
             trial = Trial(where, attempt(config))

@@ -12,9 +12,8 @@ from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
 from retrain.errors import ConfigError
-from retrain.grpo.settings import FILES, RunSettings
+from retrain.grpo.settings import FILES, OWN_SETS, RunSettings
 
-OWN_SETS = ("arithmetic", "gsm8k", "math")
 PROMPTS = (*PROMPT_FIELDS, "text")
 ANSWERS = (*ANSWER_FIELDS, "ground_truth")
 COMPLETIONS = ("completion", *ANSWERS)

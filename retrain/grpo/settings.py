@@ -23,6 +23,8 @@ from retrain.runtime.packages import missing
 
 TESTED = ("1.16", "1.17")
 """Supported TRL versions: from the first, up to but not including the second."""
+OWN_SETS = ("arithmetic", "gsm8k", "math")
+"""Datasets that are named as in TOML files."""
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
@@ -189,10 +191,14 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
 
 
 def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:
-    """Issues: a missing file, or a split of data without splits, which would load the full dataset."""
-    path = Path(run.dataset_id_or_path).expanduser()
-    if path.suffix in FILES and not path.exists():
-        return [ConfigIssue("dataset_id_or_path:", f"there is no file {path} (looked in {Path.cwd()}).")]
+    """Issues: a missing file or folder, or a split of data without splits, which would load the full dataset."""
+    name = run.dataset_id_or_path
+    path = Path(name).expanduser()
+    # The id of a dataset of the Hub has at most one slash.
+    is_folder = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if (path.suffix in FILES or is_folder) and not path.exists():
+        what = "file" if path.suffix in FILES else "folder"
+        return [ConfigIssue("dataset_id_or_path:", f"there is no {what} {path} (looked in {Path.cwd()}).")]
     idle = {"train_split": run.train_split, "val_split": run.val_split, "dataset_config": run.dataset_config}
     if path.is_file() and path.suffix in FILES:
         what = "a file, which has no splits or configurations"

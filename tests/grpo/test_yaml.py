@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,9 @@ def test_packages_become_one_table() -> None:
         (["reward_funcs=maths"], "Did you mean 'math'?"),
         (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
         (["reward_funcs=my_rewards:score"], "or add its folder to PYTHONPATH"),
-        (["model_name_or_path=nowhere/model"], "error: model_name_or_path = 'nowhere/model' could not be loaded"),
+        (["model_name_or_path=configs"], "error: model_name_or_path = 'configs' could not be loaded"),
+        (["model_name_or_path=./no/model"], 'model_name_or_path = "./no/model": no such folder.'),
+        (["dataset_id_or_path=./no/rows"], "dataset_id_or_path: there is no folder no/rows (looked in"),
         (["model_name_or_path=builtin:huge"], "error: model_name_or_path: there is no built-in model 'builtin:huge'"),
         (["max_prompt_length=x"], "max_prompt_length must be a whole number of at least 1, got 'x'"),
         (["vllm_device=cuda:1"], "vllm_device = 'cuda:1': TRL runs vLLM on the training GPU"),
@@ -211,6 +214,29 @@ def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "", given
         assert given[0].partition("=")[0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("model_name_or_path=nowhere/model", 'model_name_or_path = "nowhere/model": no such folder, not in the cache'),
+        ("dataset_id_or_path=nowhere/rows", "nowhere/rows is not in the cache of the Hugging Face Hub"),
+        ("dataset_id_or_path=gsm8k", "openai/gsm8k is not in the cache of the Hugging Face Hub"),
+    ],
+)
+def test_without_the_hub_what_is_not_cached_is_refused_before_trl_is_imported(
+    given: str, text: str, configs: Path, tmp_path: Path
+) -> None:
+    # Nobody listens there.
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", EARLY, given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert text in done.stderr and "Retrying" not in done.stderr
+    note = "The Hugging Face Hub (http://127.0.0.1:9) cannot be reached; only cached files will be used."
+    assert done.stdout.strip() == note
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])

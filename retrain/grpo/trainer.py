@@ -84,7 +84,8 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._reference = None if reference is None else AttentionSwitch(reference.config)
         self._reasons: dict[str, str] = {}
         """Why TRL's own sampling or log-probs are used, by part."""
-        self._is_packing_checked = False
+        self._checked: set[bool] = set()
+        """Whether packing was compared with TRL for the trained model (True) and, if it has an adapter, without it."""
         self._cut_prompts = 0
         if not is_tested(trl.__version__):
             for part in ("sampling", "log-probs"):
@@ -216,7 +217,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         theirs = functools.partial(super()._get_per_token_logps_and_entropies, model, *more, **others)
         if self._is_policy(model) and not self._attention.fits(self._causal_lm.config):
             # The model or its attention was replaced.
-            self._attention, self._is_packing_checked = AttentionSwitch(self._causal_lm.config), False
+            self._attention, self._checked = AttentionSwitch(self._causal_lm.config), set()
         attention = self._attention if self._is_policy(model) else self._reference
         if "log-probs" in self._reasons or attention is None or attention.reason:
             return theirs()
@@ -227,11 +228,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         rows, entropy = given.pop("batch_size", None) or most, given.pop("compute_entropy", False)
         if any(value is not None and value is not False for name, value in given.items() if name != "model"):
             return theirs()
-        if not self._is_packing_checked and self._is_policy(model):
-            if _is_adapter_off(model):
-                # The reference of an adapter; the check is for the model that is trained.
-                return theirs()
-            self._is_packing_checked = True
+        is_trained = not _is_adapter_off(model)
+        if self._is_policy(model) and is_trained not in self._checked:
+            # Without its adapter, the model is the reference. It is compared first: if its first log-probs were TRL's,
+            # the first step of a process would be rounded otherwise, and a resumed run would differ.
+            self._checked.add(is_trained)
             self._check_packing(model, ids.device)
         found = self._packed(model, attention, (ids, mask, keep), rows) if "log-probs" not in self._reasons else None
         if found is None:

@@ -114,14 +114,26 @@ def test_the_engine_samples_and_ratios_are_one_on_fresh_weights(make: Make, peft
         assert row["importance_ratio/max"] == pytest.approx(1, abs=1e-2)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(make: Make) -> None:
-    whole = make(max_steps=4, save_strategy="steps", save_steps=2)
+@pytest.mark.parametrize(
+    ("peft", "given"), [(None, {}), (LORA, {"beta": 0.1}), (None, {"beta": 0.1})], ids=["full", "lora-kl", "full-kl"]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given: dict[str, Any]) -> None:
+    given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make(peft=peft, **given)
     whole.train()
-    resumed = make(max_steps=4, save_strategy="steps", save_steps=2)
+    resumed = make(peft=peft, **given)
     resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
-    keys = ("loss", "reward", "grad_norm", "entropy", "completions/mean_length")
-    ends = [next(row for row in one.state.log_history if row["step"] == 4) for one in (whole, resumed)]
-    assert {key: ends[0][key] for key in keys} == {key: ends[1][key] for key in keys}
+    rows = [
+        [
+            {key: value for key, value in row.items() if not key.endswith("_time")}
+            for row in one.state.log_history
+            if "loss" in row and row["step"] > 2
+        ]
+        for one in (whole, resumed)
+    ]
+    assert len(rows[0]) == 2 and rows[0] == rows[1]
+    weights = [one.model.state_dict() for one in (whole, resumed)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
 @pytest.mark.parametrize(
@@ -404,9 +416,9 @@ def test_packing_is_checked_with_the_adapter_on(make: Make) -> None:
     trainer = make(peft=LORA, beta=0.1)
     with torch.no_grad(), trainer.model.disable_adapter():
         trainer._get_per_token_logps_and_entropies(trainer.model, *batch(trainer))
-    assert not trainer._is_packing_checked
+    assert trainer._checked == {False}
     logps(trainer)
-    assert trainer._is_packing_checked and trainer._reasons == {}
+    assert trainer._checked == {False, True} and trainer._reasons == {}
 
 
 def test_a_batch_that_falls_back_between_turns_keeps_its_logprobs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

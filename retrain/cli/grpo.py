@@ -62,15 +62,16 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         values = [composed.get(key) for key in show.split(",")]
         click.echo("\n".join("" if value is None else str(value) for value in values))
         return 0
+    from retrain.grpo.checks import check_before_loading  # noqa: PLC0415
     from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
     from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
-    from retrain.grpo.sources import check_sources  # noqa: PLC0415
 
     try:
         # Errors are reported before TRL is imported.
-        run = read_settings(composed)[0]
+        run, arguments = read_settings(composed)
         load_rewards(run.reward_funcs)
-        check_sources(run, click.echo if os.environ.get("RANK", "0") == "0" else lambda line: None)
+        log = click.echo if os.environ.get("RANK", "0") == "0" else lambda line: None
+        check_before_loading(run, arguments, log)
         from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 
         run_settings(composed, click.echo)

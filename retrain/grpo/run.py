@@ -18,6 +18,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
+from retrain.grpo.checks import choose_checkpoint
 from retrain.grpo.config import GRPOConfig, rename_dtype
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
@@ -66,20 +67,6 @@ def describe_change(values: Mapping[int, float]) -> str:
     if first == 0:
         return f"{values[first]:.4f} before" + (f" and {values[last]:.4f} after" if last else "")
     return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
-
-
-def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:
-    """The checkpoint to resume; `True` stands for the one written last, which may have a lower number than those of an
-    earlier run."""
-    if not wanted or isinstance(wanted, str):
-        return Path(wanted) if wanted else None
-    numbered = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
-    steps = {state: state.parent.name.rpartition("-")[2] for state in numbered}
-    states = [state for state, step in steps.items() if step.isdigit()]
-    if not states:
-        raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
-    # Copies may have equal times.
-    return max(states, key=lambda state: (state.stat().st_mtime_ns, int(steps[state]))).parent
 
 
 def describe_resume(checkpoint: Path, learning_rate: float) -> Iterator[str]:

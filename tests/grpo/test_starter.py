@@ -18,10 +18,11 @@ import yaml
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, GRPOTrainer
+from retrain.grpo.checks import choose_checkpoint
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
-from retrain.grpo.run import build_trainer, choose_checkpoint
+from retrain.grpo.run import build_trainer
 from retrain.grpo.settings import RunSettings
 from tests.cases import slow
 
@@ -220,7 +221,13 @@ def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:
         os.utime(state, (written, written))
     (tmp_path / "checkpoint-12").mkdir()
     assert choose_checkpoint(str(tmp_path), True) == tmp_path / "checkpoint-9"
-    assert choose_checkpoint(str(tmp_path), "elsewhere") == Path("elsewhere")
+    for wanted in ("elsewhere", str(tmp_path / "checkpoint-12")):
+        with pytest.raises(
+            ConfigError, match=f"{wanted}'?: there is no checkpoint.  Try: a folder checkpoint-N, or tr"
+        ):
+            choose_checkpoint(str(tmp_path), wanted)
+    (tmp_path / "checkpoint-9" / "adapter_model.safetensors").touch()
+    assert choose_checkpoint(str(tmp_path), str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
     assert choose_checkpoint(str(tmp_path), False) is choose_checkpoint(str(tmp_path), None) is None
 
 

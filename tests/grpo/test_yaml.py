@@ -209,6 +209,9 @@ def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path) -> None:
         ["reward_funcs=maths", "lora_rank=0"],
         ["dataset_id_or_path=no.jsonl"],
         ["reward_funcs=no:no"],
+        ["resume_from_checkpoint=logs/typo"],
+        ["resume_from_checkpoint=true", "output_dir=logs/none"],
+        ["output_dir=''"],
     ):
         done = subprocess.run([sys.executable, "-c", EARLY, *given], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -1,0 +1,78 @@
+"""What a YAML run needs from this machine: its model, data and checkpoint; found out before TRL is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from retrain.checks.preflight import find_missing_model, is_offline, use_cache_if_unreachable
+from retrain.config.schema import Data
+from retrain.data import build_source
+from retrain.data.hub import FromHub, is_on_hub_only
+from retrain.errors import ConfigError, ConfigIssue
+from retrain.grpo.settings import OWN_SETS, RunSettings
+from retrain.modeling.files import find_model
+
+OUTPUT = "trainer_output"
+"""Default of transformers for output_dir."""
+STATE = "trainer_state.json"
+"""The file of a checkpoint in which transformers keeps its step."""
+WEIGHTS = ("*model*", "global_step*")
+"""Files or folders of weights in a checkpoint: of models and adapters, and of DeepSpeed."""
+
+
+def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:
+    """The checkpoint to resume; `True` stands for the one written last, which may have a lower number than those of an
+    earlier run."""
+    if not wanted:
+        return None
+    if isinstance(wanted, str):
+        # Without them, transformers finds nothing to load.
+        if not any(next(Path(wanted).glob(pattern), None) for pattern in WEIGHTS):
+            hint = f"Try: a folder checkpoint-N, or true for the newest in {output_dir}"
+            raise ConfigError(f"resume_from_checkpoint = {wanted!r}: there is no checkpoint.  {hint}")
+        return Path(wanted)
+    states = {path: path.parent.name.rpartition("-")[2] for path in Path(output_dir).glob(f"checkpoint-*/{STATE}")}
+    numbered = [path for path, step in states.items() if step.isdigit()]
+    if not numbered:
+        raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
+    # Copies may have equal times.
+    return max(numbered, key=lambda path: (path.stat().st_mtime_ns, int(states[path]))).parent
+
+
+def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Callable[[str], None]) -> None:
+    """Raise if the checkpoint is missing, or if the model or the data is neither on this machine nor to be had.
+
+    If the Hub cannot be reached, only its cache is used: its libraries would retry for a minute.
+    """
+    if arguments.get("output_dir") == "":
+        raise ConfigError("output_dir is empty.  Try: output_dir=logs/my_run")
+    choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
+    issues = tuple(_find_issues(run))
+    from_hub = find_model(run.model_name_or_path).found in ("cache", "download") or bool(_dataset_of_hub(run))
+    if not issues and from_hub and use_cache_if_unreachable(log):
+        issues = tuple(_find_issues(run))
+    if issues:
+        raise ConfigError("this configuration cannot be run here:", issues)
+
+
+def _find_issues(run: RunSettings) -> Iterator[ConfigIssue]:
+    yield from find_missing_model("model_name_or_path", run.model_name_or_path)
+    dataset = _dataset_of_hub(run)
+    if dataset and is_offline() and is_on_hub_only(dataset):
+        yield ConfigIssue(
+            "dataset_id_or_path",
+            f"= {run.dataset_id_or_path!r}: no such folder, {dataset} is not in the cache of the Hugging Face Hub, and "
+            "the Hub cannot be reached.",
+            "Try: write the rows to a file, one JSON object per line: dataset_id_or_path=rows.jsonl",
+        )
+
+
+def _dataset_of_hub(run: RunSettings) -> str:
+    """The id of the dataset, or "" if the data are a file, a folder or generated."""
+    name = run.dataset_id_or_path
+    if name not in OWN_SETS:
+        return "" if Path(name).expanduser().exists() else name
+    source = build_source(Data(source=name))
+    return source.dataset if isinstance(source, FromHub) else ""

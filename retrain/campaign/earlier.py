@@ -12,7 +12,7 @@ from retrain.campaign.progress import DONE, finished_steps
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path
 from retrain.errors import CheckpointError, ConfigError
-from retrain.runtime.text import list_some, shorten_path
+from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, meaningful_differences, with_absolute_paths
@@ -45,6 +45,7 @@ def check_earlier(earlier: Manifest, config: TrainConfig, runs: Sequence[Run], i
         _require_planned_seeds(earlier, config.campaign.seeds)
     _require_its_runs(earlier, runs, is_resumed)
     _require_same_campaign(earlier, runs)
+    _require_enough_steps(runs)
 
 
 def _require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:
@@ -76,6 +77,24 @@ def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) 
         )
 
 
+def _require_enough_steps(runs: Sequence[Run]) -> None:
+    """Raise if runs have taken more steps than they are to have: they would be compared with shorter ones."""
+    taken = {run.name: max([*_steps_taken(run), 0]) for run in runs}
+    ahead = [run for run in runs if taken[run.name] > run.max_steps]
+    if ahead:
+        name, most = ahead[0].name, max(taken.values())
+        raise ConfigError(
+            f"[campaign] max_steps = {ahead[0].max_steps} is less than the {plural(taken[name], 'step')} that {name} "
+            f"has taken.  Try: max_steps = {most}, or another --log-dir"
+        )
+
+
+def _steps_taken(run: Run) -> list[int]:
+    """Steps of the run's checkpoints, and of its end if it is finished; empty if there are none."""
+    end = finished_steps(run.folder)
+    return [*Checkpoints(run.folder, 1, print).steps(), *([end] if end >= 0 else [])]
+
+
 def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
     """Raise unless the version and settings are the same, so that runs stay comparable."""
     if earlier.version != version():
@@ -86,8 +105,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
     for run in runs:
         stored = run.folder / CONFIG_FILE
         # What ended before its first checkpoint is started anew.
-        is_begun = Checkpoints(run.folder, 1, print).steps() or finished_steps(run.folder) >= 0
-        if not stored.is_file() or not is_begun:
+        if not stored.is_file() or not _steps_taken(run):
             continue
         differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
         if differences:

@@ -139,9 +139,11 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(try_out, config) if config is not None else None
         yield Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
-        yield from _check_gpus(config)
-        yield from _check_packages(config)
-        yield from _check_keys(config)
+        # An analysis of an adapter reads no other table, and needs the core packages only.
+        trained = config if config is not None and config.kind != "squeeze" else None
+        yield from _check_gpus(trained)
+        yield from _check_packages(trained)
+        yield from _check_keys(trained)
         trials = pending.result() if pending is not None else []
     if config is None:
         return
@@ -266,12 +268,11 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
 
 
 def _check_inputs(config: TrainConfig) -> Iterator[Check]:
-    adapter = config.squeeze.adapter_path if config.kind == "squeeze" and config.squeeze is not None else ""
-    for where, path in (
-        ("[data] path", config.data.path),
-        ("[eval] path", config.eval.path),
-        ("[squeeze] adapter_path", "" if "://" in adapter else adapter),
-    ):
+    inputs = {"[data] path": config.data.path, "[eval] path": config.eval.path}
+    if config.squeeze is not None and config.kind == "squeeze":
+        adapter = config.squeeze.adapter_path
+        inputs = {"[squeeze] adapter_path": "" if "://" in adapter else adapter}
+    for where, path in inputs.items():
         if path and Path(path).expanduser().exists():
             yield _check_rows(config, where, path) if where in _DATA_FILES else Check("files", where, "ok", path)
         elif path:
@@ -306,11 +307,18 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
     return Check("files", where, "ok", f"{path} ({plural(count, 'example')})")
 
 
-def _check_disk(config: TrainConfig) -> Iterator[Check]:
-    places = [("[logging] log_dir", config.logging.log_dir)]
+def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    if config.squeeze is not None and config.kind == "squeeze":
+        if config.squeeze.output_path:
+            yield "[squeeze] output_path", config.squeeze.output_path
+        return
+    yield "[logging] log_dir", config.logging.log_dir
     if config.kind != "campaign":  # whose runs have their own
-        places.append(("[backend] adapter_path", config.backend.adapter_path))
-    for where, path in places:
+        yield "[backend] adapter_path", config.backend.adapter_path
+
+
+def _check_disk(config: TrainConfig) -> Iterator[Check]:
+    for where, path in _written_folders(config):
         folder = nearest_existing(Path(path))
         if not is_writable_folder(folder):
             yield Check("files", where, "missing", f"{folder} cannot be written to", f"set {where} to another folder")

@@ -23,6 +23,7 @@ from retrain.cli.console import can_ask, confirm_starter
 from retrain.cli.health import print_health
 from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, naming_flags, overrides_from
+from retrain.config.options import options_by_path
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.ranks import RankInfo, find_rank_info
@@ -151,7 +152,10 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
             raise ConfigError("a [squeeze] file analyzes an adapter; there is no run to resume.")
         from retrain.squeeze import squeeze  # noqa: PLC0415  (loads PyTorch)
 
-        squeeze(config.squeeze, _echo, config.model.lora_rank, config.model.base_url)
+        rank = config.model.lora_rank
+        # A file with only [squeeze] has the default, which says nothing about the adapter.
+        is_set = rank != options_by_path()["model.lora_rank"].default
+        squeeze(config.squeeze, _echo, rank if is_set else 0, config.model.base_url)
         return 0
     if text := explain_finished(config):
         _echo(text)

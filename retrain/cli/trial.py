@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
 from retrain.checks.preflight import (
@@ -31,6 +32,7 @@ from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
 from retrain.modeling.files import find_model
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
+from retrain.runtime.text import plural
 from retrain.types import Example
 
 TRIAL_S = 60.0
@@ -110,6 +112,7 @@ def main() -> None:
 def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     """The trials, the quickest first."""
     if config.kind == "squeeze":
+        yield "[squeeze]", _try_adapter
         return
     yield from _component_trials(config)
     yield from _machine_trials(config)
@@ -230,6 +233,24 @@ def _try_reward(config: TrainConfig) -> str:
     for term in terms:
         load_reward(term, spec.search_paths)
     return f"{', '.join(term.name for term in terms)} imported"
+
+
+def _try_adapter(config: TrainConfig) -> str:
+    """Whether an analysis can read its adapter; one on Tinker is left to it."""
+    from retrain.squeeze.adapter import Adapter  # noqa: PLC0415  (imports PyTorch)
+    from retrain.squeeze.analyze import torch_device  # noqa: PLC0415
+    from retrain.squeeze.run import REMOTE  # noqa: PLC0415
+
+    assert config.squeeze is not None
+    torch_device(config.squeeze.device)
+    path = config.squeeze.adapter_path
+    if path.startswith(REMOTE):
+        problem = explain_invalid_tinker_key()
+        if problem:
+            raise RetrainError(f"{path} {problem}  Try: put TINKER_API_KEY=tml-... into .env")
+        return f"{path} is downloaded by the analysis"
+    with Adapter(Path(path).expanduser()) as adapter:
+        return f"{path}: {plural(len(adapter.pairs), 'layer')}, rank {adapter.rank}"
 
 
 def _try_judge(config: TrainConfig) -> str:

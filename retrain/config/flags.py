@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrain.config.load import load_config
-from retrain.config.options import Option, all_options, campaign_paths, options_by_path
+from retrain.config.options import Option, all_options, options_by_path, replaced_paths
 from retrain.config.schema import TrainConfig
 from retrain.config.toml import format_value, parse_toml
 from retrain.errors import ConfigError, ConfigIssue
@@ -61,7 +61,8 @@ def _name_flag(issue: ConfigIssue, overrides: Mapping[str, object]) -> ConfigIss
     """The issue with the flag that it is about, if any."""
     for path in overrides:
         option = options_by_path()[path]
-        places = [option.where, *(options_by_path()[other].where for other in [campaign_paths().get(path)] if other)]
+        others = (replaced_paths(kind).get(path) for kind in ("campaign", "squeeze"))
+        places = [option.where, *(options_by_path()[other].where for other in others if other)]
         if any(issue.where == place or issue.where.startswith((f"{place}[", f"{place}.")) for place in places):
             return replace(issue, where=f"{option.flag} ({issue.where})", hint=_as_flag(issue.hint, option))
     return issue

@@ -15,10 +15,10 @@ from retrain.config.options import (
     OPTIONAL_SECTIONS,
     Option,
     all_options,
-    campaign_paths,
     condition_overrides,
     option_issue,
     options_by_path,
+    resolve_flags,
     section_type,
 )
 from retrain.config.rules import find_issues
@@ -122,6 +122,7 @@ def find_notes(config: TrainConfig, given: Collection[str] = ()) -> list[Note]:
 
     An option that a campaign sets for all runs is used if one of them uses it.
     """
+    given = resolve_flags(given, config.kind).values()
     notes = list(unused_options(config, given))
     runs: list[tuple[set[str], list[Note]]] = []
     for index, condition in enumerate(config.campaign.conditions if config.campaign is not None else ()):
@@ -141,15 +142,12 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[Tables, list[ConfigIssue]]:
-    """A copy of the tables, two levels deep, with overrides applied.
-
-    In the file of a campaign, an override of `training.max_steps` is one of `campaign.max_steps`.
-    """
+    """A copy of the tables, two levels deep, with overrides applied."""
     merged = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     issues = []
+    paths = resolve_flags(overrides, _kind_of(tables))
     for given, value in overrides.items():
-        replacement = campaign_paths().get(given, given) if "campaign" in merged else given
-        path = given if replacement in overrides else replacement
+        path = paths[given]
         section, _, key = path.partition(".")
         if path not in options_by_path():
             issues.append(_unknown_key(section, key or path))
@@ -160,6 +158,14 @@ def _apply_overrides(tables: Tables, overrides: Mapping[str, object]) -> tuple[T
         elif isinstance(merged.setdefault(section, {}), dict):
             merged[section][key] = value
     return merged, issues
+
+
+def _kind_of(tables: Tables) -> str:
+    """As TrainConfig.kind, of tables that have not been validated."""
+    squeeze = tables.get("squeeze")
+    if "campaign" in tables:
+        return "campaign"
+    return "squeeze" if isinstance(squeeze, dict) and squeeze.get("adapter_path") else "train"
 
 
 def _drop_too_deep(tables: Tables) -> Iterator[ConfigIssue]:

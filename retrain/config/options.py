@@ -7,7 +7,7 @@ in it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -129,10 +129,18 @@ def paths_where(facet: str) -> frozenset[str]:
 
 
 @cache
-def campaign_paths() -> dict[str, str]:
-    """Options of [training] that a campaign has under the same name, and those of [campaign] that replace them."""
-    pairs = ((f"training.{option.key}", option.path) for option in all_options() if option.section == "campaign")
+def replaced_paths(kind: str) -> dict[str, str]:
+    """Options that a campaign or a squeeze has under the same name in its own table, and those that replace them."""
+    home = {"campaign": "training", "squeeze": "backend"}.get(kind, "")
+    pairs = ((f"{home}.{option.key}", option.path) for option in all_options() if option.section == kind)
     return {path: replacement for path, replacement in pairs if path in options_by_path()}
+
+
+def resolve_flags(given: Iterable[str], kind: str) -> dict[str, str]:
+    """The option that each flag sets: in the file of a campaign, `training.max_steps` is `campaign.max_steps`."""
+    paths = {path: replaced_paths(kind).get(path, path) for path in given}
+    # Both may be given; then each sets its own.
+    return {path: path if meant in paths else meant for path, meant in paths.items()}
 
 
 def condition_overrides(condition: Mapping[str, object]) -> Iterator[tuple[str, Any]]:

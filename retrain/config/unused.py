@@ -15,6 +15,10 @@ from retrain.config.schema import RewardTerm, TrainConfig
 #   [eval] with every = 0, [logging] wandb_* without a project, [campaign] max_workers and stagger_seconds without
 #     parallel: kept for when it is switched on again; the switch is next to them.
 #   [training], [model] and so on in a squeeze file: the file of the run with one more table.
+#     A flag that is given for such a file does get one.
+
+USED_BY_SQUEEZE = ("model.base_url", "model.lora_rank", "resume.from")
+"""Options outside of [squeeze] that an analysis reads or rejects."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ def unused_options(config: TrainConfig, given: Collection[str] = ()) -> Iterator
     for option in all_options():
         if option.path in values and (values[option.path] != option.default or option.path in given):
             reason = why_unused(option, config)
+            if not reason and option.path in given:
+                reason = _why_not_squeezed(option, config)
             if reason:
                 yield Note(option.where, reason)
     if config.campaign is None:
@@ -51,6 +57,12 @@ def why_unused(option: Option, config: TrainConfig) -> str:
     if ignored_on_tinker(option) and config.backend.backend == "tinker":
         return "[backend] backend is tinker"
     return facets.unused(config) if facets.unused else ""
+
+
+def _why_not_squeezed(option: Option, config: TrainConfig) -> str:
+    """Why a flag has no effect on the analysis of an adapter, or ""."""
+    is_used = option.section == "squeeze" or option.path in USED_BY_SQUEEZE
+    return "" if is_used or config.kind != "squeeze" else "[squeeze] adapter_path is set, so nothing is trained"
 
 
 def _unused_keys(config: TrainConfig) -> Iterator[Note]:

@@ -92,8 +92,13 @@ class Console:
             limit = "some of it takes longer than [reward] timeout_s (a judge: judge_timeout_s; shown once)"
             cause = limit if hangs else remedy
             self.print_once(f"  scoring holds up the step: {cause}")
-        if metrics["correct_rate"] == 0 and float(metrics["mean_reward"] or 0) > 0:
-            self.print_once("  no reward reaches [reward] correct_from, so no completion is correct (shown once)")
+        # With penalties, the mean may be negative although some answers are right.
+        highest = max((score.value for group in groups for score in group.scores_G if score.counts), default=0.0)
+        if metrics["correct_rate"] == 0 and max(highest, float(metrics["mean_reward"] or 0)) > 0:
+            self.print_once(
+                "  no reward reaches [reward] correct_from, so no completion is correct: lower it if they are graded "
+                "or have penalties (shown once)"
+            )
         if metrics["num_datums"] == 0:
             self.print_once("  all groups have equal rewards, so nothing was learned in this step (shown once)")
         if self.live:

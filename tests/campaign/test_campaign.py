@@ -142,6 +142,17 @@ def test_more_seeds_conditions_and_steps_can_be_added(tmp_path: Path, monkeypatc
     assert len(manifest_of(tmp_path)["runs"]) == 4
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_fewer_steps_than_a_run_has_taken_are_refused(tmp_path: Path, monkeypatch: Patch, is_resumed: bool) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1]), monkeypatch)
+    before = (tmp_path / "config.toml").read_text()
+    tables = {"resume": {"from": str(tmp_path)}} if is_resumed else {}
+    shorter = campaign_config(tmp_path, tables, seeds=[1], max_steps=3)
+    with pytest.raises(ConfigError, match=r"max_steps = 3 is less than the 4 steps that grpo\+none_s1 has taken\."):
+        run_with(FakeExecutor(), shorter, monkeypatch)
+    assert (tmp_path / "config.toml").read_text() == before
+
+
 def test_another_campaign_does_not_replace_the_one_in_its_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     run_with(FakeExecutor(), campaign_config(tmp_path, seeds=[1]), monkeypatch)
     before = {name: (tmp_path / name).read_text() for name in ("manifest.json", "config.toml")}

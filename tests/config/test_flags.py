@@ -181,3 +181,6 @@ def test_a_flag_for_the_steps_of_training_sets_those_of_a_campaign(
     assert config.campaign is not None
     assert config.campaign.max_steps == steps
     assert [note.where for note in find_notes(config)] == (["[training] max_steps"] if len(flags) > 2 else [])
+    # The flag has set the campaign's.
+    given = ["training.max_steps", "campaign.max_steps"][: 1 + (len(flags) > 2)]
+    assert [note.where for note in find_notes(config, given)] == (["[training] max_steps"] if len(flags) > 2 else [])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,46 @@ def test_files_that_are_not_there_or_not_readable_are_rejected(adapter: Path, tm
         analyze_adapter(adapter)
 
 
+def test_the_rank_of_the_file_is_compared_if_it_is_set(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([write_table(tmp_path, adapter_path=str(adapter)), "--lora-rank", "16"]) == 0
+    assert "the adapter has rank 8, while [model] lora_rank is 16" in capsys.readouterr().out
+
+
+def test_the_flag_of_an_adapter_is_that_of_the_analysis(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_table(tmp_path, adapter_path=str(tmp_path / "another"))
+    assert run([table, "--adapter-path", str(adapter), "--strict"]) == 0
+    assert f"{adapter}: " in capsys.readouterr().out
+    assert run([table, "--adapter-path", str(tmp_path / "none")]) == 2
+    assert f"there is no adapter folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert run([table, "--squeeze-adapter-path", str(adapter), "--adapter-path", "x", "--lr", "1e-4"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.splitlines() == [
+        "note: [backend] adapter_path is not used: [squeeze] adapter_path is set, so nothing is trained",
+        "note: [training] lr is not used: [squeeze] adapter_path is set, so nothing is trained",
+    ]
+
+
+def test_doctor_opens_the_adapter_and_asks_for_nothing_else(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # The file of a run on a GPU, with data that are gone.
+    table = write_table(tmp_path, adapter_path=str(adapter), output_path=str(tmp_path / "small"))
+    with Path(table).open("a") as file:
+        file.write('[data]\nsource = "jsonl"\npath = "gone.jsonl"\n[logging]\nwandb_project = "p"\n')
+    assert run(["doctor", table]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"adapter: \d+ layers, rank 8", text) and "[squeeze] output_path" in text
+    assert "gpu:0" not in text and "[backend] adapter_path" not in text and "gone.jsonl" not in text
+    (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
+    assert run(["doctor", table]) == 1
+    assert "adapter_model.safetensors cannot be read" in capsys.readouterr().out
+
+
 def test_places_that_hold_something_else_are_not_overwritten(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is the source adapter"):
         compress_adapter(adapter, adapter, 2)
@@ -269,7 +310,8 @@ def test_the_command_prints_the_table_and_compresses(
     assert run([write_table(tmp_path, adapter_path=str(adapter), output_path=str(small))]) == 0
     text = capsys.readouterr().out
     assert "  Rank  Mean Var%  Min Var%  Max Var%\n" in text and "  <--\n" in text
-    assert "the adapter has rank 8, while [model] lora_rank is 32" in text
+    # The default of lora_rank says nothing about an adapter.
+    assert "lora_rank" not in text
     rank = json.loads((small / "adapter_config.json").read_text())["r"]
     assert f"Recommended rank: {rank} " in text
     chosen = write_table(tmp_path, adapter_path=str(adapter), output_path=str(small), compress_to=1)

@@ -97,6 +97,18 @@ def test_graded_rewards_that_count_as_wrong_are_explained_once() -> None:
     assert stream.getvalue().count("no reward reaches [reward] correct_from") == 1
 
 
+def test_right_answers_that_a_penalty_makes_wrong_are_explained_although_the_mean_is_negative() -> None:
+    said = []
+    for value in (0.9, -0.1):
+        stream = StringIO()
+        scores = (Score(value, "wrong"), Score(-2.0, "wrong"), Score(3.0, "error"))
+        Console(stream).log(
+            0, METRICS | {"correct_rate": 0.0, "mean_reward": -0.5}, [replace(group(), scores_G=scores)]
+        )
+        said.append("no reward reaches [reward] correct_from" in stream.getvalue())
+    assert said == [True, False]
+
+
 def test_where_rewards_hang_more_workers_are_not_suggested() -> None:
     stream = StringIO()
     slow = METRICS | {"score_time_s": 11.3, "step_time_s": 45.2}

@@ -321,7 +321,12 @@ def _check_disk(config: TrainConfig) -> Iterator[Check]:
     for where, path in _written_folders(config):
         folder = nearest_existing(Path(path))
         if not is_writable_folder(folder):
-            yield Check("files", where, "missing", f"{folder} cannot be written to", f"set {where} to another folder")
+            fix = f"set {where} to another folder"
+            if where == "[backend] adapter_path":
+                found = f"{folder} cannot be written to, so adapters stay in the checkpoints"
+                yield Check("files", where, "warning", found, fix)
+            else:
+                yield Check("files", where, "missing", f"{folder} cannot be written to", fix)
             continue
         free = shutil.disk_usage(folder).free
         status: Literal["ok", "warning"] = "ok" if free >= _LOW_DISK_SPACE else "warning"

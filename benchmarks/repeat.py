@@ -5,7 +5,7 @@
 Every run is a process of its own with `--threads` threads, while `--load` others keep the cores busy; `--parallel` runs
 are active at once. `--kill` runs are cut by SIGKILL after a random step and resumed, on a GPU with `--ballast` GiB less
 free memory. `--model random` is a random Qwen3 of 8 layers and width 1024, large enough for every kernel that a real
-model uses. A run differs when any metric of any step (times aside), any evaluation or any completion differs in any
+model uses. A run differs when any metric of any step (times aside), evaluation, completion or weight differs in any
 digit. Exits with 1 if one does.
 """
 
@@ -27,8 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from retrain.storage.logs import EVALS, GENERATIONS, METRICS
+
 TIMES = ("_time_s", "_per_s")
-LOGS = ("metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl")
+LOGS = (METRICS, EVALS, GENERATIONS)
 BUSY = "while True: sum(i * i for i in range(10000))"
 BALLAST = "import sys, time, torch; held = torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device='cuda'); "
 BALLAST += "print('held', flush=True); time.sleep(3600)"
@@ -115,10 +117,11 @@ class Harness:
 
 
 def digest(logs: Path) -> dict[str, str]:
-    """A digest of each step's row, and of each other log."""
-    digests = {}
+    """A digest of each row of the logs, and of the weights after the last step."""
+    weights = max((logs / "checkpoints").glob("step_*/adapter/adapter_model.safetensors"))
+    digests = {"weights": hashlib.sha256(weights.read_bytes()).hexdigest()[:12]}
     for name in LOGS:
-        for number, line in enumerate((logs / name).read_text().splitlines() if (logs / name).exists() else []):
+        for number, line in enumerate((logs / name).read_text().splitlines()):
             row = {key: value for key, value in json.loads(line).items() if not key.endswith(TIMES)}
             digests[f"{name}:{number}"] = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()[:12]
     return digests

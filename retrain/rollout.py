@@ -38,6 +38,13 @@ class Rollouts:
     score_time_s: float
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Additional metrics of the scorer."""
+    places: Sequence[int] = ()
+    """The place of each group's prompt among those that the step asked; empty if the groups are in that order."""
+
+    def as_asked(self, groups: Sequence[Group]) -> list[Group]:
+        """These versions of the groups, in the order in which the step asked their prompts."""
+        places = self.places or range(len(groups))
+        return [groups[at] for at in sorted(range(len(groups)), key=places.__getitem__)]
 
     @property
     def scores(self) -> list[Score]:
@@ -100,26 +107,24 @@ class GroupCollector:
         self, engine: InferenceEngine, step: int, batch_size: int, deliver: DeliverGroup | None = None
     ) -> Rollouts:
         """Sample `batch_size` prompts; groups without a signal are replaced for up to `resample_rounds`."""
-        kept: list[Group] = []
-        dead: list[Group] = []
+        asked: list[Group] = []
+        live = 0
         sample_time = score_time = 0.0
         for round_ in range(1 + self.resample_rounds):
-            examples = self.order.take(batch_size - len(kept))
+            examples = self.order.take(batch_size - live)
             sampling = replace(self.sampling, seed=derive_seed(self.seed, f"sampling/{round_}", step))
-            drawn = self.scorer.sample_and_score(
-                engine, examples, sampling, numbered_from(len(kept) + len(dead), deliver)
-            )
+            drawn = self.scorer.sample_and_score(engine, examples, sampling, numbered_from(len(asked), deliver))
             sample_time += drawn.sample_time_s
             score_time += drawn.score_time_s
-            live = [group for group in drawn.groups if has_signal(group)]
-            dead += [group for group in drawn.groups if not has_signal(group)]
-            kept += live
-            if len(kept) == batch_size:
+            asked += drawn.groups
+            live = sum(map(has_signal, asked))
+            if live == batch_size:
                 break
-        # Groups without a signal are kept for metrics and logs.
-        groups = kept + dead
+        # Groups without a signal are kept for metrics and logs, after the others.
+        places = sorted(range(len(asked)), key=lambda at: not has_signal(asked[at]))
+        groups = [asked[at] for at in places]
         metrics = {**self.scorer.reward_metrics(), **self.scorer.group_metrics(groups)}
-        return Rollouts(groups, sample_time, score_time, metrics)
+        return Rollouts(groups, sample_time, score_time, metrics, places)
 
 
 class Scorer:

@@ -225,7 +225,8 @@ def record(parts: Parts, state: RunState, batch: StepBatch, metrics: StepMetrics
         parts.jsonl.log_evaluation(step, batch.evaluation)
     if training.record:
         write_recording(parts.folder.path, step, groups)
-    parts.tracker.log(step, metrics, batch.credit.of(groups))
+    credited = batch.credit.of(groups)
+    parts.tracker.log(step, metrics, credited, batch.rollouts.as_asked(credited))
     state.step += 1
     parts.console.expect(expected_steps(parts, state))
     if state.step % training.save_every == 0 or is_done(parts, state):

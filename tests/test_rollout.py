@@ -136,6 +136,9 @@ def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
     live = [has_signal(group) for group in groups]
     assert live == sorted(live, reverse=True)
     assert sum(live) == 3
+    asked = [group.example.prompt for group in rollouts.as_asked(groups)]
+    assert asked == [example.prompt for example in ExampleOrder(EXAMPLES, seed=0).take(len(groups))]
+    assert asked != [group.example.prompt for group in groups]
 
 
 def answer(tokens: int = 2, **arrays: object) -> Completion:

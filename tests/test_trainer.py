@@ -178,6 +178,23 @@ def test_the_lines_of_a_run_are_the_documented_ones(model: Path, tmp_path: Path)
         assert STEP_LINE.fullmatch(lines[at + 2]), lines[at + 2]
 
 
+def test_the_groups_shown_are_those_of_the_first_two_prompts_dead_or_not(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    sampled: list[str] = []
+
+    def dead_before_live(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+        sampled.append("right" if len(sampled) == 9 else "wrong")
+        return sampled[-1]
+
+    play.script = staticmethod(dead_before_live)
+    _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=1, training__batch_size=3))
+    assert [line[:20] for line in printed.splitlines() if "group:" in line] == 2 * ["  group: 0/4 correct"]
+    logged = rows(tmp_path / "logs", "emergence/generations.jsonl")
+    rights = [sum(row["outcome"] == "right" for row in logged[at : at + 4]) for at in (0, 4, 8)]
+    assert rights == [1, 0, 0], "in the order of training and of recordings"
+
+
 def test_whole_texts_are_kept_and_control_characters_survive(model: Path, tmp_path: Path, play: type[Play]) -> None:
     text = 'right \x85\x1c\n\t"quoted" é \U0001f600 ' + "x" * 5000
     play.script, play.context_length = always(text), 10_000

@@ -28,9 +28,13 @@ class StepLog:
         self.record.start(config)
         self.screen.start(config)
 
-    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group]) -> None:
-        """Log a step, which may still be training."""
-        self.screen.log(step, metrics, groups)
+    def log(self, step: int, metrics: StepMetrics, groups: Sequence[Group], asked: Sequence[Group] = ()) -> None:
+        """Log a step, which may still be training; the console shows the groups as `asked`.
+
+        The files keep the order of `groups`, in which they are trained on and recorded: the report finds the tokens of
+        a group by its number.
+        """
+        self.screen.log(step, metrics, asked or groups)
         if metrics["loss_is_placeholder"]:
             self.pending = step, metrics, groups
         else:

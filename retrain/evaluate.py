@@ -15,6 +15,7 @@ from retrain.rollout import RolloutScorer
 from retrain.types import Example, JsonObject, Metric, Sampling, StepMetrics
 
 ROUNDING = 1e-12
+PLACE = "in the evaluation on held-out problems"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Evaluation:
     """Additional metrics of the scorer."""
     sampling: Sampling | None = None
     seconds: float = 0.0
+    errors: int = 0
+    """Completions whose scoring failed."""
 
     @property
     def pass_at_1(self) -> float:
@@ -60,6 +63,7 @@ class Evaluation:
             "eval_pass_at_k": self.pass_at_k,
             "eval_ci_low": low,
             "eval_ci_high": high,
+            "eval_reward_errors": self.errors,
             **{f"eval_{name}": value for name, value in self.sampling_metrics.items()},
         }
 
@@ -107,7 +111,8 @@ class Evaluator:
     def run(self, engine: InferenceEngine) -> Evaluation:
         """Sample and score the held-out examples, with the same seed every time."""
         started = time.perf_counter()
-        rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
+        with self.scorer.failures.during(PLACE):
+            rollouts = self.scorer.sample_and_score(engine, self.examples, self.sampling)
         groups = rollouts.groups
         return Evaluation(
             correct=tuple(sum(score.outcome == "right" for score in group.scores_G) for group in groups),
@@ -117,6 +122,7 @@ class Evaluator:
             sampling_metrics={**self.scorer.reward_metrics(), **rollouts.metrics},
             sampling=self.sampling,
             seconds=time.perf_counter() - started,
+            errors=rollouts.errors,
         )
 
 

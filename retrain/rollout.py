@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from queue import SimpleQueue
@@ -74,6 +75,8 @@ class RolloutSource(Protocol):
 
 class RolloutScorer(Protocol):
     """Samples and scores completions: single-turn, or in an environment."""
+
+    failures: Failures
 
     def sample_and_score(
         self,
@@ -189,6 +192,7 @@ class ChunkedScorer:
 
     def __init__(self, scorer: RolloutScorer, at_once: int) -> None:
         self.scorer = scorer
+        self.failures = scorer.failures
         self.at_once = at_once
 
     def sample_and_score(
@@ -263,14 +267,28 @@ def numbered_from(first: int, deliver: DeliverGroup | None) -> DeliverGroup | No
 
 
 class Failures:
-    """Prints the first failure in full, and stops the run if most scores fail or nothing is ever scored."""
+    """Prints the first failure in full, and stops the run if most scores fail or nothing is ever scored.
+
+    Evaluations have a first failure of their own, because it counts elsewhere than those of training.
+    """
 
     def __init__(self, what: str, things: str, log: Callable[[str], None]) -> None:
         self.what = what
         self.things = things
         self.log = log
-        self.shown = False
+        self.place = ""
+        self.shown: set[str] = set()
+        """The places whose first failure was printed."""
         self.has_scored = False
+
+    @contextmanager
+    def during(self, place: str) -> Iterator[None]:
+        """Messages meanwhile say where it happened, such as `in the evaluation`."""
+        self.place = f" {place}"
+        try:
+            yield
+        finally:
+            self.place = ""
 
     def check(self, scores: Sequence[Score]) -> None:
         """Check the scores of one batch."""
@@ -280,7 +298,8 @@ class Failures:
         self.has_scored = self.has_scored or any(score.counts for score in scores)
         if scores and not self.has_scored and not failed:
             raise RolloutError(
-                f"the reward returned None for all {len(scores)} {self.things}, so there is nothing to learn from.  "
+                f"the reward returned None for all {len(scores)} {self.things}{self.place}, so there is nothing to "
+                "learn from.  "
                 "Try: return a number for those that it applies to"
             )
 
@@ -296,18 +315,17 @@ class Failures:
             self._show(failed, total)
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
-            things = f"{self.things} so far" if len(scores) < total else self.things
+            things = f"{self.things}{self.place}{' so far' if len(scores) < total else ''}"
             raise RolloutError(
                 f"{what} failed for {len(failed)} of {total} {things} ({failed[0].outcome}: {why}); "
                 f"{gives_up}.  Try: retrain man --topic reward-errors"
             )
 
     def _show(self, failed: Sequence[Score], total: int) -> None:
-        if failed and not self.shown:
-            self.shown = True
-            self.log(
-                f"{self.what} failed for {len(failed)} of {total} {self.things}; they are excluded. The first one:"
-            )
+        if failed and self.place not in self.shown:
+            self.shown.add(self.place)
+            things = f"{self.things}{self.place}"
+            self.log(f"{self.what} failed for {len(failed)} of {total} {things}; they are excluded. The first one:")
             self.log(failed[0].detail.rstrip() or failed[0].outcome)
 
 

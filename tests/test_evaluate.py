@@ -13,7 +13,7 @@ from retrain.analysis.change import pass_at_k
 from retrain.data.order import digest_of
 from retrain.evaluate import Evaluation, Evaluator, rate_interval, wilson_interval
 from retrain.inference_engine import InferenceEngine
-from retrain.rollout import Rollouts
+from retrain.rollout import Failures, Rollouts
 from retrain.types import Completion, Example, Group, Sampling, Score
 
 
@@ -103,6 +103,7 @@ class CannedScorer:
     def __init__(self, outcomes: Sequence[Sequence[str]]) -> None:
         self.outcomes = outcomes
         self.asked: list[Sampling] = []
+        self.failures = Failures("Scoring", "completions", lambda line: None)
 
     def sample_and_score(self, engine: InferenceEngine, examples: Sequence[Example], sampling: Sampling) -> Rollouts:
         self.asked.append(sampling)
@@ -124,7 +125,7 @@ def test_an_evaluation_counts_right_and_scored_answers_problem_by_problem() -> N
     examples = [Example("a", "1"), Example("b", "2")]
     evaluator = Evaluator(scorer, examples, Sampling(max_tokens=5, n=3, seed=9), every=10, k=3)  # type: ignore[arg-type]
     evaluation = evaluator.run(None)  # type: ignore[arg-type]
-    assert (evaluation.correct, evaluation.counted) == ((1, 0), (2, 2))
+    assert (evaluation.correct, evaluation.counted, evaluation.errors) == ((1, 0), (2, 2), 2)
     sampling = {"max_tokens": 5, "n": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     assert evaluation.record(20) == {
         "step": 20,

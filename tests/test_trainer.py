@@ -22,6 +22,7 @@ from e2e.tiny import write_tokenizer
 from retrain import trainer
 from retrain.advantages import AlgorithmContext
 from retrain.assemble import Overrides, assemble
+from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.data import ExampleOrder
 from retrain.errors import BackendError, CheckpointError, ConfigError, PluginError, RolloutError
@@ -77,7 +78,7 @@ DOCUMENTED_KEYS = [
     "kl_sample_train",
     "grad_norm",
 ]
-EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high", "eval_time_s")
+EVAL_KEYS = ("eval_pass_at_1", "eval_pass_at_k", "eval_ci_low", "eval_ci_high", "eval_reward_errors", "eval_time_s")
 
 Rows = list[dict[str, Any]]
 
@@ -238,6 +239,25 @@ def test_a_reward_that_raises_for_some_is_masked_and_counted(model: Path, tmp_pa
     failed = [row for row in rows(tmp_path / "logs", "emergence/generations.jsonl") if row["reward"] is None]
     assert len(failed) == 4
     assert all(row["outcome"] == "error" and "this response is cursed" in row["detail"] for row in failed)
+
+
+def test_a_reward_that_raises_in_an_evaluation_is_reported_as_such(
+    model: Path, tmp_path: Path, play: type[Play]
+) -> None:
+    play.script = by_index("right", "raise", "wrong", "wrong")
+    held_out = {"eval__every": 2, "eval__path": str(write_held_out(tmp_path)), "eval__samples": 2}
+    config = fake_config(model, tmp_path, training__max_steps=2, **held_out)
+    _, printed = train_quietly(config)
+    failed = [line.partition(";")[0] for line in printed.splitlines() if line.startswith("Scoring failed for ")]
+    place = "in the evaluation on held-out problems"
+    assert failed == [f"Scoring failed for 7 of 14 completions {place}", "Scoring failed for 2 of 8 completions"]
+    assert [row["eval_reward_errors"] for row in rows(tmp_path / "logs", "eval.jsonl")] == [7, 7]
+    check = next(check for check in read_progress(tmp_path / "logs").health if check.name == "reward errors")
+    assert (check.level, check.step) == ("problem", 0)
+    assert check.value == "25% of completions not scored, 50% in the newest evaluation"
+    play.script = always("raise")
+    with pytest.raises(RolloutError, match="failed for 14 of 14 completions in the evaluation on held-out"):
+        train_quietly(config)
 
 
 def test_a_reward_that_raises_for_most_stops_the_run_with_a_checkpoint(

@@ -51,6 +51,7 @@ MORE_IS_BETTER = (
 LESS_IS_BETTER = (
     "loss",
     "reward_errors",
+    "eval_reward_errors",
     "rollout_errors",
     "max_token_hit_rate",
     "kl_sample_train",

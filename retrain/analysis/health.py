@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
@@ -70,7 +70,7 @@ def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_to
         _wait(_limit("truncation", metrics, hit_rate, (0.1, 0.3), "of completions", "truncated"), len(metrics)),
         _wait(_limit("dead groups", metrics, dead_share, (0.5, 0.9), "of groups gave no signal", ""), len(metrics)),
         _check_mismatch(metrics),
-        _limit("reward errors", metrics, error_share, (0.001, 0.1), "of completions not scored", "errors"),
+        _check_reward_errors(metrics, evaluations),
         _check_diversity(evaluations),
     ]
 
@@ -128,6 +128,13 @@ def error_share(row: Row) -> float | None:
     return float(row["reward_errors"]) / count if count and row.get("reward_errors") is not None else None
 
 
+def eval_error_share(row: Row) -> float | None:
+    """The share of an evaluation's completions whose scoring failed; older rows do not have it."""
+    errors, problems, sampling = (row.get(key) for key in ("eval_reward_errors", "counted", "sampling"))
+    failed, samples = _number(errors), _number(sampling.get("n")) if isinstance(sampling, Mapping) else None
+    return failed / (len(problems) * samples) if failed is not None and problems and samples else None
+
+
 def _wait(check: Check, steps: int) -> Check:
     """The check, or "unknown" while there are fewer steps than it averages over."""
     if check.level == "unknown" or steps >= WINDOW:
@@ -152,6 +159,26 @@ def _limit(
     level: Level = "problem" if last >= limits[1] else "warning" if last >= limits[0] else "ok"
     return Check(
         name, level, f"{_percent(last)} {what}", rule, _since_step(means, lambda mean: mean >= limits[0]), shows
+    )
+
+
+def _check_reward_errors(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
+    """Failed scores in training, and in the newest evaluation, whose rates miss them."""
+    limits = (0.001, 0.1)
+    check = _limit("reward errors", metrics, error_share, limits, "of completions not scored", "errors")
+    check = replace(check, rule=f"{check.rule}, or in the newest evaluation")
+    shares = [(int(row["step"]), share) for row in evaluations if (share := eval_error_share(row)) is not None]
+    if not shares or not shares[-1][1]:
+        return check
+    last = shares[-1][1]
+    level: Level = "problem" if last >= limits[1] else "warning" if last >= limits[0] else "ok"
+    known = "" if check.level == "unknown" else f"{check.value}, "
+    since = (check.step, _since_step(shares, lambda share: share >= limits[0]))
+    return replace(
+        check,
+        level=max(check.level, level, key=SEVERITY.__getitem__),
+        value=f"{known}{_percent(last)} in the newest evaluation" + ("" if known else " not scored"),
+        step=min((step for step in since if step is not None), default=None),
     )
 
 

@@ -209,9 +209,14 @@ def _paired_sentence(row: JsonObject) -> str:
     noise = ", which may be noise" if change.is_noise and change.difference else ""
     steps = f"between steps {row['before']['step']} and {row['after']['step']}"
     interval = f"95% interval {100 * change.low:+.1f} to {100 * change.high:+.1f}"
+    total = row["after"]["problems"]
+    problems = plural(change.problems, "problem")
+    if change.problems < total:
+        # So these rates are not those that each evaluation reports.
+        problems = f"only the {change.problems} of {plural(total, 'problem')} with a score in both evaluations"
     return (
         f"Held-out pass@1 {moved} {_percent(change.after)} {steps}{noise}: {100 * change.difference:+.1f} points "
-        f"({interval}, {plural(change.problems, 'problem')})."
+        f"({interval}, {problems})."
     )
 
 

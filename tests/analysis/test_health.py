@@ -103,6 +103,31 @@ def test_shares_are_of_the_groups_sampled() -> None:
     assert find("dead groups", older).value == "50% of groups gave no signal"
 
 
+@pytest.mark.parametrize(
+    ("failed", "level", "step", "value"),
+    [
+        ([0, 40], "problem", 20, "0% of completions not scored, 31.2% in the newest evaluation"),
+        ([1, 1], "warning", 0, "0% of completions not scored, 0.781% in the newest evaluation"),
+        ([40, 0], "ok", None, "0% of completions not scored"),
+        ([None, None], "ok", None, "0% of completions not scored"),
+    ],
+)
+def test_failed_scores_of_the_newest_evaluation_count(
+    failed: list[int | None], level: str, step: int | None, value: str
+) -> None:
+    # 64 problems with 2 completions each.
+    setup = {"sampling": {"n": 2}, "correct": [1] * 64, "counted": [2] * 64}
+    rows = [
+        evaluation(at, 0.5, 0.5) | setup | ({} if count is None else {"eval_reward_errors": count})
+        for at, count in zip((0, 20), failed, strict=True)
+    ]
+    found = find("reward errors", check_health(steps(), rows))
+    assert (found.level, found.step, found.value) == (level, step, value)
+    if level == "problem":
+        unlogged = find("reward errors", check_health([{"step": 0}], rows))
+        assert (unlogged.level, unlogged.value) == (level, "31.2% in the newest evaluation not scored")
+
+
 @pytest.mark.parametrize("count", [20, 60])
 def test_a_reward_that_only_fluctuates_is_neither_learning_nor_a_problem(count: int) -> None:
     rng = np.random.default_rng(count)

@@ -57,6 +57,19 @@ def test_a_check_is_unknown_only_if_it_is_in_all_runs(campaign: Path) -> None:
     assert "entropy" in unknown and "learning" not in unknown
 
 
+def test_a_verdict_over_fewer_problems_than_the_table_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", 1)
+    path = folder / "eval.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] |= {"eval_pass_at_1": 0.5, "correct": [1, 0, 0, 1], "counted": [1, 1, 1, 1]}
+    rows[1] |= {"eval_pass_at_1": 2 / 3, "correct": [1, 0, 1, 0], "counted": [1, 1, 1, 0]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    card = card_of(str(folder))
+    assert "**Held-out pass@1 went from 33.3% to 66.7% between steps 0 and 6, which may be noise:" in card
+    assert ", only the 3 of 4 problems with a score in both evaluations).**" in card
+    assert "| 6/6 | 50.0% (" in card
+
+
 @pytest.mark.parametrize(("step", "cells"), [(0, "41.0% (31.0 to 51.0) | –"), (6, "– | 41.0% (31.0 to 51.0)")])
 def test_a_single_evaluation_is_before_or_after_training(tmp_path: Path, step: int, cells: str) -> None:
     folder = write_run(tmp_path / "one", 1)

@@ -83,6 +83,7 @@ function evaluationCharts() {
   const keys = new Set(data.runs.flatMap((run) => run.evals.flatMap((e) => Object.keys(e.more))));
   for (const key of ["eval_pass_at_1", "eval_ci_low", "eval_ci_high"]) keys.delete(key);
   keys.delete("eval_pass_at_k");
+  if (!data.runs.some((run) => run.evals.some((e) => e.more.eval_reward_errors))) keys.delete("eval_reward_errors");
   const counts = [...new Set(data.runs.flatMap((run) => run.evals.map((e) => e.k || 1)))].filter((k) => k > 1).sort((one, other) => one - other);
   for (const k of counts) specs.push({ key: `eval_pass_at_k of ${k}`, title: `Held-out pass@${k}`, unit: "percent", lines: mean((e) => ((e.k || 1) === k ? e.more.eval_pass_at_k : null)) });
   for (const key of keys) specs.push({ key, title: key.replace(/_/g, " "), unit: key.includes("pass_at") ? "percent" : "number", lines: mean((e) => e.more[key]) });

@@ -248,7 +248,7 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     for trial in trials:
         if trial.problem:
             yield Check("components", trial.where, "missing", *_split_fix(trial.problem, f"check {trial.where}"))
-        else:
+        elif trial.detail:
             yield Check("components", trial.where, "ok" if trial.is_known else "warning", trial.detail)
 
 

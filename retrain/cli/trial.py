@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -46,7 +47,10 @@ _MARK = "trial: "
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one trial: what was found, and why the run would not start or ""."""
+    """The result of one trial: what was found, and why the run would not start or "".
+
+    Both are empty where another check reports the problem.
+    """
 
     where: str
     detail: str
@@ -301,7 +305,10 @@ def _tables_with_files(config: TrainConfig) -> Iterator[str]:
 
 
 def _try_prompts(config: TrainConfig, table: str) -> str:
-    """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized."""
+    """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized.
+
+    Empty if the file of the table, or the tokenizer, cannot be loaded: their own checks say why.
+    """
     from retrain.assemble import check_prompts, sample_of  # noqa: PLC0415  (imports PyTorch)
     from retrain.data import count_shared, load_examples, load_held_out  # noqa: PLC0415
     from retrain.modeling.tokens import PromptEncoder, load_tokenizer  # noqa: PLC0415
@@ -312,15 +319,19 @@ def _try_prompts(config: TrainConfig, table: str) -> str:
     def load_training() -> Sequence[Example]:
         return sample_of(load_examples(config.data, config.plugins.search_paths))[: training.max_examples or None]
 
-    examples = load_training() if table == "[data]" else load_held_out(config)
+    try:
+        examples = load_training() if table == "[data]" else load_held_out(config)
+        tokenizer = load_tokenizer(config.model.model)
+    except RetrainError:
+        return ""
     longest = sorted(examples, key=lambda example: len(str(example.prompt)))[-MEASURED:]
-    encoder = PromptEncoder(
-        load_tokenizer(config.model.model), config.data.system_prompt, training.max_prompt_tokens, lambda line: None
-    )
+    encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, lambda line: None)
     check_prompts(config, encoder, {table: longest}, context)
     found = f"up to {encoder.longest(longest)} of {context:,} tokens"
-    is_at_hand = table == "[eval]" and "[data]" in _tables_with_files(config)
-    shared = count_shared(load_training(), examples) if is_at_hand else 0
+    shared = 0
+    if table == "[eval]" and "[data]" in _tables_with_files(config):
+        with suppress(RetrainError):
+            shared = count_shared(load_training(), examples)
     return f"{found}; {shared} of {len(examples)} are also in [data]" if shared else found
 
 

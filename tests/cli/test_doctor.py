@@ -12,7 +12,7 @@ import pytest
 
 from retrain.checks.preflight import missing_keys
 from retrain.cli import doctor, run
-from retrain.cli.trial import Trial
+from retrain.cli.trial import Trial, try_out
 from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.runtime import packages
@@ -313,6 +313,27 @@ def test_a_file_of_problems_is_read_as_the_run_would(
     _write('[data]\nsource = "jsonl"\npath = "rows.jsonl"\n[model]\nmodel = "builtin:tiny"\n')
     _, checks = _examine(capsys, "--devices", "cpu")
     assert checks["[data] path"]["status"] == status and detail in checks["[data] path"]["detail"]
+
+
+@pytest.mark.parametrize("table", ["data", "eval"])
+def test_an_invalid_row_is_reported_once_for_its_file(
+    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "try_out", try_out)
+    row = '{"prompt": "1+1", "answer": "2"}\n'
+    for name in ("data", "eval"):
+        Path(f"{name}.jsonl").write_text(row + ('{"prompt": "3"}\n' if name == table else ""), encoding="utf-8")
+    _write(
+        '[data]\nsource = "jsonl"\npath = "data.jsonl"\n[eval]\nevery = 1\npath = "eval.jsonl"\n'
+        '[model]\nmodel = "builtin:tiny"\n[training]\nmax_tokens = 32\n[backend]\ndevices = "cpu"\n'
+    )
+    code, checks = _examine(capsys)
+    assert code == 1
+    assert [name for name, check in checks.items() if check["status"] == "missing"] == [f"[{table}] path"]
+    assert f"{table}.jsonl has 1 invalid row: line 2" in checks[f"[{table}] path"]["detail"]
+    assert checks[f"[{table}] path"]["fix"] == f"fix the file, or set [{table}] path to another"
+    measured = {name for name in checks if name.endswith(", prompts")}
+    assert measured == {"[data], prompts", "[eval], prompts"} - {f"[{table}], prompts"}
 
 
 def test_an_adapter_path_that_another_run_uses_is_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

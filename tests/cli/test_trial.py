@@ -84,6 +84,17 @@ def test_the_prompts_of_each_file_are_measured_by_themselves(tmp_path: Path) -> 
     assert "tokens in [data] do not fit" in found["[data], prompts"][1] and "[eval], prompts" not in found
 
 
+def test_a_file_that_cannot_be_loaded_is_left_to_the_check_of_files(tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad.write_text(json.dumps({"prompt": "1 + 1?"}))
+    good.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}))
+    for training, held_out, table in ((bad, good, "[data]"), (good, bad, "[eval]")):
+        found = outcomes(data__source="jsonl", data__path=str(training), eval__every=1, eval__path=str(held_out))
+        blank = {where for where, result in found.items() if result == ("", "")}
+        assert blank == {f"{table}, prompts"} and len(found) == 2
+        assert not any(problem for _, problem in found.values())
+
+
 def test_a_plain_configuration_has_only_its_tokenizer_to_try() -> None:
     assert outcomes() == {}
     assert [where for where, _ in trial._trials(load_config(None, HERE))] == ["[model] model, tokenizer"]

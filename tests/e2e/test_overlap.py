@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from retrain.backends.local.learner import Learner, Part
 from retrain.errors import ConfigError, RolloutError
 from retrain.types import Datum
+from tests.cases import slow
 
 from .runs import fake_config, rows, rows_without_times, train_quietly
 from .tiny import write_model, write_tokenizer
@@ -92,7 +93,7 @@ def test_an_overlapped_run_is_the_sequential_one_up_to_rounding(
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("reported", ["sampled", "raw"])
+@pytest.mark.parametrize("reported", ["sampled", *slow("raw")])
 def test_an_overlapped_run_repeats_to_the_bit_whatever_arrives_first(
     server: Loopback, tmp_path: Path, reported: str
 ) -> None:

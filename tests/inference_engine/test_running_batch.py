@@ -31,6 +31,7 @@ from retrain.inference_engine.pytorch.decoder import Row
 from retrain.inference_engine.pytorch.graphs import GraphDecoder
 from retrain.inference_engine.pytorch.paged import PagedCache
 from retrain.types import Completion, Sampling
+from tests.cases import slow
 
 from . import plain_kernels
 from .conftest import Rig
@@ -451,7 +452,7 @@ class Recorder:
         plain_kernels.draw_tokens(logits, state, slots)
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *slow("bf16", "fp8"), "int8"])
 def test_the_kernels_of_a_step_are_compiled_ahead(llama: Rig, running: Make, cache_dtype: str) -> None:
     decoder = decoder_of(running(kv_cache_dtype=cache_dtype))
     ahead, used = Recorder(), Recorder()

@@ -28,6 +28,7 @@ from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
 from retrain.runtime.packages import install_command
 
+WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
 HUB_S = 4.0
 """Timeout in seconds of the check that the Hub can be reached."""
 
@@ -219,8 +220,7 @@ def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
     project = config.logging.wandb_project
     if project and not has_wandb_key():
         text = f"= {json.dumps(project)} needs a key, and there is none."
-        hint = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
-        yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, hint)
+        yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, WANDB_HINT)
     problem = explain_invalid_tinker_key() if config.backend.backend == "tinker" else ""
     if problem:
         hint = "Try: put TINKER_API_KEY=tml-... into .env"

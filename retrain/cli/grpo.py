@@ -62,7 +62,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         values = [composed.get(key) for key in show.split(",")]
         click.echo("\n".join("" if value is None else str(value) for value in values))
         return 0
-    from retrain.grpo.checks import check_before_loading  # noqa: PLC0415
+    from retrain.grpo.checks import OUTPUT, check_before_loading, is_first_process, locked  # noqa: PLC0415
     from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
     from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
 
@@ -70,11 +70,11 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         # Errors are reported before TRL is imported.
         run, arguments = read_settings(composed)
         load_rewards(run.reward_funcs)
-        log = click.echo if os.environ.get("RANK", "0") == "0" else lambda line: None
-        check_before_loading(run, arguments, log)
-        from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
+        check_before_loading(run, arguments, click.echo if is_first_process() else lambda line: None)
+        with locked(arguments.get("output_dir") or OUTPUT):
+            from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 
-        run_settings(composed, click.echo)
+            run_settings(composed, click.echo)
     except RetrainError as error:
         raise type(error)(name_settings(str(error))) from error
     return 0

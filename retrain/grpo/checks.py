@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from retrain.checks.preflight import find_missing_model, is_offline, use_cache_if_unreachable
+from retrain.checks.preflight import (
+    WANDB_HINT,
+    find_missing_model,
+    has_wandb_key,
+    is_offline,
+    use_cache_if_unreachable,
+)
 from retrain.config.schema import Data
 from retrain.data import build_source
 from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import OWN_SETS, RunSettings
 from retrain.modeling.files import find_model
+from retrain.storage.folder import LOCK_FILE, lock_folder
 
 OUTPUT = "trainer_output"
 """Default of transformers for output_dir."""
@@ -41,6 +50,34 @@ def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None
     return max(numbered, key=lambda path: (path.stat().st_mtime_ns, int(states[path]))).parent
 
 
+@contextmanager
+def locked(output_dir: str) -> Iterator[None]:
+    """Keep other runs out of the folder. Of several processes, the first one does so for all."""
+    if not is_first_process():
+        yield
+        return
+    folder = Path(output_dir)
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder, "output_dir")
+    except OSError as error:
+        raise ConfigError(f"output_dir = {output_dir!r} cannot be written to: {error}.") from error
+    try:
+        with lock:
+            yield
+    finally:
+        if is_new and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            # Nothing was trained.
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process, or the first of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Callable[[str], None]) -> None:
     """Raise if the checkpoint is missing, or if the model or the data is neither on this machine nor to be had.
 
@@ -48,6 +85,13 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     """
     if arguments.get("output_dir") == "":
         raise ConfigError("output_dir is empty.  Try: output_dir=logs/my_run")
+    if arguments.get("temperature", 1.0) <= 0:
+        raise ConfigError(
+            "temperature must be above 0: completions of one prompt have to differ.  Try: temperature=1.0"
+        )
+    trackers = arguments.get("report_to")
+    if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
+        raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
     choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
     issues = tuple(_find_issues(run))
     from_hub = find_model(run.model_name_or_path).found in ("cache", "download") or bool(_dataset_of_hub(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from retrain.config.schema import Reward as RewardSection
@@ -28,8 +29,12 @@ class NamedReward:
         if answer is None:
             raise ConfigError(f"reward_funcs: {self.__name__} needs reference answers.  Try: answer_column=…")
         texts = [each if isinstance(each, str) else each[-1]["content"] or "" for each in completions]
-        items = [Item(text, gsm8k_answer(str(one)) or str(one)) for text, one in zip(texts, answer, strict=True)]
-        return [score.value if score.counts else None for score in self.pool.score(items)]
+        pairs = zip(texts, answer, strict=True)
+        items = [Item(text, gsm8k_answer(str(one)) or str(one)) for text, one in pairs if one is not None]
+        scores = iter(self.pool.score(items))
+        # A completion without an answer is not scored, as one whose scoring failed.
+        found = [None if one is None else next(scores) for one in answer]
+        return [score.value if score is not None and score.counts else None for score in found]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -43,6 +48,24 @@ def load_rewards(given: str | list[str] | None) -> list[Any]:
     names = [given] if isinstance(given, str) else given or []
     make_importable((".",))
     try:
-        return [import_path(name, "reward") if ":" in name else NamedReward(name) for name in names]
+        functions = [import_path(name, "reward") if ":" in name else NamedReward(name) for name in names]
     except PluginError as error:
         raise ConfigError(f"reward_funcs: {error}") from error
+    for name, function in zip(names, functions, strict=True):
+        _check_signature(name, function)
+    return functions
+
+
+def _check_signature(name: str, function: Any) -> None:
+    """Raise unless a function takes what TRL passes: prompts, completions and columns."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return  # written in C; TRL may still call it
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if not takes_all and not {"prompts", "completions"}.issubset(parameters):
+        raise ConfigError(
+            f"reward_funcs: {name} takes {', '.join(parameters) or 'nothing'}; TRL passes prompts, completions and the "
+            "columns of the dataset, and expects a list with one number per completion.  "
+            f"Try: def {name.partition(':')[2]}(completions, answer, **columns)"
+        )

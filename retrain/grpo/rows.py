@@ -59,7 +59,7 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
 
 def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    answer = _pick(row, run.answer_column, ANSWERS, number, is_required=bool(run.answer_column))
+    answer = _pick(row, run.answer_column, ANSWERS, number, is_required=bool(run.answer_column) or _compares(run))
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
         missing = [name for name in run.keep_columns if name not in row]
@@ -68,6 +68,12 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
         columns = {key: row[key] for key in run.keep_columns}
     # The selected columns replace others with these names.
     return {**columns, "prompt": _messages(row[prompt], run), **({"answer": row[answer]} if answer else {})}
+
+
+def _compares(run: RunSettings) -> bool:
+    """Whether one of the rewards compares completions with an answer; functions of the user take what they need."""
+    names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
+    return any(":" not in name and name != "judge" for name in names)
 
 
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
@@ -97,5 +103,7 @@ def _pick(
     names = (named,) if named else usual
     found = next((name for name in names if row.get(name) is not None), "")
     if is_required and not found:
-        raise ConfigError(f"row {number} has none of {', '.join(names)}; it has {', '.join(row)}.")
+        empty = [name for name in names if name in row]
+        lack = f"an empty {empty[0]}" if empty else f"none of {', '.join(names)}; it has {', '.join(row)}"
+        raise ConfigError(f"row {number} has {lack}.")
     return found

@@ -13,7 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, SchedulerType, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from retrain.builtin import resolve_model
@@ -45,7 +45,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
         resume = "resume_from_checkpoint=true to continue it, or " if is_resumable else ""
         say(f"Warning: {args.output_dir} already contains an earlier run.  Try: {resume}output_dir=…")
     checkpoint = choose_checkpoint(args.output_dir, args.resume_from_checkpoint)
-    for line in describe_resume(checkpoint, args.learning_rate) if checkpoint is not None else ():
+    for line in describe_resume(checkpoint, args) if checkpoint is not None else ():
         say(line)
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
     with contextlib.ExitStack() as pools:
@@ -69,16 +69,23 @@ def describe_change(values: Mapping[int, float]) -> str:
     return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
 
 
-def describe_resume(checkpoint: Path, learning_rate: float) -> Iterator[str]:
-    """Lines that say what is resumed, and that a learning rate other than the checkpoint's has no effect."""
+def describe_resume(checkpoint: Path, args: TrainingArguments) -> Iterator[str]:
+    """Lines that say what is resumed, that a learning rate other than the checkpoint's has no effect, and that another
+    number of steps changes the schedule."""
     with contextlib.suppress(OSError, ValueError, KeyError):  # transformers reports what is missing
-        step = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
-        yield f"Resuming from {checkpoint} at step {step}."
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        yield f"Resuming from {checkpoint} at step {state['global_step']}."
+        schedule = SchedulerType(args.lr_scheduler_type).value
+        if 0 < args.max_steps != state["max_steps"] and not schedule.startswith("constant"):
+            yield (
+                f"Note: max_steps={args.max_steps}, and the checkpoint's run had {state['max_steps']}: the {schedule} "
+                "schedule now spans these steps, so the learning rate jumps."
+            )
     if (checkpoint / SCHEDULER_NAME).is_file():
         rates = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("base_lrs", [])
-        if rates and learning_rate not in rates:
+        if rates and args.learning_rate not in rates:
             yield (
-                f"Note: learning_rate={learning_rate:g} has no effect: a resumed run restores the schedule of its "
+                f"Note: learning_rate={args.learning_rate:g} has no effect: a resumed run restores the schedule of its "
                 f"checkpoint, which has {rates[0]:g}."
             )
 

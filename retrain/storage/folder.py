@@ -275,8 +275,8 @@ def _with_seed(config: TrainConfig, seed: int) -> TrainConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"seed": seed})})
 
 
-def lock_folder(path: Path) -> TextIO:
-    """Lock the folder while the returned file is open; the system releases it even after a kill."""
+def lock_folder(path: Path, setting: str = "--log-dir") -> TextIO:
+    """Lock the folder, named by a `setting`, while the returned file is open; a kill releases it as well."""
     file = (path / LOCK_FILE).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,7 +286,7 @@ def lock_folder(path: Path) -> TextIO:
         file.close()
         # The other process may not have written its number yet.
         process = f" (process {owner})" if owner else ""
-        raise ConfigError(f"{path} is in use by another run{process}.  Try: another --log-dir") from error
+        raise ConfigError(f"{path} is in use by another run{process}.  Try: another {setting}") from error
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

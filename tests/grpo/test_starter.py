@@ -9,9 +9,11 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
+import psutil
 import pytest
 import yaml
 
@@ -207,6 +209,7 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Resuming from logs/tiny/checkpoint-2 at step 2." in shown and "Done: 4 steps" in shown
     assert "Note: learning_rate=1e-05 has no effect: a resumed run restores the schedule" in shown
     assert "which has 0.002." in shown
+    assert "Note: max_steps=4, and the checkpoint's run had 2: the cosine schedule now spans these steps" in shown
     logged = json.loads(Path("logs/tiny/trainer_state.json").read_text())["log_history"]
     assert next(row["learning_rate"] for row in logged if row["step"] == 4) > 1e-4
 
@@ -331,3 +334,29 @@ def test_the_starter_names_only_arguments_that_exist(tree: Path) -> None:
     settings = yaml.safe_load((tree / "configs" / "trainer" / "teacher_grpo.yaml").read_text())
     del settings["trainer_type"]
     assert GRPOConfig(output_dir="logs", use_cpu=True, bf16=False, **settings).adaptive_teaching
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_processes_end_when_their_launcher_is_killed(tree: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = ["max_steps=1000", "val_split=null", "save_steps=1", "per_device_train_batch_size=8", "num_generations=4"]
+    launcher = subprocess.Popen(
+        ["scripts/launch.sh", "2", "configs/run/tiny.yaml", *words, "max_completion_length=8", "logging_steps=1"],
+        env=os.environ | {"PATH": path, "ACCELERATE_CONFIG": "none", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not Path("logs/tiny/checkpoint-2").exists():
+            assert launcher.poll() is None
+            time.sleep(0.2)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [rank for rank in ranks if "retrain" in rank.cmdline() and "grpo" in rank.cmdline()]
+        assert len(ranks) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert alive == []

@@ -16,6 +16,7 @@ import yaml
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, settings
+from retrain.grpo.checks import locked
 from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
@@ -150,6 +151,35 @@ def test_files_and_columns_become_rows(tmp_path: Path) -> None:
         load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "nowhere")), "train", None)
 
 
+def test_a_row_without_an_answer_is_refused_where_answers_are_compared(tmp_path: Path) -> None:
+    rows = [{"question": "2 + 2", "answer": 4}, {"question": "3 + 3", "answer": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunSettings(dataset_id_or_path=str(tmp_path / "rows.jsonl"), reward_funcs=["my:own", "match"])
+    with pytest.raises(ConfigError, match=r"row 1 has an empty answer\."):
+        load_rows(run, "train", None)
+    assert len(load_rows(dataclasses.replace(run, reward_funcs="my:own"), "train", None)) == 2
+    # A trainer of one's own may hand it such a row, too.
+    reward = NamedReward("match")
+    assert reward(["\\boxed{None}", "\\boxed{4}"], answer=[None, 4]) == [None, 1.0]
+    reward.close()
+
+
+def test_an_output_folder_is_held_by_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "logs" / "one"
+    with locked(str(folder)):
+        with pytest.raises(ConfigError, match=r"in use by another run.*Try: another output_dir"), locked(str(folder)):
+            pass
+        # Other processes of the same run.
+        monkeypatch.setenv("RANK", "1")
+        with locked(str(folder)):
+            pass
+    assert not folder.exists()
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match=r"output_dir = .* cannot be written to"), locked(str(tmp_path / "file")):
+        pass
+
+
 def test_functions_are_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grpo_test_rewards.py").write_text("def one(completions, **columns):\n    return [1.0]\n")
@@ -202,7 +232,8 @@ print(*({"torch", "transformers", "trl", "datasets"} & set(sys.modules)))
 """
 
 
-def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path) -> None:
+def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path, tmp_path: Path) -> None:
+    Path("toml_style.py").write_text("def one(response, reference):\n    return 1.0\n")
     words = ["learning_rate=fast", "num_generation=4", "max_prompt_length=0", "lora_rank=x"]
     for given in (
         words,
@@ -212,8 +243,14 @@ def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path) -> None:
         ["resume_from_checkpoint=logs/typo"],
         ["resume_from_checkpoint=true", "output_dir=logs/none"],
         ["output_dir=''"],
+        ["report_to=wandb"],
+        ["temperature=0"],
+        ["reward_funcs=toml_style:one"],
     ):
-        done = subprocess.run([sys.executable, "-c", EARLY, *given], capture_output=True, text=True, check=False)
+        keyless = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        keyless |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+        command = [sys.executable, "-c", EARLY, *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=keyless)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "", given
         assert given[0].partition("=")[0] in done.stderr

@@ -33,5 +33,7 @@ elif ((processes > 1)); then
   # On the CPU as well: with --cpu, accelerate starts a single process.
   options+=(--multi_gpu)
 fi
+# The processes end when this one, which becomes their launcher, is killed.
+export RETRAIN_PARENT=$$
 # The run decides about mixed precision: bf16=true or fp16=true.
 exec python -m accelerate.commands.launch "${options[@]}" -m retrain grpo "$@"

@@ -280,13 +280,15 @@ def lock_folder(path: Path, setting: str = "--log-dir") -> TextIO:
     file = (path / LOCK_FILE).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         file.seek(0)
         owner = file.read().strip()
         file.close()
         # The other process may not have written its number yet.
         process = f" (process {owner})" if owner else ""
         raise ConfigError(f"{path} is in use by another run{process}.  Try: another {setting}") from error
+    except OSError:
+        pass  # a file system without locks, where nobody can be kept out
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

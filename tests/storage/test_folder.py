@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -274,6 +277,15 @@ def test_a_folder_whose_owner_has_not_written_its_number_yet_is_in_use(tmp_path:
         held.truncate(0)
         with pytest.raises(ConfigError, match=r"is in use by another run\.  Try: another --log-dir"):
             lock_folder(tmp_path)
+
+
+def test_a_file_system_without_locks_can_hold_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_folder(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
 
 
 def test_a_run_that_is_resumed_while_it_lives_is_rejected(model: Path, run_folder: Path) -> None:

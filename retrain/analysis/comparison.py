@@ -267,7 +267,8 @@ def _by_problem(
     rates = problem_rates([*both[0], *both[1]], measured.step)
     if not rates or not rates[0]:
         return None
-    return compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]), alpha)
+    found = compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]), alpha)
+    return replace(found, left_out=len(both[0][0].evaluations[measured.step]["counted"]) - found.problems)
 
 
 def header(report: ComparisonReport) -> tuple[str, ...]:
@@ -353,8 +354,13 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             lines.append(f"  Detectable difference at 80% power: {c.detectable:.4f}.")
         if problems and problems.interval:
             low, high = problems.interval
+            which = f"the {problems.problems} held-out problems"
+            if problems.left_out:
+                total = problems.problems + problems.left_out
+                which = f"the {problems.problems} of {total} held-out problems that every run scored"
+                lines.append("  The means are over the problems that each run scored, which are not the same.")
             lines.append(
-                f"  On the {problems.problems} held-out problems the difference is {problems.difference:+.4f} "
+                f"  On {which} the difference is {problems.difference:+.4f} "
                 f"({low:+.4f} to {high:+.4f}): {problems.better} better, {problems.worse} worse."
             )
     floor = report.noise_floor

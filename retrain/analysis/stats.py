@@ -119,6 +119,8 @@ class ProblemComparison:
     difference: float
     interval: Interval | None
     p_value: float | None
+    left_out: int = 0
+    """Problems that one of the runs has no score for."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class _Commands(click.Group):
         first = args[0] if args else ""
         if first not in (*COMMANDS, _TRAIN) and first not in ("--help", "-h", "--version"):
             if len(args) > 1 and not first.startswith("-") and not os.path.lexists(first):
-                hint = suggest_command(first)
+                hint = suggest_command(first, args[1])
                 if hint or not args[1].startswith("-"):
                     raise ConfigError(f"there is no file or command {first!r}.  {hint or 'Try: retrain --help'}")
             args = [_TRAIN, *args]
@@ -128,12 +128,13 @@ app = _Commands(
 )
 
 
-def suggest_command(word: str) -> str:
+def suggest_command(word: str, argument: str = "") -> str:
     """A sentence that suggests the closest command, or the closest file for a word with a suffix, or ""."""
     if os.path.splitext(word)[1]:
         return _suggest_file(word)
     if word in ("eval", "evaluate"):
-        return "To evaluate a trained run: retrain --resume logs/train --eval-every 1"
+        folder = argument if os.path.isdir(argument) else "logs/train"
+        return f"To evaluate a trained run: retrain --resume {folder} --eval-every 1"
     close = get_close_matches(word, [*COMMANDS, _TRAIN], n=1)
     if close == [_TRAIN]:
         return "Did you mean train? It needs no command.  Try: retrain my_run.toml"

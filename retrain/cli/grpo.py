@@ -11,6 +11,7 @@ import click
 from retrain.builtin import resolve_model
 from retrain.cli.train import load_environment
 from retrain.errors import ConfigError, RetrainError
+from retrain.runtime.text import plural
 
 STARTER = Path(__file__).parents[1] / "grpo" / "starter"
 
@@ -62,7 +63,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         values = [composed.get(key) for key in show.split(",")]
         click.echo("\n".join("" if value is None else str(value) for value in values))
         return 0
-    from retrain.grpo.checks import OUTPUT, check_before_loading, is_first_process, locked  # noqa: PLC0415
+    from retrain.grpo.checks import OUTPUT, check_before_loading, is_first_process, locked, steps_if_finished  # noqa: PLC0415
     from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
     from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
 
@@ -70,7 +71,12 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         # Errors are reported before TRL is imported.
         run, arguments = read_settings(composed)
         load_rewards(run.reward_funcs)
-        check_before_loading(run, arguments, click.echo if is_first_process() else lambda line: None)
+        say = click.echo if is_first_process() else lambda line: None
+        checkpoint = check_before_loading(run, arguments, say)
+        steps = steps_if_finished(checkpoint, run, arguments) if checkpoint is not None else 0
+        if steps:
+            say(f"{checkpoint} is finished: {plural(steps, 'step')}.  To train longer: a larger max_steps")
+            return 0
         with locked(arguments.get("output_dir") or OUTPUT):
             from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 

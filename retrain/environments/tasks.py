@@ -17,6 +17,9 @@ from retrain.runtime.text import plural
 from retrain.tracking.console import Console
 from retrain.types import Example
 
+SPLIT_CHECKED = 8
+"""Problems of each split that are compared."""
+
 
 class EnvironmentTasks:
     """A `TaskSource` for `[environment]`. Built before the model is loaded, so that errors show early."""
@@ -45,7 +48,19 @@ class EnvironmentTasks:
             self.console.print(
                 "Warning: the tokenizer has no chat template; conversations are formatted as plain text."
             )
+        if self._has_one_split():
+            self.console.print(
+                "Note: the environment has the same problems for training and for evaluation, so held-out results are "
+                "those of problems that are trained on."
+            )
         return self.examples, self.held_out
+
+    def _has_one_split(self) -> bool:
+        """Whether the first problems of both splits are equal; all of them would take long to fetch."""
+        first = [(example.prompt, example.reference, example.id) for example in self.held_out[:SPLIT_CHECKED]]
+        if isinstance(self.examples, Endless) or not first:
+            return False
+        return first == [(example.prompt, example.reference, example.id) for example in self.examples[: len(first)]]
 
     def scorer(self, backend: Backend) -> RolloutScorer:
         """The runner, which needs the model's context length."""

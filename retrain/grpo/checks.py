@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,13 +28,15 @@ OUTPUT = "trainer_output"
 """Default of transformers for output_dir."""
 STATE = "trainer_state.json"
 """The file of a checkpoint in which transformers keeps its step."""
+EPOCHS = 3.0
+"""Default of transformers for num_train_epochs."""
 WEIGHTS = ("*model*", "global_step*")
 """Files or folders of weights in a checkpoint: of models and adapters, and of DeepSpeed."""
 
 
 def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None:
-    """The checkpoint to resume; `True` stands for the one written last, which may have a lower number than those of an
-    earlier run."""
+    """The checkpoint to resume; `True` stands for the last one of the newest run, which may have a lower number than
+    those of an earlier run."""
     if not wanted:
         return None
     if isinstance(wanted, str):
@@ -46,8 +49,30 @@ def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None
     numbered = [path for path, step in states.items() if step.isdigit()]
     if not numbered:
         raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
-    # Copies may have equal times.
-    return max(numbered, key=lambda path: (path.stat().st_mtime_ns, int(states[path]))).parent
+    newest = max(numbered, key=lambda path: (path.stat().st_mtime_ns, int(states[path])))
+    # A copied folder has new times, in any order. What a run has logged begins with what its earlier checkpoints have.
+    logged = _read_history(newest)
+    later = [path for path in numbered if logged and _read_history(path)[: len(logged)] == logged]
+    return max(later or [newest], key=lambda path: int(states[path])).parent
+
+
+def _read_history(state: Path) -> list[Any]:
+    try:
+        return list(json.loads(state.read_text(encoding="utf-8"))["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def steps_if_finished(checkpoint: Path, run: RunSettings, arguments: Mapping[str, Any]) -> int:
+    """The steps of a checkpoint after which nothing is left to train, or 0. transformers would take one step more."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        step, epoch = int(state["global_step"]), float(state["epoch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    if arguments.get("max_steps", -1) > 0:
+        return step if step >= arguments["max_steps"] else 0
+    return step if epoch >= arguments.get("num_train_epochs", EPOCHS) * run.artificial_epochs else 0
 
 
 @contextmanager
@@ -78,8 +103,8 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Callable[[str], None]) -> None:
-    """Raise if the checkpoint is missing, or if the model or the data is neither on this machine nor to be had.
+def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume, if any. Raise if it is missing, or if the model or the data cannot be had.
 
     If the Hub cannot be reached, only its cache is used: its libraries would retry for a minute.
     """
@@ -92,13 +117,14 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     trackers = arguments.get("report_to")
     if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
         raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
-    choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
+    checkpoint = choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
     issues = tuple(_find_issues(run))
     from_hub = find_model(run.model_name_or_path).found in ("cache", "download") or bool(_dataset_of_hub(run))
     if not issues and from_hub and use_cache_if_unreachable(log):
         issues = tuple(_find_issues(run))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
+    return checkpoint
 
 
 def _find_issues(run: RunSettings) -> Iterator[ConfigIssue]:

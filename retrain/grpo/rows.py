@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
 
 def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    answer = _pick(row, run.answer_column, ANSWERS, number, is_required=bool(run.answer_column) or _compares(run))
+    answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or _compares(run))
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
         missing = [name for name in run.keep_columns if name not in row]
@@ -104,6 +105,10 @@ def _pick(
     found = next((name for name in names if row.get(name) is not None), "")
     if is_required and not found:
         empty = [name for name in names if name in row]
-        lack = f"an empty {empty[0]}" if empty else f"none of {', '.join(names)}; it has {', '.join(row)}"
-        raise ConfigError(f"row {number} has {lack}.")
+        if empty:
+            raise ConfigError(f"row {number} has an empty {empty[0]}.")
+        close = get_close_matches(names[0], list(row), n=1) if named else []
+        hint = f"  Did you mean {close[0]}?" if close else ""
+        lack = f"no column {named}" if named else f"none of {', '.join(names)}"
+        raise ConfigError(f"row {number} has {lack}; it has {', '.join(row)}.{hint}")
     return found

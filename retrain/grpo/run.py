@@ -52,7 +52,11 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
         for function in trainer.reward_funcs if name == "reward" else ():
             if isinstance(function, NamedReward):
                 pools.callback(function.close)
-        result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except KeyboardInterrupt:
+            say(describe_interrupt(args.output_dir, trainer.state.global_step))
+            raise
     trainer.save_model()
     trainer.save_state()
     found = {row["step"]: row[f"eval_{name}"] for row in trainer.state.log_history if f"eval_{name}" in row}
@@ -67,6 +71,15 @@ def describe_change(values: Mapping[int, float]) -> str:
     if first == 0:
         return f"{values[first]:.4f} before" + (f" and {values[last]:.4f} after" if last else "")
     return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
+
+
+def describe_interrupt(output_dir: str, step: int) -> str:
+    """A line that says where a run was interrupted and how to resume it."""
+    try:
+        newest = choose_checkpoint(output_dir, True)
+    except ConfigError:
+        return f"Stopped at step {step}, before the first checkpoint: there is one every save_steps steps."
+    return f"Stopped at step {step}.  To resume from {newest}: the same command with resume_from_checkpoint=true"
 
 
 def describe_resume(checkpoint: Path, args: TrainingArguments) -> Iterator[str]:

@@ -20,6 +20,7 @@ from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt,
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.plugins import REGISTRIES, import_path
 from retrain.runtime.packages import missing
+from retrain.runtime.text import plural
 
 TESTED = ("1.16", "1.17")
 """Supported TRL versions: from the first, up to but not including the second."""
@@ -178,7 +179,9 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
     weights = run.reward_weights
     if weights is not None and names and len(weights) != len(names):
-        issues.append(ConfigIssue("reward_weights", f"has {len(weights)} numbers for {len(names)} of reward_funcs."))
+        issues.append(
+            ConfigIssue("reward_weights", f"has {plural(len(weights), 'number')} for {plural(len(names), 'function')}.")
+        )
     unknown = [REGISTRIES["reward"].explain_unknown(name) for name in names if ":" not in name]
     issues += [ConfigIssue("reward_funcs:", text) for text in unknown if text]
     if is_grpo and run.completion_only_training is False:

@@ -96,6 +96,19 @@ def test_another_baseline_and_metric_can_be_asked_for(campaign: Path, capsys: py
     assert data["comparisons"][0]["problems"] is None
 
 
+def test_problems_without_a_score_are_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, campaign)["comparisons"][0]["problems"]["left_out"] == 0
+    path = next(campaign.glob("runs/*/eval.jsonl"))
+    *before, last = map(json.loads, path.read_text().splitlines())
+    last["counted"][0] = last["correct"][0] = 0
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*before, last]))
+    total = len(last["counted"])
+    assert run(["compare", str(campaign)]) == 0
+    text = capsys.readouterr().out
+    assert f"On the {total - 1} of {total} held-out problems that every run scored the difference is" in text
+    assert "The means are over the problems that each run scored" in text
+
+
 def test_a_metric_without_a_better_direction_only_differs(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in campaign.glob("runs/*/metrics.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

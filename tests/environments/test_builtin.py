@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config import TrainConfig
+from retrain.config import TrainConfig, build_config
 from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
 from retrain.environments import Environment, Outcome, Reply, build_environment
 from retrain.environments.builtin.calculator import calculate
 from retrain.environments.builtin.guess_number import hint_metrics, read_guess
+from retrain.environments.tasks import EnvironmentTasks
 from retrain.errors import ConfigError
 from retrain.storage.recording import read_recordings
 from retrain.testing import ScriptedChat
+from retrain.tracking.console import Console
 from retrain.trainer import train
 from retrain.types import Completion, Example
 from tests.environments.table import play, tiny_tokenizer
@@ -242,3 +245,15 @@ def test_all_bad_arguments_come_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         build("guess-number", top=0, tries=0, x=1)
     assert len(caught.value.issues) == 3
+
+
+@pytest.mark.parametrize(("id", "is_said"), [("guess-number", True), ("calculator", False)])
+def test_problems_that_are_in_both_splits_are_named(id: str, is_said: bool) -> None:
+    tables: dict[str, Any] = {"environment": {"provider": "builtin", "id": id}, "eval": {"every": 1}}
+    stream = StringIO()
+    tasks = EnvironmentTasks(build_config(tables, {}, "run.toml"), Console(stream))
+    try:
+        tasks.load(tiny_tokenizer())
+    finally:
+        tasks.close()
+    assert ("the same problems for training and for evaluation" in stream.getvalue()) == is_said

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import datasets
 import psutil
@@ -20,7 +21,7 @@ import yaml
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, GRPOTrainer
-from retrain.grpo.checks import choose_checkpoint
+from retrain.grpo.checks import choose_checkpoint, steps_if_finished
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
@@ -210,6 +211,11 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Note: learning_rate=1e-05 has no effect: a resumed run restores the schedule" in shown
     assert "which has 0.002." in shown
     assert "Note: max_steps=4, and the checkpoint's run had 2: the cosine schedule now spans these steps" in shown
+    before = Path("logs/tiny/adapter_model.safetensors").read_bytes()
+    assert run(["grpo", "configs/run/tiny.yaml", *words, "resume_from_checkpoint=true"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "logs/tiny/checkpoint-4 is finished: 4 steps.  To train longer: a larger max_steps\n"
+    assert Path("logs/tiny/adapter_model.safetensors").read_bytes() == before
     logged = json.loads(Path("logs/tiny/trainer_state.json").read_text())["log_history"]
     assert next(row["learning_rate"] for row in logged if row["step"] == 4) > 1e-4
 
@@ -224,6 +230,14 @@ def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:
         os.utime(state, (written, written))
     (tmp_path / "checkpoint-12").mkdir()
     assert choose_checkpoint(str(tmp_path), True) == tmp_path / "checkpoint-9"
+    # In a copy, the order of times is that of copying; what was logged tells which checkpoints are of one run.
+    for step, name in ((2, "a"), (9, "b"), (10, "b"), (11, "a")):
+        rows = [{"step": done, "loss": f"{name}{done}"} for done in range(1, step + 1)]
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        times = state.stat().st_mtime
+        state.write_text(json.dumps({"log_history": rows}))
+        os.utime(state, (times, times))
+    assert choose_checkpoint(str(tmp_path), True) == tmp_path / "checkpoint-10"
     for wanted in ("elsewhere", str(tmp_path / "checkpoint-12")):
         with pytest.raises(
             ConfigError, match=f"{wanted}'?: there is no checkpoint.  Try: a folder checkpoint-N, or tr"
@@ -232,6 +246,38 @@ def test_the_checkpoint_written_last_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-9" / "adapter_model.safetensors").touch()
     assert choose_checkpoint(str(tmp_path), str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
     assert choose_checkpoint(str(tmp_path), False) is choose_checkpoint(str(tmp_path), None) is None
+
+
+def test_a_run_of_epochs_is_finished_after_them(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 8, "epoch": 2.0, "max_steps": 8}')
+    run = RunSettings()
+    found = [steps_if_finished(tmp_path, run, {"num_train_epochs": epochs}) for epochs in (1.5, 2, 2.5)]
+    assert found == [8, 8, 0] and steps_if_finished(tmp_path, run, {}) == 0
+    assert steps_if_finished(tmp_path, RunSettings(artificial_epochs=2), {"num_train_epochs": 2}) == 0
+    assert [steps_if_finished(tmp_path, run, {"max_steps": steps}) for steps in (7, 8, 9)] == [8, 8, 0]
+    assert steps_if_finished(tmp_path / "none", run, {"max_steps": 1}) == 0
+
+
+def test_an_interrupted_run_says_how_to_resume_it(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capsys.readouterr()
+    seen = []
+
+    def score(completions: list[Any], **columns: Any) -> list[float]:
+        seen.append(len(completions))
+        if len(seen) > 2:
+            raise KeyboardInterrupt
+        return [float(len(str(one)) % 2) for one in completions]
+
+    monkeypatch.setattr("retrain.grpo.run.load_rewards", lambda names: [score])
+    words = ["max_steps=4", "save_steps=1", "per_device_train_batch_size=4", "num_generations=4", "val_split=null"]
+    code = run(["grpo", "configs/run/tiny.yaml", *words, "max_completion_length=8", "max_train_examples=8"])
+    assert code == 130
+    line = (
+        "Stopped at step 2.  To resume from logs/tiny/checkpoint-2: the same command with resume_from_checkpoint=true"
+    )
+    assert line in capsys.readouterr().out
 
 
 def test_teacher_sft_trains_on_completions_only(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,8 +71,9 @@ def config_of(model: Path, folder: Path, **overrides: Any) -> TrainConfig:
 
 def started(folder: Path) -> dict[str, Any]:
     """What the stand-in wrote down."""
-    line = (folder / "logs" / "vllm.log").read_text().splitlines()[0]
-    started_with: dict[str, Any] = json.loads(line)
+    lines = (folder / "logs" / "vllm.log").read_text().splitlines()
+    # Libraries may have printed something before.
+    started_with: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     return started_with
 
 

@@ -37,7 +37,7 @@ class RunProgress:
     """running, finished, interrupted, failed (it ended with an error), dead (the process disappeared), pending (not
     started) or unreadable.
 
-    A run of TRL is finished or unfinished: nothing in its folder says whether a process still trains it.
+    A run of TRL is running, finished or unfinished: nothing in its folder says why it ended.
     """
     step: int = 0
     max_steps: int | None = None
@@ -147,9 +147,10 @@ def read_trl_progress(folder: Path) -> RunProgress | None:
     if "global_step" not in state:
         return None
     try:
-        return _checked(_read_trl_state(state, newest))
+        progress = _checked(_read_trl_state(state, newest))
     except Exception:
         return RunProgress("unreadable")
+    return replace(progress, status="running") if is_locked(folder) else progress
 
 
 def _read_trl_state(state: Table, path: Path) -> RunProgress:

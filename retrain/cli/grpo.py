@@ -73,11 +73,14 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         load_rewards(run.reward_funcs)
         say = click.echo if is_first_process() else lambda line: None
         checkpoint = check_before_loading(run, arguments, say)
-        steps = steps_if_finished(checkpoint, run, arguments) if checkpoint is not None else 0
-        if steps:
-            say(f"{checkpoint} is finished: {plural(steps, 'step')}.  To train longer: a larger max_steps")
-            return 0
         with locked(arguments.get("output_dir") or OUTPUT):
+            steps = steps_if_finished(checkpoint, run, arguments) if checkpoint is not None else 0
+            if steps:
+                say(
+                    f"Nothing is left to train: the model in {checkpoint} has {plural(steps, 'step')}.  "
+                    "To train longer: a larger max_steps, or num_train_epochs"
+                )
+                return 0
             from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 
             run_settings(composed, click.echo)

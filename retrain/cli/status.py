@@ -101,16 +101,20 @@ def find_entries(logs: Path) -> list[Entry]:
     return sorted(_search(logs, SEARCH_DEPTH), key=_last_step)
 
 
+def _find_progress(folder: Path) -> RunProgress | None:
+    """The progress of the run in a folder; None if there is none. A run of TRL has no config.toml."""
+    has_config = (folder / CONFIG_FILE).is_file()
+    if not has_config and (progress := read_trl_progress(folder)):
+        return progress
+    is_run = has_config and any((folder / name).exists() for name in RUN_FILES)
+    return read_progress(folder) if is_run or is_locked(folder) else None
+
+
 def _search(folder: Path, depth: int) -> Iterator[Entry]:
     if (folder / MANIFEST).is_file():
         yield read_campaign(folder)
-    elif is_locked(folder) or (
-        (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in RUN_FILES)
-    ):
-        progress = read_progress(folder)
+    elif progress := _find_progress(folder):
         yield Entry(str(folder), "run", progress.status, progress.status == "running", {folder.name: progress})
-    elif trl_progress := read_trl_progress(folder):
-        yield Entry(str(folder), "run", trl_progress.status, False, {folder.name: trl_progress})
     elif depth:
         with os.scandir(folder) as inside:
             below = [Path(item.path) for item in inside if item.is_dir() and not item.name.startswith(".")]

@@ -65,6 +65,8 @@ def _read_history(state: Path) -> list[Any]:
 
 def steps_if_finished(checkpoint: Path, run: RunSettings, arguments: Mapping[str, Any]) -> int:
     """The steps of a checkpoint after which nothing is left to train, or 0. transformers would take one step more."""
+    # For GRPO, the dataset is repeated instead.
+    epochs = arguments.get("num_train_epochs", EPOCHS) * (run.artificial_epochs if run.trainer_type == "sft" else 1)
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         step, epoch = int(state["global_step"]), float(state["epoch"])
@@ -72,7 +74,7 @@ def steps_if_finished(checkpoint: Path, run: RunSettings, arguments: Mapping[str
         return 0
     if arguments.get("max_steps", -1) > 0:
         return step if step >= arguments["max_steps"] else 0
-    return step if epoch >= arguments.get("num_train_epochs", EPOCHS) * run.artificial_epochs else 0
+    return step if epoch >= epochs else 0
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _pick(
     row: Mapping[str, Any], named: str | None, usual: tuple[str, ...], number: int, is_required: bool = True
 ) -> str:
     names = (named,) if named else usual
-    found = next((name for name in names if row.get(name) is not None), "")
+    found = next((name for name in names if row.get(name) not in (None, "")), "")
     if is_required and not found:
         empty = [name for name in names if name in row]
         if empty:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
     for line in describe_resume(checkpoint, args) if checkpoint is not None else ():
         say(line)
     name = "reward" if isinstance(trainer, GRPOTrainer) else "loss"
+    started = time.time()
     with contextlib.ExitStack() as pools:
         for function in trainer.reward_funcs if name == "reward" else ():
             if isinstance(function, NamedReward):
@@ -55,7 +57,7 @@ def run_settings(settings: Mapping[str, Any], log: Callable[[str], None]) -> Any
         try:
             result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except KeyboardInterrupt:
-            say(describe_interrupt(args.output_dir, trainer.state.global_step))
+            say(describe_interrupt(args.output_dir, trainer.state.global_step, started, checkpoint))
             raise
     trainer.save_model()
     trainer.save_state()
@@ -73,26 +75,32 @@ def describe_change(values: Mapping[int, float]) -> str:
     return " and ".join(f"{values[step]:.4f} after step {step}" for step in dict.fromkeys((first, last)))
 
 
-def describe_interrupt(output_dir: str, step: int) -> str:
-    """A line that says where a run was interrupted and how to resume it."""
-    try:
-        newest = choose_checkpoint(output_dir, True)
-    except ConfigError:
+def describe_interrupt(output_dir: str, step: int, started: float, resumed: Path | None) -> str:
+    """A line that says where a run was interrupted and how to resume it; `started` in seconds since the epoch."""
+    states = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+    own = [state.parent for state in states if state.stat().st_mtime >= started]
+    newest = max(own, key=lambda path: path.stat().st_mtime, default=resumed)
+    if newest is None:
         return f"Stopped at step {step}, before the first checkpoint: there is one every save_steps steps."
-    return f"Stopped at step {step}.  To resume from {newest}: the same command with resume_from_checkpoint=true"
+    how = "true" if own else newest
+    return f"Stopped at step {step}.  To resume from {newest}: the same command with resume_from_checkpoint={how}"
 
 
 def describe_resume(checkpoint: Path, args: TrainingArguments) -> Iterator[str]:
     """Lines that say what is resumed, that a learning rate other than the checkpoint's has no effect, and that another
     number of steps changes the schedule."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # transformers reports what is missing
+    with contextlib.suppress(OSError, ValueError, KeyError, ZeroDivisionError):  # transformers reports what is missing
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         yield f"Resuming from {checkpoint} at step {state['global_step']}."
-        schedule = SchedulerType(args.lr_scheduler_type).value
-        if 0 < args.max_steps != state["max_steps"] and not schedule.startswith("constant"):
+        schedule, steps = SchedulerType(args.lr_scheduler_type).value, args.max_steps
+        if steps <= 0:
+            steps = round(args.num_train_epochs * state["global_step"] / state["epoch"])
+        # A number of epochs gives the steps up to rounding.
+        is_changed = abs(steps - state["max_steps"]) > (0 if args.max_steps > 0 else 1)
+        if is_changed and not schedule.startswith("constant"):
             yield (
-                f"Note: max_steps={args.max_steps}, and the checkpoint's run had {state['max_steps']}: the {schedule} "
-                "schedule now spans these steps, so the learning rate jumps."
+                f"Note: this run has {plural(steps, 'step')}, and that of the checkpoint had {state['max_steps']}: the "
+                f"{schedule} schedule now spans these steps, so the learning rate jumps."
             )
     if (checkpoint / SCHEDULER_NAME).is_file():
         rates = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("base_lrs", [])

@@ -62,6 +62,9 @@ def test_a_run_of_trl_is_listed_as_of_its_last_checkpoint(tmp_path: Path, capsys
     (entry,) = status_of(tmp_path, capsys)
     progress = entry["runs"]["tiny"]
     assert (entry["status"], progress["step"], progress["mean_reward"]) == ("unfinished", 8, 0.8)
+    with lock_folder(tmp_path / "tiny"):
+        (entry,) = status_of(tmp_path, capsys)
+        assert (entry["status"], entry["live"], entry["runs"]["tiny"]["step"]) == ("running", True, 8)
     (tmp_path / "tiny" / "trainer_state.json").write_text(json.dumps({"global_step": 10, "max_steps": 10}))
     (entry,) = status_of(tmp_path, capsys)
     assert (entry["status"], entry["live"], entry["runs"]["tiny"]["step"]) == ("finished", False, 10)

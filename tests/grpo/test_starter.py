@@ -17,6 +17,7 @@ import datasets
 import psutil
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from retrain.cli import run
 from retrain.errors import ConfigError
@@ -25,7 +26,7 @@ from retrain.grpo.checks import choose_checkpoint, steps_if_finished
 from retrain.grpo.compose import compose_settings
 from retrain.grpo.rewards import NamedReward
 from retrain.grpo.rows import load_rows
-from retrain.grpo.run import build_trainer
+from retrain.grpo.run import build_trainer, describe_interrupt, describe_resume
 from retrain.grpo.settings import RunSettings
 from tests.cases import slow
 
@@ -210,11 +211,11 @@ def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -
     assert "Resuming from logs/tiny/checkpoint-2 at step 2." in shown and "Done: 4 steps" in shown
     assert "Note: learning_rate=1e-05 has no effect: a resumed run restores the schedule" in shown
     assert "which has 0.002." in shown
-    assert "Note: max_steps=4, and the checkpoint's run had 2: the cosine schedule now spans these steps" in shown
+    assert "Note: this run has 4 steps, and that of the checkpoint had 2: the cosine schedule now spans" in shown
     before = Path("logs/tiny/adapter_model.safetensors").read_bytes()
     assert run(["grpo", "configs/run/tiny.yaml", *words, "resume_from_checkpoint=true"]) == 0
     shown = capsys.readouterr().out
-    assert shown == "logs/tiny/checkpoint-4 is finished: 4 steps.  To train longer: a larger max_steps\n"
+    assert shown.startswith("Nothing is left to train: the model in logs/tiny/checkpoint-4 has 4 steps.  To train lo")
     assert Path("logs/tiny/adapter_model.safetensors").read_bytes() == before
     logged = json.loads(Path("logs/tiny/trainer_state.json").read_text())["log_history"]
     assert next(row["learning_rate"] for row in logged if row["step"] == 4) > 1e-4
@@ -253,9 +254,31 @@ def test_a_run_of_epochs_is_finished_after_them(tmp_path: Path) -> None:
     run = RunSettings()
     found = [steps_if_finished(tmp_path, run, {"num_train_epochs": epochs}) for epochs in (1.5, 2, 2.5)]
     assert found == [8, 8, 0] and steps_if_finished(tmp_path, run, {}) == 0
-    assert steps_if_finished(tmp_path, RunSettings(artificial_epochs=2), {"num_train_epochs": 2}) == 0
+    for kind, steps in (("sft", 0), ("grpo", 8)):
+        repeated = RunSettings(artificial_epochs=2, trainer_type=kind)
+        assert steps_if_finished(tmp_path, repeated, {"num_train_epochs": 2}) == steps
     assert [steps_if_finished(tmp_path, run, {"max_steps": steps}) for steps in (7, 8, 9)] == [8, 8, 0]
     assert steps_if_finished(tmp_path / "none", run, {"max_steps": 1}) == 0
+
+
+def test_more_epochs_under_a_schedule_are_noted(tmp_path: Path) -> None:
+    state = {"global_step": 8, "epoch": 2.0, "max_steps": 8}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    args = {"output_dir": str(tmp_path / "out"), "use_cpu": True, "lr_scheduler_type": "cosine"}
+    for epochs, is_said in ((2, False), (4, True)):
+        lines = list(describe_resume(tmp_path, TrainingArguments(num_train_epochs=epochs, **args)))
+        assert any("this run has 16 steps, and that of the checkpoint had 8" in line for line in lines) == is_said
+
+
+def test_checkpoints_of_an_earlier_run_are_not_those_of_an_interrupted_one(tmp_path: Path) -> None:
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text("{}")
+    os.utime(state, (1e9, 1e9))
+    assert "before the first checkpoint" in describe_interrupt(str(tmp_path), 1, 2e9, None)
+    resumed = tmp_path / "checkpoint-4"
+    assert f"resume_from_checkpoint={resumed}" in describe_interrupt(str(tmp_path), 5, 2e9, resumed)
+    assert "resume_from_checkpoint=true" in describe_interrupt(str(tmp_path), 5, 1e9, None)
 
 
 def test_an_interrupted_run_says_how_to_resume_it(

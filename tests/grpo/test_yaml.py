@@ -158,6 +158,9 @@ def test_a_row_without_an_answer_is_refused_where_answers_are_compared(tmp_path:
     with pytest.raises(ConfigError, match=r"row 1 has an empty answer\."):
         load_rows(run, "train", None)
     assert len(load_rows(dataclasses.replace(run, reward_funcs="my:own"), "train", None)) == 2
+    (tmp_path / "rows.jsonl").write_text('{"question": "2 + 2", "answer": ""}\n')
+    with pytest.raises(ConfigError, match=r"row 0 has an empty answer\."):
+        load_rows(run, "train", None)
     # A trainer of one's own may hand it such a row, too.
     reward = NamedReward("match")
     assert reward(["\\boxed{None}", "\\boxed{4}"], answer=[None, 4]) == [None, 1.0]

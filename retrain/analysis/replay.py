@@ -18,7 +18,7 @@ from retrain.errors import ConfigError
 from retrain.modeling.tokens import load_tokenizer, vocabulary_texts
 from retrain.planning.masks import PlanningMasks
 from retrain.rollout import Rollouts
-from retrain.storage.logs import METRICS
+from retrain.storage.logs import MANIFEST, METRICS
 from retrain.storage.recording import find_recordings, read_recordings
 from retrain.types import BoolArray, FloatArray, Group
 
@@ -78,6 +78,10 @@ def read_lambda(log: Mapping[int, Row], step: int) -> float | None:
 
 def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterator[Difference]:
     """Compare two methods step by step over the recordings of a run."""
+    if (log_dir / MANIFEST).is_file():
+        runs = sorted(str(path) for path in (log_dir / "runs").glob("*"))
+        hint = runs[0] if runs else "one of its runs"
+        raise ConfigError(f"{log_dir} is a campaign; recordings are in its runs.  Try: retrain replay {hint}")
     if not find_recordings(log_dir):
         raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
     texts = vocabulary_texts(load_tokenizer(recorded.model.model))

@@ -107,7 +107,9 @@ def _missing_datasets(config: TrainConfig) -> Iterator[ConfigIssue]:
         reason = "which is not in the cache of the Hugging Face Hub. The Hub cannot be reached."
         if dataset.startswith((".", "~")):
             reason = "but there is no such folder."
-        yield ConfigIssue(where, f"needs the dataset {dataset}, {reason}", OFFLINE_HINT)
+        # The table that names it is the one to change.
+        hint = OFFLINE_HINT.replace("[data]", where.partition(" ")[0])
+        yield ConfigIssue(where, f"needs the dataset {dataset}, {reason}", hint)
 
 
 def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:

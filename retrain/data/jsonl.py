@@ -40,7 +40,7 @@ def _parse_line(line: bytes) -> object:
     except UnicodeDecodeError as error:
         return BadRow(f"is not UTF-8 (byte {error.start + 1})")
     except json.JSONDecodeError as error:
-        return BadRow(f"is not JSON ({error.msg}, column {error.colno})")
+        return BadRow(f"is not JSON ({error.msg}, column {error.colno}); each line holds one object")
     except ValueError as error:
         return BadRow(f"is not JSON ({error})")
     except RecursionError:

@@ -63,7 +63,7 @@ def gsm8k_answer(text: str) -> str:
 def to_example(row: object, section: schema.Data, id: str) -> Example:
     """Convert one row; raises BadRow."""
     if not isinstance(row, Mapping):
-        raise BadRow(f"is {_kind(row)}, not an object with fields")
+        raise BadRow(f"is {_kind(row)}, not an object with fields; each line holds one problem")
     prompt_field = _pick_field(row, section.prompt_field, PROMPT_FIELDS, "prompt_field")
     answer_field = _pick_field(row, section.answer_field, ANSWER_FIELDS, "answer_field")
     meta = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}

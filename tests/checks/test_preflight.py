@@ -171,7 +171,9 @@ def test_a_dataset_that_cannot_be_had_is_reported_before_libraries_are_loaded(
     monkeypatch.setattr(preflight, "hub_answers", lambda: False)
     error = check(data__source="gsm8k", eval__every=10)
     assert error.count("needs the dataset openai/gsm8k, which is not in the cache") == 1
-    assert "Try: without the Hub, write the rows to a file" in error
+    assert "Try: without the Hub, write the rows to a file" in error and "set [data] source" in error
+    held_out = check(data__source="arithmetic", eval__every=10, eval__source="gsm8k")
+    assert 'and set [eval] source = "jsonl"' in held_out and "[data]" not in held_out
     assert "needs the dataset some/Camel" in check(data__source="hub", data__id="some/CamelCase", eval__every=0)
     assert "needs the dataset squad, which is not in" in check(data__source="hub", data__id="squad", eval__every=0)
     assert "./rows, but there is no such folder" in check(data__source="hub", data__id="./rows", eval__every=0)

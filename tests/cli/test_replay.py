@@ -11,6 +11,7 @@ import pytest
 from retrain.analysis.replay import Difference, replay
 from retrain.cli.replay import total
 from retrain.config import TrainConfig, load_config
+from retrain.errors import ConfigError
 from retrain.storage.recording import write_recording
 from retrain.types import Completion, Example, Group, Score
 
@@ -65,3 +66,10 @@ def test_steps_that_were_not_recorded_open_the_gate_of_both_sides(tmp_path: Path
     record_step_three(tmp_path, [*before, {"step": 3, "correct_rate": 0.5, "sepa_lambda": 0.5}])
     assert replayed(tmp_path, sepa_config()).changed == 0.0
     assert replayed(tmp_path, sepa_config(**{"sepa.correct_rate_gate": 0.9})).changed > 0.01
+
+
+def test_a_campaign_names_a_run_to_replay(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "grpo_s1").mkdir(parents=True)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a campaign; .*Try: retrain replay .*/runs/grpo_s1"):
+        list(replay(tmp_path, sepa_config(), sepa_config()))

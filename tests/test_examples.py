@@ -137,6 +137,7 @@ def test_the_problems_of_smollm2_are_those_that_its_script_writes_and_none_is_he
     assert task.score("7 + 5 = 12, not 13", "12") == 0 and task.score("no idea", "12") == 0
 
 
+@pytest.mark.slow
 def test_smollm2_arithmetic_runs_on_the_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER.parent)
     flags = ["--campaign-max-steps", "1", "--campaign.seeds", "[1]", "--batch-size", "2", "--group-size", "2"]

@@ -11,6 +11,7 @@ from retrain.campaign.plan import Run
 from retrain.campaign.progress import DONE, finished_steps
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path
+from retrain.config.schema import Campaign
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
@@ -42,15 +43,22 @@ def choose_folder(config: TrainConfig) -> Path:
 def check_earlier(earlier: Manifest, config: TrainConfig, runs: Sequence[Run], is_resumed: bool) -> None:
     """Raise if the campaign in the folder cannot be continued with this configuration."""
     if config.campaign is not None and config.campaign.stop_when:
-        _require_planned_seeds(earlier, config.campaign.seeds)
+        _require_planned_tests(earlier, config.campaign)
     _require_its_runs(earlier, runs, is_resumed)
     _require_same_campaign(earlier, runs)
     _require_enough_steps(runs)
 
 
-def _require_planned_seeds(earlier: Manifest, seeds: Sequence[int]) -> None:
-    """Raise if a campaign that stops early has other seeds than its tests were planned for."""
+def _require_planned_tests(earlier: Manifest, campaign: Campaign) -> None:
+    """Raise if a campaign that stops early has other seeds or steps than its tests were planned for."""
     planned = sorted({record["seed"] for record in earlier.table["runs"]})
+    seeds, steps = campaign.seeds, earlier.table["config"]["campaign"]["max_steps"]
+    if earlier.table.get("stop_when") and steps != campaign.max_steps:
+        raise ConfigError(
+            f'[campaign] stop_when = "decided" tests runs of {plural(steps, "step")}; with max_steps = '
+            f"{campaign.max_steps} it would test them again, and its error rate holds for one series of tests only.  "
+            f'Try: max_steps = {steps}, another --log-dir, or stop_when = ""'
+        )
     if earlier.table.get("stop_when") and planned != sorted(seeds):
         raise ConfigError(
             f'[campaign] stop_when = "decided" planned its tests for seeds {planned}, and their error rate holds for '

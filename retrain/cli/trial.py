@@ -243,6 +243,7 @@ def _try_adapter(config: TrainConfig) -> str:
     """Whether an analysis can read its adapter; one on Tinker is left to it."""
     from retrain.squeeze.adapter import Adapter  # noqa: PLC0415  (imports PyTorch)
     from retrain.squeeze.analyze import torch_device  # noqa: PLC0415
+    from retrain.squeeze.compress import check_target  # noqa: PLC0415
     from retrain.squeeze.run import REMOTE  # noqa: PLC0415
 
     assert config.squeeze is not None
@@ -253,6 +254,8 @@ def _try_adapter(config: TrainConfig) -> str:
         if problem:
             raise RetrainError(f"{path} {problem}  Try: put TINKER_API_KEY=tml-... into .env")
         return f"{path} is downloaded by the analysis"
+    if config.squeeze.output_path:
+        check_target(Path(path).expanduser(), Path(config.squeeze.output_path).expanduser())
     with Adapter(Path(path).expanduser()) as adapter:
         return f"{path}: {plural(len(adapter.pairs), 'layer')}, rank {adapter.rank}"
 

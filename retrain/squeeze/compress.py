@@ -22,7 +22,7 @@ def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: in
     """Write the adapter at `rank` into `output_path`, in PEFT layout; an existing adapter is replaced."""
     source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
     place = torch_device(device)
-    _validate_target(source, target)
+    check_target(source, target)
     with Adapter(source) as adapter:
         if not 1 <= rank <= adapter.rank:
             raise ConfigError(f"[squeeze] compress_to = {rank} is outside the adapter's rank, 1 to {adapter.rank}.")
@@ -68,7 +68,8 @@ def scale_config(config: JsonObject, source_rank: int, rank: int) -> JsonObject:
     return config | {"r": rank, "lora_alpha": scaled(alpha), "alpha_pattern": patterns, "rank_pattern": {}}
 
 
-def _validate_target(source: Path, target: Path) -> None:
+def check_target(source: Path, target: Path) -> None:
+    """Raise if the folder for a compressed adapter holds something else."""
     if target.resolve() == source.resolve():
         raise ConfigError("[squeeze] output_path is the source adapter, which is not overwritten.  Try: another folder")
     held = list(target.iterdir()) if target.is_dir() else []

@@ -12,7 +12,7 @@ from retrain.config.schema import Squeeze
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.squeeze.analyze import Analysis, analyze_adapter
-from retrain.squeeze.compress import compress_adapter
+from retrain.squeeze.compress import check_target, compress_adapter
 
 REMOTE = "tinker://"
 
@@ -28,6 +28,8 @@ def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0
             '[squeeze] adapter_path is empty.  Try: adapter_path = "logs/train/checkpoints/step_000020/adapter"'
         )
     with local_folder(settings.adapter_path, base_url) as folder:
+        if settings.output_path:
+            check_target(folder, Path(settings.output_path).expanduser())
         analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
         _check_rank(settings, analysis.source_rank, trained_rank, log)
         log(f"{settings.adapter_path}: {plural(analysis.layers, 'layer')}, rank {analysis.source_rank}")

@@ -6,6 +6,7 @@ step is a line of its own.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -29,6 +30,8 @@ LIVE_EVERY_S = 0.1
 # Scoring is reported as slow from this share of a step, and from this many seconds.
 SLOW_SCORING = 0.2
 SHORTEST_SCORING_S = 1.0
+STEPS_UNREACHED = 5
+"""Steps without a correct completion after which correct_from is explained."""
 # Importance ratios that neither rounding (same weights) nor a single update (older weights) explains.
 FAR_RATIO, FAR_STALE_RATIO = 2.0, 10.0
 # To the beginning of the line, and erase it.
@@ -45,6 +48,8 @@ class Console:
         self.line = LiveLine(colored="NO_COLOR" not in os.environ, unicode=_shows_blocks(self.stream))
         self.is_drawn = False
         self.printed: set[str] = set()
+        self.unreached = 0.0
+        """Steps in which some reward was positive and none has ever reached correct_from."""
         self.shown_at = time.monotonic()
 
     def print(self, line: str) -> None:
@@ -92,17 +97,25 @@ class Console:
             limit = "some of it takes longer than [reward] timeout_s (a judge: judge_timeout_s; shown once)"
             cause = limit if hangs else remedy
             self.print_once(f"  scoring holds up the step: {cause}")
-        # With penalties, the mean may be negative although some answers are right.
-        highest = max((score.value for group in groups for score in group.scores_G if score.counts), default=0.0)
-        if metrics["correct_rate"] == 0 and max(highest, float(metrics["mean_reward"] or 0)) > 0:
-            self.print_once(
-                "  no reward reaches [reward] correct_from, so no completion is correct: lower it if they are graded "
-                "or have penalties (shown once)"
-            )
+        self._explain_correct_from(metrics, groups)
         if metrics["num_datums"] == 0:
             self.print_once("  all groups have equal rewards, so nothing was learned in this step (shown once)")
         if self.live:
             self._draw()
+
+    def _explain_correct_from(self, metrics: StepMetrics, groups: Sequence[Group]) -> None:
+        """Say once that rewards stay below correct_from, when they have done so for some steps."""
+        if float(metrics["correct_rate"] or 0) > 0 or float(metrics.get("eval_pass_at_1") or 0) > 0:
+            self.unreached = -math.inf
+        # With penalties, the mean may be negative although some answers are right.
+        highest = max((score.value for group in groups for score in group.scores_G if score.counts), default=0.0)
+        if max(highest, float(metrics["mean_reward"] or 0)) > 0:
+            self.unreached += 1
+        if self.unreached >= STEPS_UNREACHED:
+            self.print_once(
+                "  no reward has reached [reward] correct_from so far, so no completion is correct: lower it if right "
+                "answers stay below it (shown once)"
+            )
 
     def _log_live(self, step: int, metrics: StepMetrics) -> None:
         self.line.update(step, metrics)

@@ -323,6 +323,17 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     assert "Done: 10 runs, 6 skipped in " in printed
 
 
+def test_a_campaign_that_stops_early_keeps_its_steps(tmp_path: Path, monkeypatch: Patch) -> None:
+    settings: dict[str, Any] = {"seeds": list(range(1, 9)), "stop_when": "decided"}
+    run_with(FakeExecutor(), campaign_config(tmp_path, **settings), monkeypatch)
+    resumed = {"resume": {"from": str(tmp_path)}}
+    with pytest.raises(ConfigError, match=r"tests runs of 4 steps; with max_steps = 6 .*  Try: max_steps = 4"):
+        run_with(FakeExecutor(), campaign_config(tmp_path, resumed, max_steps=6, **settings), monkeypatch)
+    longer = FakeExecutor()
+    plain = campaign_config(tmp_path, resumed, max_steps=6, seeds=settings["seeds"])
+    assert run_with(longer, plain, monkeypatch) == 0 and len(longer.started) == 16
+
+
 @pytest.mark.parametrize("seeds", [range(1, 10), range(1, 8), [*range(1, 8), 20]])
 def test_a_campaign_that_stops_early_keeps_its_seeds(tmp_path: Path, monkeypatch: Patch, seeds: Sequence[int]) -> None:
     config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")

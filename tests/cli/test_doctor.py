@@ -18,6 +18,7 @@ from retrain.config.reference import starter
 from retrain.runtime import packages
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.publishing import publish_folder
+from tests.cases import slow
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
 _KEYS = ("HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_MODE", "HF_HUB_OFFLINE")
@@ -315,7 +316,7 @@ def test_a_file_of_problems_is_read_as_the_run_would(
     assert checks["[data] path"]["status"] == status and detail in checks["[data] path"]["detail"]
 
 
-@pytest.mark.parametrize("table", ["data", "eval"])
+@pytest.mark.parametrize("table", ["data", *slow("eval")])
 def test_an_invalid_row_is_reported_once_for_its_file(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def dawdle(seed: int, most_s: float = 0.15) -> list[Callable[[dict[str, Any]], N
     "overrides",
     [
         {},
-        {"training__batch_size": 10, "training__max_steps": 2},
+        pytest.param({"training__batch_size": 10, "training__max_steps": 2}, marks=pytest.mark.slow),
         pytest.param({"training__prompts_per_sampling": 3}, marks=pytest.mark.slow),
         pytest.param({"training__resample_dead_groups": 2}, marks=pytest.mark.slow),
         pytest.param({"kl__beta": 0.1}, marks=pytest.mark.slow),

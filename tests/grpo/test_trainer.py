@@ -115,7 +115,9 @@ def test_the_engine_samples_and_ratios_are_one_on_fresh_weights(make: Make, peft
 
 
 @pytest.mark.parametrize(
-    ("peft", "given"), [(None, {}), (LORA, {"beta": 0.1}), (None, {"beta": 0.1})], ids=["full", "lora-kl", "full-kl"]
+    ("peft", "given"),
+    [*slow((None, {}), (None, {"beta": 0.1})), (LORA, {"beta": 0.1})],
+    ids=["full", "full-kl", "lora-kl"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given: dict[str, Any]) -> None:
     given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

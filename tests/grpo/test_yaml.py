@@ -22,6 +22,7 @@ from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
 from retrain.grpo.run import build_trainer, describe_change
 from retrain.grpo.settings import RunSettings, read_arguments
+from tests.cases import slow
 
 
 @pytest.fixture
@@ -235,36 +236,42 @@ print(*({"torch", "transformers", "trl", "datasets"} & set(sys.modules)))
 """
 
 
-def test_a_wrong_value_is_found_before_trl_is_imported(configs: Path, tmp_path: Path) -> None:
-    Path("toml_style.py").write_text("def one(response, reference):\n    return 1.0\n")
-    words = ["learning_rate=fast", "num_generation=4", "max_prompt_length=0", "lora_rank=x"]
-    for given in (
-        words,
-        ["reward_funcs=maths", "lora_rank=0"],
-        ["dataset_id_or_path=no.jsonl"],
-        ["reward_funcs=no:no"],
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["learning_rate=fast", "num_generation=4", "max_prompt_length=0", "lora_rank=x"],
         ["resume_from_checkpoint=logs/typo"],
-        ["resume_from_checkpoint=true", "output_dir=logs/none"],
-        ["output_dir=''"],
-        ["report_to=wandb"],
-        ["temperature=0"],
         ["reward_funcs=toml_style:one"],
-    ):
-        keyless = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-        keyless |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
-        command = [sys.executable, "-c", EARLY, *given]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=keyless)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == "", given
-        assert given[0].partition("=")[0] in done.stderr
+        *slow(
+            (["reward_funcs=maths", "lora_rank=0"],),
+            (["dataset_id_or_path=no.jsonl"],),
+            (["reward_funcs=no:no"],),
+            (["resume_from_checkpoint=true", "output_dir=logs/none"],),
+            (["output_dir=''"],),
+            (["report_to=wandb"],),
+            (["temperature=0"],),
+        ),
+    ],
+)
+def test_a_wrong_value_is_found_before_trl_is_imported(given: list[str], configs: Path, tmp_path: Path) -> None:
+    Path("toml_style.py").write_text("def one(response, reference):\n    return 1.0\n")
+    keyless = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    keyless |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    command = [sys.executable, "-c", EARLY, *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=keyless)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+    assert given[0].partition("=")[0] in done.stderr
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ("model_name_or_path=nowhere/model", 'model_name_or_path = "nowhere/model": no such folder, not in the cache'),
-        ("dataset_id_or_path=nowhere/rows", "nowhere/rows is not in the cache of the Hugging Face Hub"),
-        ("dataset_id_or_path=gsm8k", "openai/gsm8k is not in the cache of the Hugging Face Hub"),
+        *slow(
+            ("dataset_id_or_path=nowhere/rows", "nowhere/rows is not in the cache of the Hugging Face Hub"),
+            ("dataset_id_or_path=gsm8k", "openai/gsm8k is not in the cache of the Hugging Face Hub"),
+        ),
     ],
 )
 def test_without_the_hub_what_is_not_cached_is_refused_before_trl_is_imported(

@@ -482,7 +482,7 @@ def test_the_newest_policy_is_proved(rig: Make, server: Loopback) -> None:
 
 
 @pytest.mark.parametrize("meaning", [*slow("sampled"), "raw"])
-@pytest.mark.parametrize("swap", [*slow("the base model"), "the previous adapter", "neither"])
+@pytest.mark.parametrize("swap", [*slow("the base model", "neither"), "the previous adapter"])
 def test_an_adapter_swapped_behind_our_back_is_caught_at_once(
     rig: Make, server: Loopback, swap: str, meaning: str
 ) -> None:

@@ -353,7 +353,7 @@ def test_out_of_memory_again_and_again_ends_the_run(running: Make, monkeypatch: 
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("blocks", [5, 8, 12])
+@pytest.mark.parametrize("blocks", [5, *slow(8, 12)])
 def test_rows_that_make_room_for_others_draw_the_same(
     llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch, blocks: int, cache_dtype: str
 ) -> None:
@@ -452,7 +452,7 @@ class Recorder:
         plain_kernels.draw_tokens(logits, state, slots)
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", *slow("bf16", "fp8"), "int8"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *slow("bf16", "fp8", "int8")])
 def test_the_kernels_of_a_step_are_compiled_ahead(llama: Rig, running: Make, cache_dtype: str) -> None:
     decoder = decoder_of(running(kv_cache_dtype=cache_dtype))
     ahead, used = Recorder(), Recorder()

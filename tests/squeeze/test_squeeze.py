@@ -268,6 +268,7 @@ def test_the_flag_of_an_adapter_is_that_of_the_analysis(
     ]
 
 
+@pytest.mark.slow
 def test_doctor_opens_the_adapter_and_asks_for_nothing_else(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +281,14 @@ def test_doctor_opens_the_adapter_and_asks_for_nothing_else(
     text = capsys.readouterr().out
     assert re.search(r"adapter: \d+ layers, rank 8", text) and "[squeeze] output_path" in text
     assert "gpu:0" not in text and "[backend] adapter_path" not in text and "gone.jsonl" not in text
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "thesis.txt").touch()
+    assert run(["doctor", table]) == 1
+    assert "is not an adapter and is not overwritten" in capsys.readouterr().out
+    assert run([table]) == 2
+    assert "Rank" not in capsys.readouterr().out, "said before the analysis"
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "small" / "thesis.txt").unlink()
     assert run(["doctor", table]) == 1
     assert "adapter_model.safetensors cannot be read" in capsys.readouterr().out
 

@@ -92,9 +92,17 @@ def test_a_step_that_scoring_holds_up_says_so_and_names_the_remedy_once() -> Non
 def test_graded_rewards_that_count_as_wrong_are_explained_once() -> None:
     stream = StringIO()
     console = Console(stream)
-    for _ in range(2):
+    for _ in range(6):
         console.log(0, METRICS | {"correct_rate": 0.0, "mean_reward": 0.4}, [])
-    assert stream.getvalue().count("no reward reaches [reward] correct_from") == 1
+    assert stream.getvalue().count("no reward has reached [reward] correct_from so far") == 1
+    # One step says little, and neither does any after a correct completion, in training or in an evaluation.
+    for more in ({"correct_rate": 0.1}, {"correct_rate": 0.0, "eval_pass_at_1": 0.2}):
+        stream = StringIO()
+        console = Console(stream)
+        console.log(0, METRICS | {"mean_reward": 0.4} | more, [])
+        for _ in range(6):
+            console.log(0, METRICS | {"correct_rate": 0.0, "mean_reward": 0.4}, [])
+        assert "correct_from" not in stream.getvalue()
 
 
 def test_right_answers_that_a_penalty_makes_wrong_are_explained_although_the_mean_is_negative() -> None:
@@ -102,10 +110,11 @@ def test_right_answers_that_a_penalty_makes_wrong_are_explained_although_the_mea
     for value in (0.9, -0.1):
         stream = StringIO()
         scores = (Score(value, "wrong"), Score(-2.0, "wrong"), Score(3.0, "error"))
-        Console(stream).log(
-            0, METRICS | {"correct_rate": 0.0, "mean_reward": -0.5}, [replace(group(), scores_G=scores)]
-        )
-        said.append("no reward reaches [reward] correct_from" in stream.getvalue())
+        console = Console(stream)
+        for _ in range(5):
+            groups = [replace(group(), scores_G=scores)]
+            console.log(0, METRICS | {"correct_rate": 0.0, "mean_reward": -0.5}, groups)
+        said.append("no reward has reached [reward] correct_from" in stream.getvalue())
     assert said == [True, False]
 
 

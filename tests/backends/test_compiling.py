@@ -62,6 +62,7 @@ def test_prompts_and_tokens_of_any_number_run_through_one_graph_per_layer(
         assert [c.token_ids_T.tolist() for c in group] == [c.token_ids_T.tolist() for c in same]
 
 
+@pytest.mark.slow
 def test_a_layer_is_compiled_once_for_training_batches_of_any_size(tiny: Path, graphs: Graphs) -> None:
     config = config_for(tiny)
     learner = learner_for(policy_for(config), config)

@@ -241,6 +241,7 @@ def _running_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_running_batch")
+@pytest.mark.slow
 def test_sampling_and_training_may_share_a_device(tiny: Path) -> None:
     sampling = Sampling(max_tokens=40, n=2, temperature=1.5)
     options = {"stop_every": 8, "training__temperature": 1.5, "training__max_tokens": 40, "training__lr": 1e-4}

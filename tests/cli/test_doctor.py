@@ -317,6 +317,7 @@ def test_a_file_of_problems_is_read_as_the_run_would(
 
 
 @pytest.mark.parametrize("table", ["data", *slow("eval")])
+@pytest.mark.slow
 def test_an_invalid_row_is_reported_once_for_its_file(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ def test_a_model_that_is_not_there_is_left_to_the_check_of_models(folder: Path) 
     assert [where for where, _ in trial._trials(config)] == []
 
 
+@pytest.mark.slow
 def test_characters_that_pythonioencoding_lacks_reach_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path, fsdp: bool) -> None:
         {"distributed__fsdp": True, "distributed__gather_for_generation": False},
     ],
 )
+@pytest.mark.slow
 def test_rank_0_samples_on_a_server_and_all_ranks_train(tmp_path: Path, sharded: dict[str, bool]) -> None:
     (tmp_path / "length_reward.py").write_text(
         "def reward(response, reference, **_):\n    return float(len(response) % 2)\n"

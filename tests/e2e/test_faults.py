@@ -271,6 +271,7 @@ def test_log_probs_rounded_to_four_digits_are_within_the_tolerance(server: Loopb
 
 
 @pytest.mark.parametrize("altered", [set_id, *slow(set_logprob)])
+@pytest.mark.slow
 def test_one_row_that_disagrees_is_left_out_counted_and_shown(
     server: Loopback, calm: dict[str, Path], tmp_path: Path, altered: Alter
 ) -> None:

@@ -79,6 +79,7 @@ def dawdle(seed: int, most_s: float = 0.15) -> list[Callable[[dict[str, Any]], N
         pytest.param({"loss__type": "grpo", "algorithm__advantage_mode": "grpo"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_overlapped_run_is_the_sequential_one_up_to_rounding(
     server: Loopback, tmp_path: Path, overrides: dict[str, Any]
 ) -> None:

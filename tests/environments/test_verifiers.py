@@ -88,6 +88,7 @@ def test_a_context_that_is_full_ends_the_rollout_and_it_is_scored() -> None:
 
 # verifiers calls tenacity with a parameter that tenacity has renamed.
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+@pytest.mark.slow
 def test_tools_reach_the_model_and_are_run_by_the_environment() -> None:
     def answer(prompt: str) -> str:
         last = prompt.rpartition("<|user|>")[2]

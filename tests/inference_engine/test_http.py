@@ -142,6 +142,7 @@ def test_completions_come_in_order_and_the_same_seed_draws_the_same(rig: Make, s
         assert completion.finish_reason == ("stop" if completion.token_ids_T[-1] == 2 else "length")
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_n_is_asked_once_for_each_completion_with_seeds_of_their_own(
     rig: Make, server: Loopback
 ) -> None:
@@ -439,6 +440,7 @@ def test_a_server_that_forgot_its_adapter_is_given_it_again(rig: Make, server: L
     assert len(one.engine.generate(PROMPTS, SAMPLING)) == 4
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_may_die_and_come_back(rig: Make, server: Loopback, model: Path) -> None:
     with Loopback(model) as second:
         one = rig(server, second)
@@ -543,6 +545,7 @@ class Conversations:
 
 
 @pytest.mark.parametrize("meaning", ["sampled", *slow("raw")])
+@pytest.mark.slow
 def test_turns_are_sampled_as_they_come(rig: Make, server: Loopback, meaning: str) -> None:
     server.meaning = meaning
     one = rig(server)

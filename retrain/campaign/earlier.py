@@ -57,7 +57,7 @@ def _require_planned_tests(earlier: Manifest, campaign: Campaign) -> None:
         raise ConfigError(
             f'[campaign] stop_when = "decided" tests runs of {plural(steps, "step")}; with max_steps = '
             f"{campaign.max_steps} it would test them again, and its error rate holds for one series of tests only.  "
-            f'Try: max_steps = {steps}, another --log-dir, or stop_when = ""'
+            f"Try: max_steps = {steps}, or another --log-dir"
         )
     if earlier.table.get("stop_when") and planned != sorted(seeds):
         raise ConfigError(

@@ -57,8 +57,9 @@ def take_part(rank_info: RankInfo, model: Path, altered: int, sharded: bool) -> 
     return Outcome(learner.report.excluded, learner.report.rejected, state)
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("altered", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("altered", [1, 3])
 def test_ranks_leave_out_the_rows_that_a_single_process_leaves_out(tmp_path: Path, altered: int, sharded: bool) -> None:
     model = write_tokenizer(write_model(tmp_path / "model", gain=2.0))
     config = config_for(model)

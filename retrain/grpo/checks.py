@@ -22,12 +22,11 @@ from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.grpo.settings import OWN_SETS, RunSettings
 from retrain.modeling.files import find_model
+from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import LOCK_FILE, lock_folder
 
 OUTPUT = "trainer_output"
 """Default of transformers for output_dir."""
-STATE = "trainer_state.json"
-"""The file of a checkpoint in which transformers keeps its step."""
 EPOCHS = 3.0
 """Default of transformers for num_train_epochs."""
 WEIGHTS = ("*model*", "global_step*")
@@ -45,7 +44,7 @@ def choose_checkpoint(output_dir: str, wanted: bool | str | None) -> Path | None
             hint = f"Try: a folder checkpoint-N, or true for the newest in {output_dir}"
             raise ConfigError(f"resume_from_checkpoint = {wanted!r}: there is no checkpoint.  {hint}")
         return Path(wanted)
-    states = {path: path.parent.name.rpartition("-")[2] for path in Path(output_dir).glob(f"checkpoint-*/{STATE}")}
+    states = {path: path.parent.name.rpartition("-")[2] for path in Path(output_dir).glob(f"checkpoint-*/{STATE_FILE}")}
     numbered = [path for path, step in states.items() if step.isdigit()]
     if not numbered:
         raise ConfigError(f"resume_from_checkpoint=true, but there is no checkpoint in {output_dir}.")
@@ -68,7 +67,7 @@ def steps_if_finished(checkpoint: Path, run: RunSettings, arguments: Mapping[str
     # For GRPO, the dataset is repeated instead.
     epochs = arguments.get("num_train_epochs", EPOCHS) * (run.artificial_epochs if run.trainer_type == "sft" else 1)
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         step, epoch = int(state["global_step"]), float(state["epoch"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0

@@ -73,8 +73,7 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
 
 def _compares(run: RunSettings) -> bool:
     """Whether one of the rewards compares completions with an answer; functions of the user take what they need."""
-    names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
-    return any(":" not in name and name != "judge" for name in names)
+    return any(":" not in name and name != "judge" for name in run.reward_names)
 
 
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:

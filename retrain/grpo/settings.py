@@ -86,6 +86,11 @@ class RunSettings:
     reward_funcs: str | list[str] | None = None
     reward_weights: list[float] | None = None
 
+    @property
+    def reward_names(self) -> list[str]:
+        """`reward_funcs`, which may be a single name, as a list."""
+        return [self.reward_funcs] if isinstance(self.reward_funcs, str) else self.reward_funcs or []
+
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Any]]:
     """The run and the arguments of its trainer; one ConfigError lists all unknown settings and wrong values."""
@@ -176,7 +181,7 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     given = {field.name: getattr(run, field.name) for field in fields(run)}
     missing = {name: example for name, example in required.items() if not given[name]}
     issues = [ConfigIssue(name, "is missing.", f"Try: {name}={example}") for name, example in missing.items()]
-    names = [run.reward_funcs] if isinstance(run.reward_funcs, str) else run.reward_funcs or []
+    names = run.reward_names
     weights = run.reward_weights
     if weights is not None and names and len(weights) != len(names):
         issues.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,13 @@ from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import options_by_path, paths_where, values_of
 from retrain.data import count_steps, load_examples, load_held_out
+from retrain.data.order import ExampleOrder
 from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import Checkpoints
+from retrain.types import Example
 
 MEMORY_LABELS = {
     "weights": "weights",
@@ -44,7 +46,7 @@ def list_runs(config: TrainConfig, file: str) -> list[Run]:
 
 
 def check_resumed(config: TrainConfig, file: str) -> None:
-    """Raise if the run or campaign to resume, if there is one, is missing or has other settings."""
+    """Raise if the run or campaign to resume, if there is one, is missing or has other settings or examples."""
     if not config.resume.from_ or config.kind == "squeeze":
         return
     from retrain.campaign.earlier import check_earlier, choose_folder  # noqa: PLC0415  (loads numpy)
@@ -52,7 +54,10 @@ def check_resumed(config: TrainConfig, file: str) -> None:
     from retrain.storage.folder import check_resume  # noqa: PLC0415
 
     if config.kind == "train":
-        check_resume(config, force=False, log=lambda line: None)
+        checkpoint, _ = check_resume(config, force=False, log=lambda line: None)
+        examples = _load_at_hand(config)
+        if examples:
+            ExampleOrder(examples, 0, config.training.max_examples).check_state_dict(checkpoint.state["order"])
         return
     folder = choose_folder(config)
     # The folder to resume is the campaign's; a run that has not begun resumes nothing.
@@ -66,12 +71,19 @@ def steps_per_run(config: TrainConfig) -> int | None:
         return config.campaign.max_steps
     if not config.training.epochs:
         return config.training.max_steps
-    if not _is_at_hand(config, config.data.source):
-        return None
+    examples = _load_at_hand(config)
     try:
-        return count_steps(config.training, load_examples(config.data))
+        return count_steps(config.training, examples) if examples else None
     except RetrainError:
         return None  # training explains it
+
+
+def _load_at_hand(config: TrainConfig) -> Sequence[Example]:
+    """The examples of a run; empty if that would download or run something, or if training has to explain an error."""
+    if _is_at_hand(config, config.data.source):
+        with suppress(RetrainError):
+            return load_examples(config.data)
+    return ()
 
 
 def count_held_out(config: TrainConfig) -> int | None:

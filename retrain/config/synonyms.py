@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import get_close_matches
 from functools import cache
 
@@ -23,8 +24,22 @@ def find_synonym(name: str) -> Option | None:
 
 
 def find_meant_flags(typed: str) -> list[str]:
-    """The flags that a wrong one may stand for: of options with this key, or of one that other tools call so."""
+    """The flags that a wrong one may stand for: of one that other tools call so, and of options with this key."""
     key = typed.lstrip("-").replace("-", "_").rpartition(".")[2]
     same = [option for option in all_options() if option.key == key and option.section not in OPTIONAL_SECTIONS]
-    synonym = find_synonym(typed) if len(same) != 1 else None
-    return [option.flag for option in ([synonym] if synonym else same)]
+    synonym = find_synonym(typed)
+    # Several options with this key say less than the synonym.
+    meant = [*([synonym] if synonym else []), *(same if not synonym or len(same) == 1 else [])]
+    return list(dict.fromkeys(option.flag for option in meant))
+
+
+def find_same_option(name: str, known: Collection[str]) -> str:
+    """The name among `known`, such as the settings of TRL, of the option that is named; "" if there is none."""
+    flag = f"--{name.replace('_', '-')}"
+    meant = [
+        option
+        for option in all_options()
+        if name == option.key or flag == option.flag or synonyms().get(name) == option
+    ]
+    names = [other for option in meant for other in (option.key, *(option.facets.synonyms or ()))]
+    return next((other for other in names if other in known), "")

@@ -34,6 +34,8 @@ def read_toml(path: Path) -> dict[str, object]:
     try:
         if path.is_dir():
             raise ConfigError(f"{name} is a folder, not a TOML file.  Try: name the file inside it.")
+        if path.suffix in (".yaml", ".yml") and path.exists():
+            raise ConfigError(f"{name} is a YAML file, and only `retrain grpo` reads those.  Try: a TOML file.")
         # Bounded, because pipes and /dev files report no size.
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)

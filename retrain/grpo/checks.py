@@ -115,6 +115,9 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
         raise ConfigError(
             "temperature must be above 0: completions of one prompt have to differ.  Try: temperature=1.0"
         )
+    steps = arguments.get("max_steps", -1)
+    if steps == 0 or steps < -1:
+        raise ConfigError(f"max_steps must be above 0, or -1 for num_train_epochs, got {steps}.")
     trackers = arguments.get("report_to")
     if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
         raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")

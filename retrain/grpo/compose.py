@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from retrain.config.synonyms import find_same_option
 from retrain.errors import ConfigError
+from retrain.grpo.settings import known_settings
 from retrain.runtime.packages import missing
 
 try:
@@ -78,8 +80,11 @@ def _as_hydra(root: Path, given: str, after: str) -> str:
     """`key=value` sets a key whether or not the files have it; `group=file` and Hydra's own syntax stay unchanged."""
     key, sign, value = given.partition("=")
     if key.startswith("-"):
-        value = value or ("" if "=" in after else after) or "VALUE"
-        raise ConfigError(f"{key} is not an option of retrain grpo.  Try: {key.lstrip('-').replace('-', '_')}={value}")
+        known = known_settings("grpo")
+        name = key.lstrip("-").replace("-", "_")
+        name = name if name in known else find_same_option(name, known) or name
+        value = value or ("" if "=" in after else after) or ("true" if bool in get_args(known.get(name)) else "VALUE")
+        raise ConfigError(f"{key} is not an option of retrain grpo.  Try: {name}={value}")
     if not sign:
         raise ConfigError(f"{given!r} is not a setting.  Try: key=value")
     if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():

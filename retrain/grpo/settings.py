@@ -17,6 +17,7 @@ from annotated_types import Ge, Le
 from packaging.version import Version
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
+from retrain.config.synonyms import find_same_option
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.plugins import REGISTRIES, import_path
 from retrain.runtime.packages import missing
@@ -97,15 +98,21 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, A
     kind = settings.get("trainer_type", "grpo")
     if not isinstance(kind, str) or kind not in DECLARATIONS:
         raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
-    arguments, own = read_arguments(kind), get_type_hints(RunSettings, include_extras=True)
-    known = arguments | own
+    known = known_settings(kind)
     values, issues = check_types({key: value for key, value in settings.items() if key in known}, known)
     issues += [_unknown(key, list(known)) for key in settings if key not in known]
+    own = {field.name for field in fields(RunSettings)}
     run = RunSettings(**{key: value for key, value in values.items() if key in own})
     issues = issues or [*_find_issues(run), *_find_data_issues(run)]
     if issues:
         raise ConfigError("the composed settings cannot be run:", tuple(issues))
+    arguments = read_arguments(kind)
     return run, {key: value for key, value in values.items() if key in arguments}
+
+
+def known_settings(kind: str) -> dict[str, Any]:
+    """Types of all settings of a run by name; those of RunSettings may also be arguments of the trainer."""
+    return read_arguments(kind) | get_type_hints(RunSettings, include_extras=True)
 
 
 def is_tested(trl_version: str) -> bool:
@@ -169,8 +176,8 @@ def _unknown(key: str, known: list[str]) -> ConfigIssue:
     others = [kind for kind in DECLARATIONS if key in read_arguments(kind)]
     if others:
         return ConfigIssue(key, f"is a setting of trainer_type: {others[0]}.")
-    close = get_close_matches(key[:60], known, n=1)
-    hint = f"Did you mean {close[0]}?" if close else "docs/trl.md lists all settings."
+    close = find_same_option(key, known) or next(iter(get_close_matches(key[:60], known, n=1)), "")
+    hint = f"Did you mean {close}?" if close else "docs/trl.md lists all settings."
     return ConfigIssue(f"unknown setting {key!r}.", "", hint)
 
 

@@ -389,6 +389,22 @@ def test_a_run_that_cannot_be_resumed_is_reported_by_every_command(
     assert run([command, "retrain.toml", "--resume", "logs"]) == 0
 
 
+def test_a_resume_with_more_examples_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nseed = 1\nmax_tokens = 16\n'
+    settings += '[data]\nsource = "jsonl"\npath = "rows.jsonl"\n'
+    _write(settings)
+    Path("logs").mkdir()
+    Path("logs/config.toml").write_text(settings, encoding="utf-8")
+    state = {"log_sizes": {}, "order": {"position": 1, "examples": 1}}
+    Checkpoints(Path("logs"), 1, print).save(0, state, lambda folder: None)
+    row = '{"prompt": "1+1=", "answer": "2"}\n'
+    Path("rows.jsonl").write_text(row, encoding="utf-8")
+    assert run(["doctor", "retrain.toml", "--resume", "logs"]) == 0
+    Path("rows.jsonl").write_text(2 * row, encoding="utf-8")
+    assert run(["doctor", "retrain.toml", "--resume", "logs"]) == 1
+    assert "the checkpoint was made with 1 examples, the data now has 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["doctor", "explain"])
 def test_fsdp_is_said_to_need_several_processes(capsys: pytest.CaptureFixture[str], command: str) -> None:
     _write('[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')

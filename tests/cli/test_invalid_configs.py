@@ -77,6 +77,7 @@ def test_applying_the_hint_makes_the_file_load(capsys: pytest.CaptureFixture[str
         (["plan", "logs/demo"], "Try: retrain plan logs/demo/config.toml"),
         (["retrain.toml", "--lr", "fast"], "[training] lr"),
         (["retrain.toml", "--learning-rate", "1"], "--learning-rate"),
+        (["retrain.toml", "--steps", "1"], "Did you mean '--max-steps' or '--sepa-steps'?"),
         (["init", "--tempalte", "demo"], "--template"),
     ],
 )

@@ -34,6 +34,12 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     assert "is a folder, not a TOML file.  Try: name the file inside it." in message_for(tmp_path)
 
 
+def test_a_yaml_file_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("max_steps: 3\n", encoding="utf-8")
+    assert message_for(path) == f"{path} is a YAML file, and only `retrain grpo` reads those.  Try: a TOML file."
+
+
 def test_a_binary_file_is_not_text(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"ok\xff\xfe\x00\x80")

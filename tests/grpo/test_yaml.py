@@ -76,6 +76,11 @@ def test_packages_become_one_table() -> None:
     ("words", "text"),
     [
         (["learning_rat=1"], "unknown setting 'learning_rat'.  Did you mean learning_rate?"),
+        (["lr=1"], "unknown setting 'lr'.  Did you mean learning_rate?"),
+        (["group_size=4"], "Did you mean num_generations?"),
+        (["--resume"], "Try: resume_from_checkpoint=true"),
+        (["--lr", "1e-5"], "Try: learning_rate=1e-5"),
+        (["max_steps=-3"], "max_steps must be above 0, or -1 for num_train_epochs, got -3."),
         (["num_generations=6"], "generation_batch_size (64) must be divisible by num_generations (6)"),
         (["model=nope"], "error: model=nope: there is no file model/nope.yaml.  Known: "),
         (["model=tinyy"], "Did you mean model=tiny?"),

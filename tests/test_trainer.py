@@ -32,6 +32,7 @@ from retrain.storage.recording import read_recordings
 from retrain.testing import FakeBackend
 from retrain.tracking.console import Console
 from retrain.types import FloatArray, IntArray, StepMetrics
+from tests.cases import slow
 from tests.rewards.judge_server import JudgeServer, completion
 
 LOGGING_PAGE = re.findall(
@@ -932,7 +933,7 @@ def test_a_late_backend_that_cannot_be_waited_for_says_which_numbers_are_not_the
     assert [row["loss"] for row in metrics] == [0.0, 0.0, 2.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("call", [2, 3, 4])
+@pytest.mark.parametrize("call", [3, *slow(2, 4)])
 def test_a_run_that_reports_late_and_is_cut_has_the_rows_of_the_one_that_was_not(
     model: Path, tmp_path: Path, play: type[Play], call: int
 ) -> None:

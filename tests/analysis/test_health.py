@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from retrain.analysis.health import METRIC_KEYS, Check, check_health, help_line, overall, strip, worst
+from tests.cases import slow
 
 HEALTHY: dict[str, Any] = {
     "mean_reward": 0.2,
@@ -128,7 +129,7 @@ def test_failed_scores_of_the_newest_evaluation_count(
         assert (unlogged.level, unlogged.value) == (level, "31.2% in the newest evaluation not scored")
 
 
-@pytest.mark.parametrize("count", [20, 60])
+@pytest.mark.parametrize("count", [20, *slow(60)])
 def test_a_reward_that_only_fluctuates_is_neither_learning_nor_a_problem(count: int) -> None:
     rng = np.random.default_rng(count)
     rewards = rng.binomial(128, 0.4, (2000, count)) / 128

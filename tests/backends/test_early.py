@@ -26,6 +26,7 @@ from retrain.checks.agreement import FLOAT32, Agreement
 from retrain.errors import BackendError
 from retrain.inference_engine.pytorch import choice, graphs
 from retrain.types import Datum, Sampling
+from tests.cases import slow
 
 SIZES = ((3, 9), (11, 2), (1, 17), (6, 6), (3, 1), (8, 13), (4, 4), (9, 5))
 
@@ -83,7 +84,7 @@ def gradients_before_update(
         {"memory__micro_batch_tokens": 16},
     ],
 )
-@pytest.mark.parametrize("known", [8, 4, 6])
+@pytest.mark.parametrize("known", [6, *slow(8, 4)])
 def test_a_step_in_parts_is_the_same_step(tiny: Path, overrides: dict[str, Any], known: int) -> None:
     datums = random_datums(SIZES)
     whole, expected = gradients_before_update(learner(tiny, **overrides), datums)
@@ -99,7 +100,7 @@ def test_a_step_in_parts_is_the_same_step(tiny: Path, overrides: dict[str, Any],
         assert float((ours_one - theirs).norm()) <= rel * float(theirs.norm())
 
 
-@pytest.mark.parametrize("held", [0, 1, 100])
+@pytest.mark.parametrize("held", [1, *slow(0, 100)])
 def test_the_order_in_which_parts_come_changes_no_bit(tiny: Path, held: int) -> None:
     datums = random_datums(SIZES)
     parts = list(enumerate(in_parts(datums, 1)))

@@ -27,6 +27,7 @@ from retrain.modeling.packing import BatchLoad, pack, split_by_tokens
 from retrain.modeling.prefix import SharedPrefixAttention, TokenSpan
 from retrain.modeling.transformers_internals import compilable_layers
 from retrain.types import Datum
+from tests.cases import slow
 from tests.fuzz import examples
 
 CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def test_the_operator_keeps_its_attention_until_the_backward_pass(plain_kernels:
     assert gone() is None
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, *slow(True)], ids=["kept", "recomputed"])
 def test_a_compiled_layer_is_one_graph_with_the_same_gradients(
     tiny: Path, plain_kernels: list[str], recompute: bool
 ) -> None:

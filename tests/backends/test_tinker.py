@@ -51,9 +51,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def leaks_show_here() -> Iterator[None]:
-    """The SDK leaves a connection open; it is to be found now, so that no other file's tests are blamed for it."""
+    """The SDK leaves connections open; they are to be found now, so that no other file's tests are blamed for them."""
     yield
     gc.collect()
 

@@ -572,7 +572,7 @@ def test_a_turn_that_fails_says_so_and_so_does_the_engine(
         one.engine.serve(Conversations(PROMPTS[:1], replace(SAMPLING, n=1)))
 
 
-@pytest.mark.parametrize("meaning", ["sampled", "raw"])
+@pytest.mark.parametrize("meaning", ["raw", *slow("sampled")])
 def test_completions_are_delivered_as_they_arrive_and_are_the_same(rig: Make, server: Loopback, meaning: str) -> None:
     server.meaning = meaning
     one = rig(server)

@@ -352,7 +352,7 @@ def test_out_of_memory_again_and_again_ends_the_run(running: Make, monkeypatch: 
         running().generate(random_prompts((5, 9)), SAMPLING)
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("cache_dtype", ["auto", *slow("int8")])
 @pytest.mark.parametrize("blocks", [5, *slow(8, 12)])
 def test_rows_that_make_room_for_others_draw_the_same(
     llama: Rig, running: Make, monkeypatch: pytest.MonkeyPatch, blocks: int, cache_dtype: str

@@ -21,6 +21,7 @@ from retrain.report import build_page, collect
 from retrain.report.completions import shows
 from retrain.report.contents import add_tokens, describe_origin
 from retrain.report.live import LiveReport
+from tests.cases import slow
 from tests.report.folders import write_run
 
 
@@ -331,7 +332,7 @@ NESTED = float("inf")
 """Stands for a value that is nested too deeply to be parsed."""
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "emergence/generations.jsonl"])
+@pytest.mark.parametrize("name", ["eval.jsonl", *slow("metrics.jsonl", "emergence/generations.jsonl")])
 def test_odd_values_in_the_logs_do_not_end_the_report(tmp_path: Path, name: str) -> None:
     write_run(tmp_path, 1)
     rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from retrain.analysis.looks import Looks
 from retrain.analysis.runs import (
     Measured,
     RunRecord,
@@ -23,7 +24,6 @@ from retrain.analysis.runs import (
 from retrain.analysis.stats import (
     Comparison,
     Interval,
-    Looks,
     NoiseFloor,
     ProblemComparison,
     compare,
@@ -213,15 +213,21 @@ def _find_looks(
     """The sequential test of the campaigns. Its level is valid for any metric, its decisions only for their own."""
     if not campaigns:
         return None
-    first, decided = baseline or next(iter(measured.values)), set()
+    first = baseline or next(iter(measured.values))
     seeds, conditions = max(FIRST_LOOK, *map(len, measured.values.values())), len(measured.values)
     for table in campaigns.values():
-        made, planned = table.get("stop_when") or {}, table["runs"]
-        if (planned[0]["condition"], made.get("metric")) == (first, measured.metric) and made["alpha"] <= alpha:
-            decided |= set(made["decisions"])
-        seeds = max(seeds, len({entry["seed"] for entry in planned}))
-        conditions = max(conditions, len({entry["condition"] for entry in planned}))
-    return Looks(seeds, conditions - 1, frozenset(decided))
+        seeds = max(seeds, len({entry["seed"] for entry in table["runs"]}))
+        conditions = max(conditions, len({entry["condition"] for entry in table["runs"]}))
+    looks = Looks(seeds, conditions - 1)
+    decided = {
+        name
+        for made in (table.get("stop_when") or {} for table in campaigns.values())
+        for name, decision in made.get("decisions", {}).items()
+        # With more conditions or seeds than it was made for, a decision may have been too easy.
+        if (made.get("baseline"), made.get("metric")) == (first, measured.metric)
+        and decision["level"] <= looks.level(alpha)
+    }
+    return replace(looks, decided=frozenset(decided))
 
 
 def _describe_looks(campaigns: Mapping[Path, JsonObject], looks: Looks | None, alpha: float) -> list[str]:

@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special, stats
 
+from retrain.analysis.looks import Floats, Looks, sequential_level
 from retrain.config.tables.run import FIRST_LOOK
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
@@ -37,7 +37,6 @@ Verdict = Literal[
     "insufficient_evidence",
 ]
 """A difference is neither an improvement nor a degradation where neither direction is better."""
-Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 9999
 MAX_SEEDS = 1000
@@ -80,6 +79,16 @@ class Comparison:
     """Confidence level of the intervals."""
 
     @property
+    def caution(self) -> str:
+        """What to add to a significant difference of few seeds."""
+        if len(self.seeds) >= ENOUGH_SEEDS:
+            return ""
+        return (
+            " The test assumes that differences are normally distributed, which so few seeds cannot show: run at least "
+            f"{ENOUGH_SEEDS}."
+        )
+
+    @property
     def sentence(self) -> str:
         """The verdict as a sentence."""
         count = len(self.seeds)
@@ -95,10 +104,14 @@ class Comparison:
                 interval = f"{100 * self.confidence:.4g}% interval of the difference {low:+.4g} to {high:+.4g}"
                 where = f"({interval}, {count} seeds)"
             if self.verdict == "significant_difference":
-                return f"{self.condition} differs from {self.baseline} by {self.test.difference:+.4g} {where}."
+                size = f"{self.test.difference:+.4g}"
+                return f"{self.condition} differs from {self.baseline} by {size} {where}.{self.caution}"
             word = "better" if self.verdict == "statistically_significant_improvement" else "worse"
-            return f"{self.condition} is {word} than {self.baseline} by {abs(self.test.difference):.4g} {where}."
+            size = f"{abs(self.test.difference):.4g}"
+            return f"{self.condition} is {word} than {self.baseline} by {size} {where}.{self.caution}"
         start = f"{self.condition} is not distinguishable from {self.baseline} with {count} seeds."
+        if self.test.cohens_d is None and not self.test.difference:
+            return f"{start} Both have the same value in every seed."
         if self.test.cohens_d is None:
             return f"{start} The difference is {self.test.difference:+.4g} in every seed."
         if not self.test.cohens_d:
@@ -144,25 +157,6 @@ class SequentialDecision:
     p_value: float | None
     level: float
     """Significance level of each look, such that all looks together have a false positive rate of alpha."""
-
-
-@dataclass(frozen=True)
-class Looks:
-    """The design of a sequential test: a look after the fifth and each later seed, all at the same level."""
-
-    max_seeds: int
-    comparisons: int
-    """Conditions that are tested against the baseline."""
-    decided: frozenset[str] = frozenset()
-    """Conditions that an earlier look decided, which is final."""
-
-    def level(self, alpha: float) -> float:
-        """The level of one look of one condition, such that all together have a false positive rate of alpha."""
-        return sequential_level(self.max_seeds, alpha / self.comparisons)
-
-    def adjust(self, p_value: float) -> float:
-        """The probability that any look at any condition gives a smaller p-value without an effect."""
-        return min(1.0, self.comparisons * float(np.mean(_smallest_p_values(self.max_seeds) <= p_value)))
 
 
 def compare(
@@ -427,24 +421,3 @@ def sequential_test(
         return SequentialDecision(False, mean > 0, n, None, level)
     p_value = sign_flip_p(values) if _spread(values) == 0 else float(t_p_value(values))
     return SequentialDecision(p_value <= level, mean > 0, n, p_value, level)
-
-
-@lru_cache
-def sequential_level(max_seeds: int, alpha: float) -> float:
-    """The level of each look: the alpha-quantile of the smallest p-value of a sequence of t-tests under no effect."""
-    return float(np.quantile(_smallest_p_values(max_seeds), alpha)) if max_seeds >= FIRST_LOOK else 0.0
-
-
-@lru_cache
-def _smallest_p_values(max_seeds: int) -> Floats:
-    """The smallest p-value of all looks under no effect, simulated.
-
-    Its distribution does not depend on the spread of the differences, so one simulation serves all data.
-    """
-    draws = np.random.default_rng(0).standard_normal((100_000, max_seeds))
-    counts = np.arange(1, max_seeds + 1)
-    sums, squares = draws.cumsum(axis=1), (draws**2).cumsum(axis=1)
-    variances = (squares - sums**2 / counts)[:, FIRST_LOOK - 1 :] / (counts[FIRST_LOOK - 1 :] - 1)
-    scores = np.abs(sums[:, FIRST_LOOK - 1 :]) / np.sqrt(variances * counts[FIRST_LOOK - 1 :])
-    result: Floats = (2 * stats.t.sf(scores, counts[FIRST_LOOK - 1 :] - 1)).min(axis=1)
-    return result

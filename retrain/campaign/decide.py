@@ -30,7 +30,8 @@ class EarlyStopping:
         self.seeds = len({record["seed"] for record in manifest.table["runs"]})
         self.manifest = manifest
         self.table: JsonObject = manifest.table.setdefault(
-            "stop_when", {"rule": "decided", "alpha": ALPHA, "decisions": {}, "skipped": []}
+            "stop_when",
+            {"rule": "decided", "alpha": ALPHA, "baseline": self.conditions[0], "decisions": {}, "skipped": []},
         )
 
     def update(self) -> list[str]:
@@ -100,7 +101,9 @@ def stopped_early(table: JsonObject) -> list[str]:
     stopping = table.get("stop_when")
     if not stopping:
         return []
-    skipped = stopping["skipped"]
+    # A run that was skipped may have been run by a later session.
+    statuses = {record["name"]: record["status"] for record in table["runs"]}
+    skipped = [name for name in stopping["skipped"] if statuses.get(name) == "skipped"]
     what = f"skipped {plural(len(skipped), 'run')}: {', '.join(skipped)}" if skipped else "no run was skipped"
     return [
         f'stop_when = "decided" was used: a sequential test of {stopping.get("metric", "-")} at '

@@ -43,23 +43,33 @@ def choose_folder(config: TrainConfig) -> Path:
 def check_earlier(earlier: Manifest, config: TrainConfig, runs: Sequence[Run], is_resumed: bool) -> None:
     """Raise if the campaign in the folder cannot be continued with this configuration."""
     if config.campaign is not None and config.campaign.stop_when:
-        _require_planned_tests(earlier, config.campaign)
+        _require_planned_tests(earlier, config.campaign, runs)
     _require_its_runs(earlier, runs, is_resumed)
     _require_same_campaign(earlier, runs)
     _require_enough_steps(runs)
 
 
-def _require_planned_tests(earlier: Manifest, campaign: Campaign) -> None:
-    """Raise if a campaign that stops early has other seeds or steps than its tests were planned for."""
+def _require_planned_tests(earlier: Manifest, campaign: Campaign, runs: Sequence[Run]) -> None:
+    """Raise if a campaign that stops early has other seeds, steps or conditions than its tests were planned for."""
+    if not earlier.table.get("stop_when"):
+        return
+    first, *others = dict.fromkeys(record["condition"] for record in earlier.table["runs"])
+    baseline, *tested = dict.fromkeys(run.condition for run in runs)
+    if (first, sorted(others)) != (baseline, sorted(tested)):
+        raise ConfigError(
+            f'[campaign] stop_when = "decided" planned its tests for {list_some(others)} against {first}, and their '
+            "error rate holds for these conditions only.  "
+            'Try: the same conditions with the same first one, another --log-dir, or stop_when = ""'
+        )
     planned = sorted({record["seed"] for record in earlier.table["runs"]})
     seeds, steps = campaign.seeds, earlier.table["config"]["campaign"]["max_steps"]
-    if earlier.table.get("stop_when") and steps != campaign.max_steps:
+    if steps != campaign.max_steps:
         raise ConfigError(
             f'[campaign] stop_when = "decided" tests runs of {plural(steps, "step")}; with max_steps = '
             f"{campaign.max_steps} it would test them again, and its error rate holds for one series of tests only.  "
             f"Try: max_steps = {steps}, or another --log-dir"
         )
-    if earlier.table.get("stop_when") and planned != sorted(seeds):
+    if planned != sorted(seeds):
         raise ConfigError(
             f'[campaign] stop_when = "decided" planned its tests for seeds {planned}, and their error rate holds for '
             f'these only; there are {sorted(seeds)}.  Try: seeds = {planned}, another --log-dir, or stop_when = ""'
@@ -69,14 +79,15 @@ def _require_planned_tests(earlier: Manifest, campaign: Campaign) -> None:
 def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) -> None:
     """Raise if a campaign lacks open runs of the one in its folder, whose configuration it would replace.
 
-    Unless it is resumed, it must have all conditions, too.
+    Unless it is resumed, it must have all conditions that have trained, too.
     """
     conditions, names = {run.condition for run in runs}, {run.name for run in runs}
     # What has finished or failed may be left out; other runs would never be resumed.
     ended = (*DONE, "failed")
     lacking = [r["name"] for r in earlier.table["runs"] if r["name"] not in names and r["status"] not in ended]
     if not is_resumed:
-        lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] not in conditions]
+        trained = {r["condition"] for r in earlier.table["runs"] if _steps_taken(earlier.folder / r["folder"])}
+        lacking += [c["name"] for c in earlier.table["conditions"] if c["name"] in trained - conditions]
     if lacking:
         raise ConfigError(
             f"{shorten_path(earlier.folder)} holds another campaign, with runs or conditions that this one lacks: "
@@ -87,7 +98,7 @@ def _require_its_runs(earlier: Manifest, runs: Sequence[Run], is_resumed: bool) 
 
 def _require_enough_steps(runs: Sequence[Run]) -> None:
     """Raise if runs have taken more steps than they are to have: they would be compared with shorter ones."""
-    taken = {run.name: max([*_steps_taken(run), 0]) for run in runs}
+    taken = {run.name: max([*_steps_taken(run.folder), 0]) for run in runs}
     ahead = [run for run in runs if taken[run.name] > run.max_steps]
     if ahead:
         name, most = ahead[0].name, max(taken.values())
@@ -97,10 +108,10 @@ def _require_enough_steps(runs: Sequence[Run]) -> None:
         )
 
 
-def _steps_taken(run: Run) -> list[int]:
-    """Steps of the run's checkpoints, and of its end if it is finished; empty if there are none."""
-    end = finished_steps(run.folder)
-    return [*Checkpoints(run.folder, 1, print).steps(), *([end] if end >= 0 else [])]
+def _steps_taken(folder: Path) -> list[int]:
+    """Steps of a run's checkpoints, and of its end if it is finished; empty if there are none."""
+    end = finished_steps(folder)
+    return [*Checkpoints(folder, 1, print).steps(), *([end] if end >= 0 else [])]
 
 
 def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
@@ -113,7 +124,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
     for run in runs:
         stored = run.folder / CONFIG_FILE
         # What ended before its first checkpoint is started anew.
-        if not stored.is_file() or not _steps_taken(run):
+        if not stored.is_file() or not _steps_taken(run.folder):
             continue
         differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
         if differences:

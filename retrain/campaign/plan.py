@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,14 +12,22 @@ from pathlib import Path
 from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
-from retrain.config.options import all_options, condition_overrides, paths_where, values_of
+from retrain.config.options import all_options, condition_overrides, free_on_resume, paths_where, values_of
 from retrain.config.schema import Campaign, Training
 from retrain.errors import ConfigError, ConfigIssue
+from retrain.losses import build_loss
+from retrain.losses.averages import Average
+from retrain.plugins import is_plugin
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags, which restrict characters and length.
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+=_-]+")
 _LONGEST_LABEL = 60
+_RATIO_OPTIONS = {"loss.type", "loss.clip_low", "loss.clip_high", "loss.ratio_cap"}
+_OF_A_RUN = {
+    "backend.adapter_path",
+    *(f"logging.{key}" for key in ("log_dir", "wandb_run_name", "wandb_group", "wandb_tags")),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,29 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     return runs
 
 
+def find_equal_losses(runs: Sequence[Run]) -> list[str]:
+    """Notes on conditions that only treat ratios in another way, if every ratio is 1."""
+    notes = []
+    for one, other in combinations({run.condition: run for run in runs}.values(), 2):
+        first, second = values_of(one.config), values_of(other.config)
+        differing = {path for path in first if first[path] != second[path] and path not in _OF_A_RUN}
+        if differing <= _RATIO_OPTIONS and _plain_average(one.config) == _plain_average(other.config) is not None:
+            notes.append(
+                f"{one.condition} and {other.condition} differ only in [loss], and a step is trained on once, with the "
+                "weights that sampled it: ratios are 1 up to rounding, nothing is clipped, and the updates are the same"
+            )
+    return notes
+
+
+def _plain_average(config: TrainConfig) -> Average | None:
+    """What decides the gradient of a loss whose ratios are all 1; None if there is more to it, or ratios differ."""
+    is_stale = "," in config.backend.devices or (config.training.async_steps and config.samples_separately)
+    if is_stale or is_plugin("loss", config.loss.type):
+        return None
+    loss = build_loss(config.loss)
+    return loss.average if loss.is_plain_on_policy else None
+
+
 def _require_shared_model(runs: Sequence[Run]) -> None:
     """Raise when these runs cannot share a model."""
     first = values_of(runs[0].config)
@@ -98,15 +129,21 @@ def _require_shared_model(runs: Sequence[Run]) -> None:
 
 
 def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, object]]) -> list[str]:
-    """A name for each condition: its algorithm, and if several share it, what else they override."""
-    algorithms = [condition.condition for condition in conditions]
-    shared = Counter(algorithms)
+    """A name for each condition: its algorithm, and what else it overrides that stays fixed when runs are resumed.
+
+    It does not depend on other conditions, which may then be left out or added, unless it would be the name of one.
+    """
     labels: list[str] = []
-    for algorithm, table in zip(algorithms, overrides, strict=True):
-        extra = "".join(f"_{_short(path)}={value}" for path, value in _others(table)) if shared[algorithm] > 1 else ""
-        label = _UNSAFE.sub("-", f"{algorithm}{extra}")[:_LONGEST_LABEL]
-        taken = sum(label == other or other.startswith(f"{label}_v") for other in labels)
-        labels.append(f"{label}_v{taken + 1}" if label in labels else label)
+    for condition, table in zip(conditions, overrides, strict=True):
+        others = {path: f"_{_short(path)}={value}" for path, value in _others(table)}
+        fixed = "".join(text for path, text in others.items() if path not in free_on_resume())
+        full = condition.condition + "".join(others.values())
+        label = _UNSAFE.sub("-", condition.condition + fixed)
+        label = _UNSAFE.sub("-", full) if label in labels else label
+        if len(label) > _LONGEST_LABEL or label in labels:
+            digest = hashlib.sha256(full.encode()).hexdigest()[:8]
+            label = f"{label[: _LONGEST_LABEL - 9]}_{digest}"
+        labels.append(label)
     return labels
 
 

@@ -15,7 +15,7 @@ from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder
 from retrain.campaign.manifest import Manifest, now
-from retrain.campaign.plan import Run, plan_runs, runs_at_once
+from retrain.campaign.plan import Run, find_equal_losses, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
@@ -156,6 +156,8 @@ class Campaign:
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
+        for note in find_equal_losses(list(self.runs.values())):
+            self.screen.log(f"Note: {note}.")
 
     def _begin_missing_analysis(self) -> None:
         """Analyze the first run that finished in an earlier session, if that session ended before its analysis."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.campaign.plan import Run, runs_at_once
+from retrain.campaign.plan import Run, find_equal_losses, runs_at_once
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
@@ -178,7 +178,7 @@ def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
 
 
 def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
-    """Parts of a method that stay off, for each condition of a campaign."""
+    """Parts of a method that stay off, for each condition of a campaign, and conditions that train in the same way."""
     from retrain.advantages.sepa import find_idle_sepa  # noqa: PLC0415  (loads numpy)
 
     if config.kind == "train":
@@ -187,7 +187,7 @@ def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
         note = find_idle_sepa(config.model_copy(update={"training": known})) if steps is not None else ""
         return [note] if note else []
     notes = {run.condition: find_idle_sepa(run.config) for run in runs}
-    return [f"{condition}: {note}" for condition, note in notes.items() if note]
+    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_equal_losses(runs)]
 
 
 def _engine(config: TrainConfig) -> JsonObject:

@@ -57,6 +57,8 @@ class PolicyLoss(ABC):
 
     average: ClassVar[Average] = TOKEN_MEAN
     """How token objectives are averaged over a step."""
+    is_plain_on_policy: ClassVar[bool] = False
+    """Whether, while every ratio is 1, a token's gradient is its advantage times that of its log-prob."""
 
     def __init__(self, settings: Loss) -> None:
         self.settings = settings

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class CISPO(PolicyLoss):
     """sg(clip(ratio)) · A · logp: clip the weight, never the gradient."""
 
+    is_plain_on_policy = True
+
     def objective(self, batch: TokenBatch) -> Tensor:
         """sg(clip(ratio)) · A · logp."""
         return clip(batch.ratios().detach(), self.settings) * batch.advantages * batch.logprobs

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class ImportanceSampling(PolicyLoss):
     """ratio · A."""
 
+    is_plain_on_policy = True
+
     def objective(self, batch: TokenBatch) -> Tensor:
         """ratio · A, with the ratio capped."""
         return cap(batch.ratios(), self.settings) * batch.advantages

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class PPO(PolicyLoss):
     """min(ratio · A, clip(ratio) · A)."""
 
+    is_plain_on_policy = True
+
     def objective(self, batch: TokenBatch) -> Tensor:
         """min(ratio · A, clip(ratio) · A), with the ratio capped."""
         return pessimistic(cap(batch.ratios(), self.settings), batch.advantages, self.settings)

@@ -60,6 +60,7 @@ def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
                 "mark": mark_of(report, c),
                 "verdict": c.verdict,
                 "sentence": c.sentence,
+                "caution": c.caution if c.verdict != "insufficient_evidence" else "",
                 "confidence": c.confidence,
                 "pairs": [{"seed": seed, "difference": mine[seed] - other[seed]} for seed in c.seeds],
                 **asdict(c.test),
@@ -95,7 +96,8 @@ def _headline(rows: Sequence[JsonObject], baseline: str, metric: str) -> str:
     if not parts:
         return f"None of the {len(rows)} conditions can be distinguished from {baseline} on {metric}."
     tail = f"; {plural(rest, 'other condition')} cannot be distinguished from it" if rest else ""
-    return f"On {metric}, {'; '.join(parts)}{tail}."
+    caution = next((row["caution"] for row in rows if row["caution"]), "")
+    return f"On {metric}, {'; '.join(parts)}{tail}.{caution}"
 
 
 def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
@@ -107,7 +109,7 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
     return (
         f"{row['condition']} is {word} than {baseline}: {100 * row['difference']:+.1f} points of {metric} "
         f"({100 * row['confidence']:.4g}% interval {100 * low:+.1f} to {100 * high:+.1f}, "
-        f"{plural(len(row['pairs']), 'seed')})."
+        f"{plural(len(row['pairs']), 'seed')}).{row['caution']}"
     )
 
 

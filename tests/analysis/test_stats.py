@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from retrain.analysis.looks import Looks, sequential_level
 from retrain.analysis.stats import (
     Floats,
-    Looks,
     adjust_holm,
     bootstrap_intervals,
     compare,
@@ -22,7 +22,6 @@ from retrain.analysis.stats import (
     noise_floor,
     paired_test,
     seeds_for_power,
-    sequential_level,
     sequential_test,
     sign_flip_p,
     t_interval,
@@ -260,4 +259,13 @@ def test_differences_that_cancel_are_not_reported_as_equal_in_every_seed() -> No
     opposite = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.4, 2: 0.6}})[0].sentence
     assert "The mean difference is zero." in opposite
     equal = compare({"a": {1: 0.5, 2: 0.5}, "b": {1: 0.5, 2: 0.5}})[0].sentence
-    assert "The difference is +0 in every seed." in equal
+    assert "Both have the same value in every seed." in equal
+
+
+def test_a_significant_difference_of_few_seeds_carries_a_caution() -> None:
+    rates = {"a": {1: 0.5, 2: 0.51, 3: 0.52}, "b": {1: 0.6, 2: 0.611, 3: 0.619}}
+    few = compare(rates)[0]
+    assert few.verdict == "statistically_significant_improvement"
+    assert "which so few seeds cannot show: run at least 5." in few.sentence
+    more = {name: values | {4: values[1] + 0.03, 5: values[2] + 0.03} for name, values in rates.items()}
+    assert "so few" not in compare(more)[0].sentence

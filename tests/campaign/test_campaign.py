@@ -210,7 +210,7 @@ def test_the_manifest_says_what_was_run_with_what(tmp_path: Path, monkeypatch: P
     assert table["seeds"] == [1, 2]
     assert table["conditions"] == [
         {"name": "grpo+none", "overrides": GRPO},
-        {"name": "maxrl+none", "overrides": MAXRL | {"lr": 1e-3}},
+        {"name": "maxrl+none_lr=0.001", "overrides": MAXRL | {"lr": 1e-3}},
     ]
     assert table["config"]["campaign"]["max_steps"] == 4
     assert {"python", "retrain", "torch", "transformers", "peft"} <= table["versions"].keys()
@@ -343,6 +343,32 @@ def test_a_campaign_that_stops_early_keeps_its_seeds(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=r"planned its tests for seeds \[1, 2, .*  Try: seeds = \[1, 2"):
         run_with(FakeExecutor(), other, monkeypatch)
     assert (tmp_path / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize("conditions", [[MAXRL, GRPO], [GRPO, MAXRL, GRPO | {"lr": 1e-3}], [GRPO]])
+def test_a_campaign_that_stops_early_keeps_its_conditions(
+    tmp_path: Path, monkeypatch: Patch, conditions: list[dict[str, Any]]
+) -> None:
+    config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
+    run_with(FakeExecutor(clearly_better), config, monkeypatch)
+    resumed = {"resume": {"from": str(tmp_path)}}
+    changed = campaign_config(tmp_path, resumed, seeds=list(range(1, 9)), conditions=conditions)
+    stopping = changed.model_copy(update={"campaign": changed.campaign.model_copy(update={"stop_when": "decided"})})
+    with pytest.raises(ConfigError, match=r"planned its tests for maxrl\+none against grpo\+none"):
+        run_with(FakeExecutor(clearly_better), stopping, monkeypatch)
+
+
+def test_a_run_that_was_skipped_and_then_run_is_not_called_skipped(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(
+        FakeExecutor(clearly_better),
+        campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided"),
+        monkeypatch,
+    )
+    capsys.readouterr()
+    run_with(FakeExecutor(clearly_better), campaign_config(tmp_path, seeds=list(range(1, 9))), monkeypatch)
+    assert "no run was skipped" in capsys.readouterr().out
 
 
 def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, monkeypatch: Patch) -> None:

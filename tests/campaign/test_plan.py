@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from retrain.campaign.plan import label_conditions, plan_runs
+from retrain.campaign.plan import find_equal_losses, label_conditions, plan_runs
 from retrain.config import load_config
 from retrain.errors import ConfigError
 
@@ -69,6 +69,34 @@ def test_three_equal_labels_stay_distinct() -> None:
     config = load_config()
     labels = label_conditions([config] * 3, [{"system_prompt": "!"}, {"system_prompt": "?"}, {"system_prompt": "%"}])
     assert len(set(labels)) == 3
+
+
+def test_the_name_of_a_condition_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    tables = [GRPO | {"lr": 1e-3, "max_steps": 9}, MAXRL | {"system_prompt": "x" * 200}, GRPO]
+    together = [run.condition for run in planned(campaign_config(tmp_path, seeds=[1], conditions=tables))]
+    alone = [planned(campaign_config(tmp_path, seeds=[1], conditions=[table]))[0].condition for table in tables]
+    assert together == alone
+    assert together[0] == "grpo+none_lr=0.001", "steps may be added when a campaign is resumed"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tables", "is_same"),
+    [
+        ({"type": "importance_sampling"}, {"type": "ppo"}, {}, True),
+        ({"type": "ppo"}, {"type": "cispo", "clip_high": 0.5}, {}, True),
+        ({"type": "ppo"}, {"type": "grpo"}, {}, False),  # another average
+        ({"type": "ppo"}, {"type": "gspo"}, {}, False),  # ratios of sequences
+        ({"type": "ppo"}, {"type": "cispo", "grad_clip": 0.5}, {}, False),
+        ({"type": "ppo"}, {"type": "cispo"}, {"training": {"async_steps": 1}}, False),
+    ],
+)
+def test_conditions_whose_losses_cannot_differ_are_named(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], tables: dict[str, Any], is_same: bool
+) -> None:
+    conditions = [GRPO | {"loss": one}, GRPO | {"loss": other}]
+    notes = find_equal_losses(planned(campaign_config(tmp_path, tables, conditions=conditions)))
+    assert len(notes) == is_same
+    assert all("differ only in [loss]" in note and "the updates are the same" in note for note in notes)
 
 
 def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:

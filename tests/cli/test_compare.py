@@ -379,7 +379,8 @@ def test_a_decision_of_the_sequential_test_stands(tmp_path: Path, capsys: pytest
     campaign = write_campaign(tmp_path / "c", scores, stop_when="decided")
     manifest = json.loads((campaign / "manifest.json").read_text())
     decision = {"decided": True, "better": True, "seeds": 5, "p_value": 0.01, "level": 0.03}
-    made = {"alpha": 0.05, "metric": "eval_pass_at_1", "decisions": {"maxrl+none": decision}, "skipped": []}
+    made = {"alpha": 0.05, "baseline": "grpo+none", "metric": "eval_pass_at_1", "skipped": []}
+    made["decisions"] = {"maxrl+none": decision}
     (campaign / "manifest.json").write_text(json.dumps(manifest | {"stop_when": made}))
     data = as_json(capsys, campaign)
     assert data["comparisons"][0]["verdict"] == "statistically_significant_improvement"
@@ -387,6 +388,13 @@ def test_a_decision_of_the_sequential_test_stands(tmp_path: Path, capsys: pytest
     # It was about another metric, or at a higher level than asked for.
     for other in (("--metric", "loss"), ("--alpha", "0.01")):
         assert as_json(capsys, campaign, *other)["comparisons"][0]["verdict"] == "insufficient_evidence"
+    # It was about another baseline, or at the level of fewer conditions.
+    for changed in (
+        made | {"baseline": "maxrl+gtpo"},
+        made | {"decisions": {"maxrl+none": decision | {"level": 0.04}}},
+    ):
+        (campaign / "manifest.json").write_text(json.dumps(manifest | {"stop_when": changed}))
+        assert as_json(capsys, campaign)["comparisons"][0]["verdict"] == "insufficient_evidence"
 
 
 def test_a_difference_to_other_seeds_of_the_baseline_is_marked(

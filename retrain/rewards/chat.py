@@ -10,7 +10,7 @@ import asyncio
 import email.utils
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -22,6 +22,8 @@ Messages = Sequence[Mapping[str, str]]
 ATTEMPTS = 6
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
+LONG_WAIT_S = 5.0
+"""Longer waits are reported."""
 _MAX_SHOWN = 200
 # Transient 4xx codes: timeout, conflict, too early, too many requests.
 _TRANSIENT_CODES = (408, 409, 425, 429)
@@ -76,8 +78,9 @@ class Usage:
 class ChatClient:
     """A client for one model. Everything but the constructor runs in one event loop."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, log: Callable[[str], None] = lambda line: None) -> None:
         self.server = server
+        self._log = log
         self.usage = Usage()
         self.options: dict[str, object] = {"temperature": 0}
         self._slots = asyncio.Semaphore(server.concurrency)
@@ -155,7 +158,13 @@ class ChatClient:
         ) != "insufficient_quota"
         wait_s = _read_wait(reply.headers.get("Retry-After", ""))
         if transient and wait_s:
-            self._pause_until = max(self._pause_until, time.monotonic() + min(wait_s, LONGEST_WAIT_S))
+            until = time.monotonic() + min(wait_s, LONGEST_WAIT_S)
+            if until > self._pause_until + LONG_WAIT_S:
+                pause = until - time.monotonic()
+                self._log(
+                    f"{self.server.shown_url} returned {reply.status_code}; waiting {pause:.0f} s, as it asks for"
+                )
+            self._pause_until = max(self._pause_until, until)
         message = f"{self.server.shown_url} returned {reply.status_code} {reply.reason_phrase}: {text}"
         return ChatError(message, transient=transient, wait_s=wait_s, status=reply.status_code)
 

@@ -72,7 +72,7 @@ class JudgeReward(BatchReward):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
-        self._client = ChatClient(self._server)
+        self._client = ChatClient(self._server, log)
         try:
             self._run(self._try_server()).result()
         except BaseException:

@@ -200,6 +200,17 @@ def test_a_rate_limit_says_how_long_to_wait_and_all_requests_do(server: JudgeSer
     assert time.monotonic() - limited[0] >= (0.3 if header != "date" else 0.4)
 
 
+def test_a_long_wait_is_reported_once(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "LONGEST_WAIT_S", 0.3)
+    monkeypatch.setattr(chat, "LONG_WAIT_S", 0.2)
+    replies = iter([refusal(429, "slow down", {"Retry-After": "300"})] * 2)
+    server.script = after_trial(server, lambda body: next(replies, None) or agree(body))
+    logged: list[str] = []
+    with build_reward(section(server, judge_concurrency=2), log=logged.append) as judge:
+        judge.score([Item(f"it is {n}", "7") for n in range(2)])
+    assert [line.partition(" returned ")[2] for line in logged] == ["429; waiting 0 s, as it asks for"]
+
+
 def test_a_judge_that_stays_limited_gives_errors_not_zeros(server: JudgeServer) -> None:
     server.script = after_trial(server, lambda body: refusal(429, f"Rate limit for {KEY}"))
     with build_reward(section(server)) as judge:

@@ -23,7 +23,7 @@ from retrain.config.reasons import needs_judge, trains_complete_steps
 from retrain.data import build_source, held_out_section
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
-from retrain.modeling.files import find_model, hub_cache, is_quantized, read_context_length
+from retrain.modeling.files import MERGE_HINT, find_base, find_model, hub_cache, is_quantized, read_context_length
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
 from retrain.runtime.packages import install_command
@@ -74,9 +74,13 @@ def _quantized_model(where: str, name: str) -> Iterator[ConfigIssue]:
 
 
 def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
-    """An issue if a model, named by the option `where`, is not on this machine and cannot be downloaded."""
-    key, found = where.split()[-1], find_model(name).found
-    if found == "missing":
+    """An issue if a model, named by the option `where`, is an adapter, or neither here nor to be downloaded."""
+    files = find_model(name)
+    key, found, base = where.split()[-1], files.found, find_base(files)
+    if base:
+        # transformers would load the base with the adapter, and training would replace the adapter.
+        yield ConfigIssue(where, f"= {json.dumps(name)} holds an adapter of {base}, not a model.", MERGE_HINT)
+    elif found == "missing":
         yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):
         yield ConfigIssue(

@@ -38,7 +38,7 @@ from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.data import load_examples
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact
-from retrain.modeling.files import find_model
+from retrain.modeling.files import MERGE_HINT, find_base, find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
@@ -254,6 +254,9 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
 
 def _check_model(name: str, what: str = "model", where: str = "[model] model") -> Check:
     files = find_model(name)
+    if base := find_base(files):
+        found = f"{name} holds an adapter of {base}, not a model"
+        return Check("files", what, "missing", found, MERGE_HINT.removeprefix("Try: "))
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":

@@ -18,6 +18,9 @@ from retrain.types import JsonObject
 _MAX_HEADER = 100_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
 
+ADAPTER_SETTINGS = "adapter_config.json"
+MERGE_HINT = "Try: merge it into its base with PEFT (merge_and_unload), save the result and name that folder"
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -98,6 +101,13 @@ def read_context_length(files: ModelFiles) -> int | None:
     # GPT-2 and similar models use another name.
     found = settings.get("max_position_embeddings", settings.get("n_positions"))
     return found if isinstance(found, int) else None
+
+
+def find_base(files: ModelFiles) -> str:
+    """The base model of the adapter that the folder holds; "" if it holds a model."""
+    if files.folder is None or not (files.folder / ADAPTER_SETTINGS).is_file():
+        return ""
+    return str(_read_json(files.folder / ADAPTER_SETTINGS).get("base_model_name_or_path") or "another model")
 
 
 def is_quantized(files: ModelFiles) -> bool:

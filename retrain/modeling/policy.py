@@ -15,6 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -25,6 +26,7 @@ from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
 from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, attending, register
 from retrain.modeling.causal_lm import CausalLM, module_of
+from retrain.modeling.files import MERGE_HINT
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
@@ -305,6 +307,8 @@ def _load_onto(device: torch.device, model: Model, dtype: torch.dtype, attention
     loaded: CausalLM = AutoModelForCausalLM.from_pretrained(
         resolve_model(model.model), dtype=dtype, attn_implementation=attention, **model.init_kwargs
     )
+    if any(isinstance(module, BaseTunerLayer) for module in module_of(loaded).modules()):
+        raise ConfigError(f"[model] model = {model.model!r} is an adapter, not a model.  {MERGE_HINT}")
     if model.quantization != "none":
         quantize_layers(loaded, model.quantization, device)
     return loaded.to(device)

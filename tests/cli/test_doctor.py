@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from retrain.builtin import resolve_model
 from retrain.checks.preflight import missing_keys
 from retrain.cli import doctor, run
 from retrain.cli.trial import Trial, try_out
@@ -403,6 +404,18 @@ def test_a_resume_with_more_examples_is_reported(capsys: pytest.CaptureFixture[s
     Path("rows.jsonl").write_text(2 * row, encoding="utf-8")
     assert run(["doctor", "retrain.toml", "--resume", "logs"]) == 1
     assert "the checkpoint was made with 1 examples, the data now has 2" in capsys.readouterr().out
+
+
+def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("adapter")
+    shutil.copytree(resolve_model("builtin:tiny"), folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}', encoding="utf-8")
+    _write('[model]\nmodel = "adapter"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
+        assert run(command) == code
+        output = capsys.readouterr()
+        message = " ".join((output.out + output.err).split())
+        assert "holds an adapter of some/base, not a model" in message and "merge_and_unload" in message
 
 
 @pytest.mark.parametrize("command", ["doctor", "explain"])

@@ -240,6 +240,11 @@ def test_what_cannot_be_taken_over_is_reported(tiny: Path, tmp_path: Path, four_
     load_sizes(tmp_path, learner, SizedEngine(1, fits=False))
     assert logged[0].startswith("Warning: this run used 4 threads and now has 2;")
     assert logged[1].startswith("Warning: the free memory has changed")
+    torch.set_num_threads(1)
+    save_sizes(tmp_path, learner, SizedEngine(1))
+    torch.set_num_threads(2)
+    load_sizes(tmp_path, learner, SizedEngine(1))
+    assert logged[2].startswith("Warning: this run used 1 thread and now has 2;")
 
 
 def test_a_checkpoint_without_sizes_still_loads(tiny: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from retrain.backends.local.learner import Learner
 from retrain.inference_engine import InferenceEngine, ResumableSizes
+from retrain.runtime.text import plural
 
 SIZES_FILE = "sizes.json"
 
@@ -34,8 +35,9 @@ def load_sizes(path: Path, learner: Learner, engine: InferenceEngine) -> None:
     on_cpu = learner.policy.device.type == "cpu"
     if on_cpu and sizes["threads"] != torch.get_num_threads():
         learner.log(
-            f"Warning: this run used {sizes['threads']} threads and now has {torch.get_num_threads()}; sums are split "
-            f"over threads, so results may differ in their last digits.  Try: OMP_NUM_THREADS={sizes['threads']}"
+            f"Warning: this run used {plural(sizes['threads'], 'thread')} and now has {torch.get_num_threads()}; "
+            "sums are split over threads, so results may differ in their last digits.  "
+            f"Try: OMP_NUM_THREADS={sizes['threads']}"
         )
     if (
         sizes["sampling"] is not None

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from retrain.config import schema
 from retrain.errors import ConfigError, PluginError, blaming
-from retrain.plugins import REGISTRIES, make_importable
+from retrain.plugins import REGISTRIES, is_plugin, make_importable
 from retrain.types import Example
 
 __all__ = [
@@ -140,7 +140,7 @@ def load_split(environment: Environment, section: schema.Environment, split: str
     if not isinstance(examples, Sequence) or isinstance(examples, str):
         raise PluginError(f"{who} returned {type(examples).__name__} from examples({split!r}); it must be a list.")
     if not len(examples):
-        raise _no_examples(who, split)
+        raise _no_examples(who, section, split)
     for index, example in enumerate(examples[: min(len(examples), CHECKED_EXAMPLES)]):
         if not isinstance(example, Example):
             raise PluginError(
@@ -169,7 +169,10 @@ def evaluation_only(who: str, reason: str) -> ConfigError:
     )
 
 
-def _no_examples(who: str, split: str) -> ConfigError:
+def _no_examples(who: str, section: schema.Environment, split: str) -> ConfigError:
+    if split == "train" and is_plugin("environment", section.provider):
+        # The user wrote it; another id would not help.
+        return ConfigError(f"{who} has no rows to train on.  Try: return at least one Example from examples('train')")
     if split == "train":
         return evaluation_only(who, "its training split is empty")
     return ConfigError(f"{who} has no rows to evaluate on ([eval] split = {split!r}).  Try: [eval] every = 0.")

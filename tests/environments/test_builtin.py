@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from retrain.config import TrainConfig, build_config
 from retrain.config.schema import Environment as Section
 from retrain.data.arithmetic import is_held_out
-from retrain.environments import Environment, Outcome, Reply, build_environment
+from retrain.environments import Environment, Outcome, Reply, build_environment, load_split
 from retrain.environments.builtin.calculator import calculate
 from retrain.environments.builtin.guess_number import hint_metrics, read_guess
 from retrain.environments.tasks import EnvironmentTasks
@@ -257,3 +257,17 @@ def test_problems_that_are_in_both_splits_are_named(id: str, is_said: bool) -> N
     finally:
         tasks.close()
     assert ("the same problems for training and for evaluation" in stream.getvalue()) == is_said
+
+
+def test_an_own_class_without_training_rows_is_told_to_return_some() -> None:
+    class Empty:
+        def examples(self, split: str) -> list[Example]:
+            return []
+
+        async def rollout(self, example: Example, chat: object) -> Outcome:
+            return Outcome(0.0)
+
+    with pytest.raises(ConfigError, match="has no rows to train on") as caught:
+        load_split(Empty(), Section(provider="my_module.Empty"), "train")
+    assert "Try: return at least one Example from examples('train')" in str(caught.value)
+    assert "id =" not in str(caught.value)

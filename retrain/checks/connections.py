@@ -18,6 +18,10 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 RESPONSE_S = 3.0
 TINKER_HEALTH = "/api/v1/healthz"
+# The key is missing or not valid.
+_REFUSALS = (401, 403)
+# A proxy answers for a server that does not.
+_GATEWAY_ERRORS = (502, 503, 504)
 
 
 def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None = None) -> str:
@@ -25,6 +29,18 @@ def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None =
     error = _request(url, opener)
     if isinstance(error, urllib.error.HTTPError):
         return f"it returned {error.code}." if error.code >= 500 else ""
+    return f"{_reason(error)}." if error is not None else ""
+
+
+def explain_no_judge(url: str, key: str) -> str:
+    """Why no judge that takes this key responds, or ""; it need not list its models, so other errors are a response."""
+    request = urllib.request.Request(url)
+    if key:
+        # Not to where a redirect leads.
+        request.add_unredirected_header("Authorization", f"Bearer {key}")
+    error = _request(request)
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it returned {error.code}." if error.code in (*_REFUSALS, *_GATEWAY_ERRORS) else ""
     return f"{_reason(error)}." if error is not None else ""
 
 
@@ -82,9 +98,14 @@ def check_tinker_address(config: TrainConfig) -> None:
         check_not_refused(url.rstrip("/"))
 
 
-def _request(url: str, opener: urllib.request.OpenerDirector | None = None) -> Exception | None:
+def _request(
+    url: str | urllib.request.Request, opener: urllib.request.OpenerDirector | None = None
+) -> Exception | None:
     try:
         (opener or urllib.request.build_opener()).open(url, timeout=RESPONSE_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        return error
     except (OSError, ValueError, http.client.HTTPException) as error:
         return error
     return None

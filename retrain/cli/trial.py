@@ -16,7 +16,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
+from retrain.checks.connections import (
+    TINKER_HEALTH,
+    explain_no_judge,
+    explain_no_response,
+    find_absent_server,
+    server_kind,
+)
 from retrain.checks.preflight import (
     explain_invalid_tinker_key,
     is_offline,
@@ -265,9 +271,12 @@ def _try_judge(config: TrainConfig) -> str:
     from retrain.rewards.judge import find_server  # noqa: PLC0415  (loads an HTTP client)
 
     server = find_server(config.reward)
-    problem = explain_no_response(f"{server.url.rstrip('/')}/models")
+    problem = explain_no_judge(f"{server.url.rstrip('/')}/models", server.key)
     if problem:
-        raise RetrainError(f"no judge responds at {server.shown_url}: {problem}  Try: check [reward] judge_base_url")
+        raise RetrainError(
+            f"no judge responds at {server.shown_url}: {problem}  "
+            "Try: check [reward] judge_base_url, and OPENAI_API_KEY if it needs a key"
+        )
     return f"{server.shown_url} responded"
 
 

@@ -116,6 +116,27 @@ def test_a_judge_is_asked_whether_it_is_there(server: str) -> None:
     assert "no judge responds at http://127.0.0.1:1/v1: " in away["[reward] judge_base_url"][1]
 
 
+@pytest.mark.parametrize(("status", "is_there"), [(404, True), (405, True), (500, True), (501, True), (503, False)])
+def test_a_judge_that_only_answers_requests_of_a_run_is_there(
+    server: str, monkeypatch: pytest.MonkeyPatch, status: int, is_there: bool
+) -> None:
+    monkeypatch.setattr(Healthy, "do_GET", lambda self: self.send_error(status))
+    _, problem = outcomes(reward__type="judge", reward__judge_base_url=server)["[reward] judge_base_url"]
+    assert problem == "" if is_there else f"it returned {status}." in problem
+
+
+def test_a_judge_that_refuses_the_key_is_missing(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def do_GET(self: Healthy) -> None:
+        self.send_response(200 if self.headers["Authorization"] == "Bearer sk-right" else 401)
+        self.end_headers()
+
+    monkeypatch.setattr(Healthy, "do_GET", do_GET)
+    for key, expected in (("sk-right", ""), ("sk-wrong", "it returned 401."), ("", "it returned 401.")):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        _, problem = outcomes(reward__type="judge", reward__judge_base_url=server)["[reward] judge_base_url"]
+        assert expected in problem and bool(problem) is bool(expected) and "sk-" not in problem
+
+
 def test_a_server_to_start_needs_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     found = outcomes(inference__engine="vllm", inference__launch=True)

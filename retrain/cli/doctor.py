@@ -248,8 +248,10 @@ def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
     for trial in trials:
         if trial.problem:
             yield Check("components", trial.where, "missing", *_split_fix(trial.problem, f"check {trial.where}"))
+        elif trial.is_warning:
+            yield Check("components", trial.where, "warning", *_split_fix(trial.detail, ""))
         elif trial.detail:
-            yield Check("components", trial.where, "ok" if trial.is_known else "warning", trial.detail)
+            yield Check("components", trial.where, "ok", trial.detail)
 
 
 def _check_model(name: str, what: str = "model", where: str = "[model] model") -> Check:

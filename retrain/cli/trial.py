@@ -61,10 +61,17 @@ class Trial:
     where: str
     detail: str
     problem: str = ""
-    is_known: bool = True
+    is_warning: bool = False
 
 
-Attempt = Callable[[TrainConfig], str]
+@dataclass(frozen=True)
+class Doubt:
+    """What was found, where the run would start with a warning or may fail later."""
+
+    text: str
+
+
+Attempt = Callable[[TrainConfig], str | Doubt]
 """Does what the run will do and returns what was found; raises where the run would."""
 
 
@@ -88,7 +95,7 @@ def try_out(config: TrainConfig) -> list[Trial]:
     except subprocess.TimeoutExpired as error:
         shown = error.stdout or b""
         lines = shown.decode(errors="replace").splitlines()
-        ended = Trial("", f"unknown: the trial took more than {TRIAL_S:.0f} s", is_known=False)
+        ended = Trial("", f"unknown: the trial took more than {TRIAL_S:.0f} s", is_warning=True)
     found = [Trial(**json.loads(line.removeprefix(_MARK))) for line in lines if line.startswith(_MARK)]
     # The first one without a result ended the process; later ones were not tried.
     return found + [replace(ended, where=where) for where in wanted[len(found) : len(found) + 1]]
@@ -106,7 +113,8 @@ def main() -> None:
         use_cache_if_unreachable(lambda line: None)
     for where, attempt in _trials(config):
         try:
-            trial = Trial(where, attempt(config))
+            found = attempt(config)
+            trial = Trial(where, found.text, is_warning=True) if isinstance(found, Doubt) else Trial(where, found)
         except RetrainError as error:
             trial = Trial(where, "", str(error))
         except Exception as error:
@@ -316,7 +324,7 @@ def _tables_with_files(config: TrainConfig) -> Iterator[str]:
             yield table
 
 
-def _try_prompts(config: TrainConfig, table: str) -> str:
+def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     """Whether prompts leave room for completions; of many prompts, only the longest texts are tokenized.
 
     Empty if the file of the table, or the tokenizer, cannot be loaded: their own checks say why.
@@ -344,7 +352,10 @@ def _try_prompts(config: TrainConfig, table: str) -> str:
     if table == "[eval]" and "[data]" in _tables_with_files(config):
         with suppress(RetrainError):
             shared = count_shared(load_training(), examples)
-    return f"{found}; {shared} of {len(examples)} are also in [data]" if shared else found
+    if shared:
+        fix = "Try: set [eval] path or source to problems that are not trained on"
+        return Doubt(f"{found}; {shared} of {len(examples)} are also in [data].  {fix}")
+    return found
 
 
 def _try_service(config: TrainConfig) -> str:

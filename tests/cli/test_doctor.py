@@ -212,7 +212,7 @@ def test_what_was_tried_and_failed_is_missing_and_what_took_too_long_is_not(
     trials = [
         Trial("[reward]", "mine was imported"),
         Trial("[inference] engine", "", "no server answers.  Try: vllm serve"),
-        Trial("[environment] provider", "not known", is_known=False),
+        Trial("[environment] provider", "not known", is_warning=True),
     ]
     monkeypatch.setattr(doctor, "try_out", lambda config: trials)
     _write(starter("demo"))

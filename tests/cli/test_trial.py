@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from retrain.cli import trial
-from retrain.config import build_config, load_config
+from retrain.cli import doctor, run, trial
+from retrain.config import build_config, dump_config, load_config
 from retrain.errors import ConfigError, RetrainError
 from retrain.plugins import SERVER_ENGINES
 
@@ -37,7 +37,8 @@ def outcomes(**options: Any) -> dict[str, tuple[str, str]]:
     for where, attempt in trial._trials(config):
         if "tokenizer" not in where:
             try:
-                found[where] = (attempt(config), "")
+                result = attempt(config)
+                found[where] = (result.text if isinstance(result, trial.Doubt) else result, "")
             except Exception as error:
                 found[where] = ("", str(error))
     return found
@@ -82,6 +83,22 @@ def test_the_prompts_of_each_file_are_measured_by_themselves(tmp_path: Path) -> 
     assert "[data], prompts" not in found
     found = outcomes(data__source="jsonl", data__path=str(path), eval__every=1, eval__source="arithmetic")
     assert "tokens in [data] do not fit" in found["[data], prompts"][1] and "[eval], prompts" not in found
+
+
+def test_held_out_rows_that_are_also_trained_on_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rows.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}))
+    files = {"data.source": "jsonl", "data.path": "rows.jsonl", "eval.every": 1, "eval.path": "held_out.jsonl"}
+    found = trial._try_prompts(load_config(None, HERE | files), "[eval]")
+    assert isinstance(found, trial.Doubt) and "; 1 of 1 are also in [data].  Try: set [eval] path" in found.text
+    monkeypatch.setattr(doctor, "try_out", lambda config: [trial.Trial("[eval], prompts", found.text, is_warning=True)])
+    monkeypatch.setattr(doctor, "probe_torch", lambda: {"cuda": None, "available": False, "gpus": []})
+    (tmp_path / "run.toml").write_text(dump_config(load_config(None, HERE)))
+    assert run(["doctor", "run.toml", "--json"]) == 0
+    (check,) = [c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"] == "[eval], prompts"]
+    assert check["status"] == "warning" and check["fix"].startswith("set [eval] path")
 
 
 def test_a_file_that_cannot_be_loaded_is_left_to_the_check_of_files(tmp_path: Path) -> None:
@@ -203,7 +220,7 @@ def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, mon
     assert (ended.where, ended.problem) == ("[reward]", "the trial process exited with code 3")
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     (slow,) = trial.try_out(load_config(None, HERE | options | {"reward.custom_module": "tried_sleeping"}))
-    assert (slow.is_known, slow.problem) == (False, "")
+    assert (slow.is_warning, slow.problem) == (True, "")
 
 
 def test_problems_of_the_hub_are_looked_for_in_the_cache_when_it_is_away(

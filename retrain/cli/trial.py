@@ -46,8 +46,11 @@ TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
 OFFER_S = 10.0
 """Limit for a Tinker service to say which models it has."""
+FIRST_EXAMPLES = 16
+"""Examples of an environment whose prompts are looked at: some are generated slowly."""
 MEASURED = 256
 """Prompts that are tokenized to find the longest."""
+ENVIRONMENT = "[environment] provider"
 _MARK = "trial: "
 
 
@@ -132,8 +135,9 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if config.kind == "squeeze":
         yield "[squeeze]", _try_adapter
         return
-    yield from _component_trials(config)
-    yield from _machine_trials(config)
+    trials = (*_component_trials(config), *_machine_trials(config))
+    # Its examples may take long to load, and no time may be left for what comes after it.
+    yield from sorted(trials, key=lambda trial: trial[0] == ENVIRONMENT)
 
 
 def _component_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
@@ -164,7 +168,7 @@ def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if is_plugin("loss", config.loss.type):
         yield "[loss] type", _try_loss
     if config.environment.provider:
-        yield "[environment] provider", _try_environment
+        yield ENVIRONMENT, _try_environment
     else:
         if is_plugin("data", config.data.source):
             yield "[data] source", _try_source
@@ -288,8 +292,9 @@ def _try_judge(config: TrainConfig) -> str:
     return f"{server.shown_url} responded"
 
 
-def _try_environment(config: TrainConfig) -> str:
-    from retrain.environments import build_environment  # noqa: PLC0415
+def _try_environment(config: TrainConfig) -> str | Doubt:
+    """Load the environment and the splits that the run uses."""
+    from retrain.environments import build_environment, load_split  # noqa: PLC0415
 
     section = config.environment.model_copy(update={"auto_install": False})
     make_importable(config.plugins.search_paths)
@@ -297,8 +302,43 @@ def _try_environment(config: TrainConfig) -> str:
         if shutil.which("prime") or shutil.which("uv"):
             return f"{section.id} is not installed; the run installs it"
         raise RetrainError("neither the Prime CLI nor uv is on PATH.  Try: pip install prime")
-    build_environment(section, config.plugins.search_paths, lambda line: None)
-    return f"{section.id or section.provider} loaded"
+    environment = build_environment(section, config.plugins.search_paths, lambda line: None)
+    examples = load_split(environment, section, "train")
+    found = f"{section.id or section.provider} loaded: {_count(examples)}"
+    asked = list(examples[:FIRST_EXAMPLES])
+    if config.eval.every:
+        held_out = load_split(environment, section, config.eval.split)[: config.eval.max_examples]
+        found += f", {len(held_out):,} held out"
+        asked += held_out[:FIRST_EXAMPLES]
+    problem = _explain_long_prompt(config, asked)
+    return Doubt(f"{found}; {problem}") if problem else found
+
+
+def _count(examples: Sequence[Example]) -> str:
+    from retrain.data import Endless  # noqa: PLC0415
+
+    return "unlimited examples" if isinstance(examples, Endless) else plural(len(examples), "example")
+
+
+def _explain_long_prompt(config: TrainConfig, examples: Sequence[Example]) -> str:
+    """That a prompt fills the context, or "". Not an error: an environment may ask something else than the prompt."""
+    from retrain.environments.template import ChatTemplate  # noqa: PLC0415  (imports transformers)
+    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
+
+    context, most = known_context(config), config.training.max_prompt_tokens
+    if config.backend.backend != "local" or context is None or 0 < most < context:
+        return ""
+    longest = max((example.prompt for example in examples), key=lambda prompt: len(str(prompt)))
+    messages = [{"role": "user", "content": longest}] if isinstance(longest, str) else longest
+    try:
+        template = ChatTemplate(load_tokenizer(config.model.model))
+        tokens = len(template.encode(template.render(messages, ()), begins=True))
+    except RetrainError:
+        return ""  # the check of the tokenizer says why, or only the run knows the conversation
+    if tokens < context:
+        return ""
+    hint = f"Try: [training] max_prompt_tokens = {max(1, context - config.training.max_tokens)}, or shorter prompts"
+    return f"a prompt has {tokens} tokens, and the context length is {context}.  {hint}"
 
 
 def _is_installed(id: str) -> bool:

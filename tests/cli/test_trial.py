@@ -199,8 +199,66 @@ def test_losses_and_detectors_are_made(folder: Path) -> None:
 
 def test_an_environment_is_made(folder: Path) -> None:
     made = outcomes(environment__provider="builtin", environment__id="guess-number")
-    assert made == {"[environment] provider": ("guess-number loaded", "")}
+    assert made == {"[environment] provider": ("guess-number loaded: 9 examples", "")}
     assert outcomes(environment__provider="builtin", environment__id="nonsense")["[environment] provider"][1]
+
+
+ENVIRONMENT = """
+from retrain.environments import Outcome
+from retrain.types import Example
+
+class Sound:
+    def __init__(self, section, log): pass
+    def examples(self, split): return [Example(f"{n}+1=?", str(n + 1), id=str(n)) for n in range(9)]
+    async def rollout(self, example, chat): return Outcome(0.0)
+
+class NoTest(Sound):
+    def examples(self, split): return super().examples(split) if split == "train" else []
+
+class Raising(Sound):
+    def examples(self, split): return super().examples(split) if split == "train" else {}["no such split"]
+
+class NoTrain(Sound):
+    def examples(self, split): return []
+
+class WrongType(Sound):
+    def examples(self, split): return ["1+1=?"]
+
+class Long(Sound):
+    def examples(self, split): return [Example("1+1=?" * 300, "2", id="1")]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluates", "detail", "problem"),
+    [
+        ("Sound", 0, "tried_env.Sound loaded: 9 examples", ""),
+        ("Sound", 1, "tried_env.Sound loaded: 9 examples, 4 held out", ""),
+        ("NoTest", 0, "tried_env.NoTest loaded: 9 examples", ""),
+        ("NoTest", 1, "", "has no rows to evaluate on ([eval] split = 'test').  Try: [eval] every = 0."),
+        ("Raising", 1, "", "no such split"),
+        ("NoTrain", 0, "", "has no rows to train on.  Try: return at least one Example"),
+        ("WrongType", 0, "", "returned str instead of a retrain.types.Example (example 0)"),
+        ("Long", 0, "1 example; a prompt has 1502 tokens, and the context length is 256.  Try: [training] max_pro", ""),
+    ],
+)
+def test_the_examples_of_an_environment_are_those_of_the_run(
+    folder: Path, name: str, evaluates: int, detail: str, problem: str
+) -> None:
+    (folder / "tried_env.py").write_text(ENVIRONMENT)
+    evaluation = {"eval__every": evaluates, "eval__max_examples": 4}
+    found = outcomes(environment__provider=f"tried_env.{name}", **evaluation)["[environment] provider"]
+    assert detail in found[0] and problem in found[1] and (bool(found[0]), bool(found[1])) != (True, True)
+
+
+def test_an_environment_is_tried_last_and_long_prompts_may_be_cut(folder: Path) -> None:
+    (folder / "tried_env.py").write_text(ENVIRONMENT)
+    environment = {"environment.provider": "tried_env.Long"}
+    config = load_config(None, HERE | environment)
+    assert [where for where, _ in trial._trials(config)] == ["[model] model, tokenizer", "[environment] provider"]
+    assert isinstance(trial._try_environment(config), trial.Doubt)
+    config = load_config(None, HERE | environment | {"training.max_prompt_tokens": 128})
+    assert trial._try_environment(config) == "tried_env.Long loaded: 1 example"
 
 
 @pytest.mark.slow

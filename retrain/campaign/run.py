@@ -31,7 +31,7 @@ from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.connections import announce_wait
-from retrain.checks.preflight import check_before_loading
+from retrain.checks.preflight import check_before_loading, check_files_of_problems
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config
@@ -56,13 +56,16 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     config = config.model_copy(update={"resume": type(config.resume)()})
     runs = plan_runs(config, folder, source)
     absent_servers: set[str] = set()
-    for run in {run.condition: run for run in runs}.values():
+    conditions = {run.condition: run for run in runs}.values()
+    for run in conditions:
         check_supported(run.config)
         if config.campaign is not None and config.campaign.executor == "local":
             check_devices(run.config)
             announce_wait(run.config, absent_servers.add)
             check_components(run.config)
         check_before_loading(run.config)
+    with _rejecting_plugins():
+        check_files_of_problems([run.config for run in conditions])
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         check_earlier(earlier, config, runs, is_resumed)
@@ -90,9 +93,16 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
 
 def check_components(config: TrainConfig) -> None:
     """Raise for an advantage, transform or loss that does not load, before any run starts."""
-    try:
+    with _rejecting_plugins():
         CreditAssigner(config)
         build_loss(config.loss, config.plugins.search_paths)
+
+
+@contextmanager
+def _rejecting_plugins() -> Iterator[None]:
+    """Before the first run, what does not load is a configuration error."""
+    try:
+        yield
     except PluginError as error:
         error.exit_code = ConfigError.exit_code
         raise

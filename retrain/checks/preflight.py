@@ -20,12 +20,13 @@ from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import needs_judge, trains_complete_steps
-from retrain.data import build_source, held_out_section
+from retrain.config.schema import Data
+from retrain.data import build_source, held_out_section, load_examples
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import MERGE_HINT, find_base, find_model, hub_cache, is_quantized, read_context_length
 from retrain.modeling.sampling import training_distribution
-from retrain.plugins import REGISTRIES, SERVER_ENGINES
+from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
 from retrain.runtime.packages import install_command
 
 WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
@@ -44,6 +45,18 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
     check_tinker_address(config)
+
+
+def check_files_of_problems(configs: Sequence[TrainConfig]) -> None:
+    """Raise for a file of `[data]` or `[eval]` with invalid rows. Each is read once; a plugin is left to the run."""
+    sections: dict[str, Data] = {}
+    for config in configs:
+        if not config.environment.provider:
+            held_out = [held_out_section(config)] if config.eval.every else []
+            sections |= {str(section): section for section in (config.data, *held_out)}
+    for section in sections.values():
+        if not is_plugin("data", section.source) and REGISTRIES["data"].reads(section.source, "path"):
+            load_examples(section)
 
 
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:

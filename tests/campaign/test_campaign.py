@@ -583,6 +583,19 @@ def test_a_condition_with_a_plugin_that_does_not_load_is_rejected_before_any_run
     assert not executor.started
 
 
+@pytest.mark.parametrize("invalid", ["data", "eval"])
+def test_an_invalid_row_is_rejected_before_any_run(tmp_path: Path, monkeypatch: Patch, invalid: str) -> None:
+    tables = {"data": {"source": "jsonl"}, "eval": {"every": 1}}
+    for name, table in tables.items():
+        rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="} | ({} if name == invalid else {"answer": "4"})]
+        table["path"] = str(tmp_path / f"{name}.jsonl")
+        Path(table["path"]).write_text("\n".join(map(json.dumps, rows)))
+    executor, config = FakeExecutor(), campaign_config(tmp_path / "logs", tables)
+    with pytest.raises(RetrainError, match=rf"{invalid}.jsonl has 1 invalid row:\s+line 2 has none of .* answer"):
+        run_with(executor, config, monkeypatch)
+    assert not executor.started and not (tmp_path / "logs").exists()
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_takes_new_settings(tmp_path: Path, monkeypatch: Patch) -> None:
     before, after = (campaign_config(tmp_path, conditions=[GRPO, MAXRL | {"lr": lr}]) for lr in (1e-3, 2e-3))
     failing = [run.name for run in planned(before) if run.name.startswith("maxrl")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from io import TextIOWrapper
 from types import TracebackType
@@ -48,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("retrain.cli.completion", "Print the shell completion script for bash, zsh or fish."),
 }
 _TRAIN = "train"
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SUMMARY = """Train a language model with verifiable rewards.
 
 \b
@@ -195,3 +198,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output, such as `head`, has exited; this is not a failure.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in _DISK_IS_FULL:
+            raise
+        what = error.filename or "the output"
+        click.echo(f"error: {what} cannot be written: {error.strerror}.  Try: free some space", err=True)
+        # Otherwise Python tries to write the rest as it exits, and reports that as well.
+        with suppress(OSError):
+            sys.stdout.close()
+        return 1

@@ -46,3 +46,20 @@ def test_a_character_that_the_output_cannot_encode_is_escaped(tmp_path: Path) ->
         check=False,
     )
     assert done.stdout.startswith(rb"\u221a.toml: a training run")
+
+
+@pytest.mark.parametrize("arguments", [["plugins"], ["--version"], ["explain", "run.toml", "--json"]])
+def test_a_full_disk_under_the_output_is_one_sentence(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "run.toml").write_text('[model]\nmodel = "builtin:tiny"\n')
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "retrain", *arguments],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.stderr == "error: the output cannot be written: No space left on device.  Try: free some space\n"
+    assert done.returncode == 1

@@ -84,6 +84,7 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       runs          for a campaign: name, condition, seed
       runs_at_once  number of concurrent runs
       take_turns    whether only one of these steps at a time: they share a model
+      draws_seed    whether the run draws its seed when it starts
       step          prompts, completions, turns (maximum per completion),
                     max_tokens (of one turn if turns is null)
       memory        weights_bytes, sampling_copy_bytes, adapter_bytes,
@@ -142,6 +143,7 @@ def explain(config: TrainConfig, file: str) -> JsonObject:
         "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs],
         "runs_at_once": runs_at_once(config.campaign, len(runs)) if config.campaign is not None else 1,
         "take_turns": config.campaign is not None and config.campaign.share_model,
+        "draws_seed": config.kind == "train" and config.training.seed < 0 and not config.resume.from_,
         "step": step if trains else None,
         "memory": estimate_memory(config, facts) if trains and config.backend.backend == "local" else None,
         "time": estimate_time(config) if trains else None,
@@ -355,6 +357,7 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
         ("completions", f"{step['completions']:,} per step ({plural(step['prompts'], 'prompt')})"),
         ("tokens", f"at most {step['max_tokens']:,} sampled per step{'' if step['turns'] else ' and turn'}"),
         ("steps", f"{time['steps']:,} per run" if time["steps"] is not None else UNKNOWN_STEPS),
+        *([("seed", "drawn at the start")] if data["draws_seed"] else []),
         ("time", _describe_time(time)),
         *(_memory_rows(memory) if memory is not None else [("memory", f"managed by {engine['backend']}")]),
     ]

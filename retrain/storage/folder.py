@@ -52,9 +52,7 @@ class RunFolder:
             raise ConfigError(f"[logging] log_dir = {str(self.path)!r} cannot be written to: {error}.") from error
         try:
             config = with_absolute_paths(config)
-            self.config = (
-                self._find_checkpoint(config, force_resume) if self.resumed else _with_seed(config, fresh_seed())
-            )
+            self.config = self._find_checkpoint(config, force_resume) if self.resumed else self._draw_seed(config)
         except BaseException:
             self.close()
             raise
@@ -65,6 +63,12 @@ class RunFolder:
             for each in self._new:
                 each.unlink() if each.name == LOCK_FILE else each.rmdir()
         self.lock.close()
+
+    def _draw_seed(self, config: TrainConfig) -> TrainConfig:
+        drawn = _with_seed(config, fresh_seed())
+        if config.training.seed < 0:
+            self.log(f"Seed: {drawn.training.seed}, drawn for this run. To repeat it: --seed {drawn.training.seed}")
+        return drawn
 
     def settle(self) -> None:
         """Prepare the folder, once every component has loaded; nothing in it changes before."""

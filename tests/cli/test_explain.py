@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,17 @@ def test_turns_and_back_pressure_are_not_hidden_in_the_numbers(capsys: pytest.Ca
 def test_nothing_that_equals_its_default_is_called_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     _write("[campaign]\n[reward]\nterms = []\n[training]\nlr = 4e-5\n")
     assert _explain(capsys)["changed"] == []
+
+
+def test_a_seed_that_the_run_draws_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    _write('[model]\nmodel = "builtin:tiny"\n[training]\nmax_tokens = 16\n')
+    assert run(["explain"]) == 0
+    assert re.search(r"^seed +drawn at the start$", capsys.readouterr().out, re.MULTILINE)
+    assert run(["explain", "--seed", "3"]) == 0
+    assert "drawn at the start" not in capsys.readouterr().out
+    assert _explain(capsys)["draws_seed"] and not _explain(capsys, "--seed", "3")["draws_seed"]
+    _write(starter("campaign"))
+    assert not _explain(capsys)["draws_seed"], "its runs have those of the campaign"
 
 
 def test_a_campaign_shows_every_condition_with_every_seed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_an_earlier_run_is_renamed_and_never_overwritten(model: Path, run_folder
 def open_folder(log_dir: Path) -> list[str]:
     """Log lines of a new run in that folder."""
     logged: list[str] = []
-    places = {"logging.log_dir": str(log_dir), "backend.adapter_path": str(log_dir / "adapter")}
+    places = {"logging.log_dir": str(log_dir), "backend.adapter_path": str(log_dir / "adapter"), "training.seed": 1}
     folder = RunFolder(load_config(None, places), False, logged.append)
     folder.settle()
     folder.close()
@@ -253,7 +253,7 @@ HOLD = """
 import sys
 from retrain.config import load_config
 from retrain.storage.folder import RunFolder
-folder = RunFolder(load_config(None, {"logging.log_dir": sys.argv[1]}), False, print)
+folder = RunFolder(load_config(None, {"logging.log_dir": sys.argv[1], "training.seed": 1}), False, print)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -740,3 +740,14 @@ def test_an_adapter_in_a_folder_of_the_same_name_elsewhere_stays_there(model: Pa
 def test_planning_phrases_are_part_of_the_method_and_stay_in_a_resume(model: Path, run_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r'\[logging\] strategic_grams: "" -> "boxed"'):
         resumed(model, run_folder, logging__strategic_grams="boxed")
+
+
+def test_a_drawn_seed_is_printed_and_a_named_one_is_not(tmp_path: Path) -> None:
+    logged: list[str] = []
+    places = {"logging.log_dir": str(tmp_path / "logs")}
+    folders = [RunFolder(load_config(None, places), False, logged.append)]
+    folders[0].close()
+    folders.append(RunFolder(load_config(None, places | {"training.seed": 3}), False, logged.append))
+    folders[1].close()
+    drawn = folders[0].config.training.seed
+    assert logged == [f"Seed: {drawn}, drawn for this run. To repeat it: --seed {drawn}"]

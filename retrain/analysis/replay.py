@@ -83,7 +83,8 @@ def replay(log_dir: Path, recorded: TrainConfig, wanted: TrainConfig) -> Iterato
         hint = runs[0] if runs else "one of its runs"
         raise ConfigError(f"{log_dir} is a campaign; recordings are in its runs.  Try: retrain replay {hint}")
     if not find_recordings(log_dir):
-        raise ConfigError(f"{log_dir} has no recorded rollouts.  Try: run it with [training] record = true")
+        hint = "Try: run it with --record, or [training] record = true"
+        raise ConfigError(f"{log_dir} has no recorded rollouts.  {hint}")
     texts = vocabulary_texts(load_tokenizer(recorded.model.model))
     log, _ = read_rows(log_dir / METRICS)
     before, after = Method(recorded, texts, log), Method(wanted, texts, log)

@@ -18,10 +18,9 @@ from retrain.plugins import REGISTRIES, SERVER_ENGINES
 
 RESPONSE_S = 3.0
 TINKER_HEALTH = "/api/v1/healthz"
-# The key is missing or not valid.
-_REFUSALS = (401, 403)
-# A proxy answers for a server that does not.
-_GATEWAY_ERRORS = (502, 503, 504)
+# The key is missing or not valid, or a proxy answers for a server that does not. A key that may chat but not list
+# models gets 403.
+_NO_JUDGE = (401, 502, 503, 504)
 
 
 def explain_no_response(url: str, opener: urllib.request.OpenerDirector | None = None) -> str:
@@ -40,7 +39,7 @@ def explain_no_judge(url: str, key: str) -> str:
         request.add_unredirected_header("Authorization", f"Bearer {key}")
     error = _request(request)
     if isinstance(error, urllib.error.HTTPError):
-        return f"it returned {error.code}." if error.code in (*_REFUSALS, *_GATEWAY_ERRORS) else ""
+        return f"it returned {error.code}." if error.code in _NO_JUDGE else ""
     return f"{_reason(error)}." if error is not None else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 
 from retrain.config import TrainConfig
@@ -32,8 +33,9 @@ def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os
 def check_single_process(config: TrainConfig) -> None:
     """Raise if weights are to be sharded in a single-process run."""
     if needs_launch(config):
+        what = f"--resume {shlex.quote(config.resume.from_)}" if config.resume.from_ else "config.toml"
         raise ConfigError(
-            "[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 config.toml"
+            f"[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 {what}"
         )
 
 

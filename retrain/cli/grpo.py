@@ -65,7 +65,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         return 0
     from retrain.grpo.checks import OUTPUT, check_before_loading, is_first_process, locked, steps_if_finished  # noqa: PLC0415
     from retrain.grpo.rewards import load_rewards  # noqa: PLC0415  (with the extra as well)
-    from retrain.grpo.settings import name_settings, read_settings  # noqa: PLC0415
+    from retrain.grpo.settings import find_unused, name_settings, read_settings  # noqa: PLC0415
 
     try:
         # Errors are reported before TRL is imported.
@@ -73,6 +73,8 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         load_rewards(run.reward_funcs)
         say = click.echo if is_first_process() else lambda line: None
         checkpoint = check_before_loading(run, arguments, say)
+        for line in find_unused(run):
+            say(f"Note: {line}")
         with locked(arguments.get("output_dir") or OUTPUT):
             steps = steps_if_finished(checkpoint, run, arguments) if checkpoint is not None else 0
             if steps:

@@ -68,7 +68,7 @@ class RunSettings:
     model_name_or_path: str = ""
     name: str = ""
     tokenizer_kwargs: dict[str, Any] | None = None
-    lora_rank: NonNegativeInt = 0
+    lora_rank: NonNegativeInt | None = 0
     lora_alpha: int | float | None = None
     lora_dropout: float = 0.0
     lora_target_modules: Literal["all-linear"] | list[str] = "all-linear"
@@ -199,10 +199,19 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
     if is_grpo and run.completion_only_training is False:
         text = "= false cannot be used: GRPO trains on sampled tokens, never on prompts."
         issues.append(ConfigIssue("completion_only_training", text, "Leave it out."))
-    for field in fields(run) if not run.lora_rank else ():
-        if field.name.startswith("lora_") and given[field.name] != field.default:
-            issues.append(ConfigIssue(field.name, f"= {given[field.name]!r} has no effect: it needs lora_rank."))
     return issues
+
+
+def find_unused(run: RunSettings) -> list[str]:
+    """Sentences on settings of an adapter in a run without one: a file may set them, and an override lora_rank=0."""
+    if run.lora_rank:
+        return []
+    given = {field.name: (getattr(run, field.name), field.default) for field in fields(run)}
+    return [
+        f"{name} = {value!r} is not used: there is no lora_rank."
+        for name, (value, default) in given.items()
+        if name.startswith("lora_") and value != default and name != "lora_rank"
+    ]
 
 
 def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:

@@ -133,7 +133,9 @@ def test_a_judge_is_asked_whether_it_is_there(server: str) -> None:
     assert "no judge responds at http://127.0.0.1:1/v1: " in away["[reward] judge_base_url"][1]
 
 
-@pytest.mark.parametrize(("status", "is_there"), [(404, True), (405, True), (500, True), (501, True), (503, False)])
+@pytest.mark.parametrize(
+    ("status", "is_there"), [(403, True), (404, True), (405, True), (500, True), (501, True), (503, False)]
+)
 def test_a_judge_that_only_answers_requests_of_a_run_is_there(
     server: str, monkeypatch: pytest.MonkeyPatch, status: int, is_there: bool
 ) -> None:

@@ -21,7 +21,7 @@ from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
 from retrain.grpo.run import build_trainer, describe_change
-from retrain.grpo.settings import RunSettings, read_arguments
+from retrain.grpo.settings import RunSettings, find_unused, read_arguments
 from tests.cases import slow
 
 
@@ -89,7 +89,6 @@ def test_packages_become_one_table() -> None:
         (["--num-generations=4"], "Try: num_generations=4"),
         (["learning_rate=fast"], "learning_rate must be a number, got 'fast'"),
         (["completion_only_training=false"], "completion_only_training = false cannot be used"),
-        (["lora_rank=0"], "lora_alpha = 32 has no effect: it needs lora_rank"),
         (["lora_rank=-1"], "lora_rank must be a whole number"),
         (["reward_funcs=maths"], "Did you mean 'math'?"),
         (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
@@ -318,3 +317,11 @@ def test_another_version_of_trl_is_asked_for_its_arguments(monkeypatch: pytest.M
 )
 def test_only_an_evaluation_at_step_0_is_before_training(values: dict[int, float], text: str) -> None:
     assert describe_change(values) == text
+
+
+@pytest.mark.parametrize("rank", [0, None])
+def test_an_override_of_the_rank_makes_a_note_of_the_files_other_settings_of_an_adapter(rank: int | None) -> None:
+    assert find_unused(RunSettings(lora_rank=rank, lora_alpha=32)) == [
+        "lora_alpha = 32 is not used: there is no lora_rank."
+    ]
+    assert find_unused(RunSettings(lora_rank=4, lora_alpha=32)) == []

@@ -31,6 +31,7 @@ from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
 from retrain.runtime.permissions import share_weights
+from retrain.runtime.text import list_some, plural
 from retrain.runtime.threads import FairLock
 from retrain.seeding import derive_seed
 
@@ -304,9 +305,21 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> C
 
 
 def _load_onto(device: torch.device, model: Model, dtype: torch.dtype, attention: str | None) -> CausalLM:
-    loaded: CausalLM = AutoModelForCausalLM.from_pretrained(
-        resolve_model(model.model), dtype=dtype, attn_implementation=attention, **model.init_kwargs
+    loaded: CausalLM
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        resolve_model(model.model),
+        dtype=dtype,
+        attn_implementation=attention,
+        output_loading_info=True,
+        **model.init_kwargs,
     )
+    # transformers fills them with random numbers.
+    missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+    if missing:
+        raise ConfigError(
+            f"[model] model = {model.model!r} lacks {plural(len(missing), 'weight')} of a causal language model: "
+            f"{list_some(missing)}.  Try: a complete model; a classifier or an embedding model has no language head"
+        )
     if any(isinstance(module, BaseTunerLayer) for module in module_of(loaded).modules()):
         raise ConfigError(f"[model] model = {model.model!r} is an adapter, not a model.  {MERGE_HINT}")
     if model.quantization != "none":

@@ -57,15 +57,10 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     """All runs, ordered by seed, so that pairs of conditions are complete early."""
     campaign = config.campaign
     assert campaign is not None
-    tables = campaign.conditions
-    conditions = [
-        build_condition(config, table, f"{source}, campaign condition {number}")
-        for number, table in enumerate(tables, start=1)
-    ]
+    conditions, steps = _build_conditions(config, campaign, source)
     for condition in conditions:
         check_single_process(condition)
-    labels = label_conditions(conditions, tables)
-    steps = [dict(condition_overrides(table)).get("training.max_steps", campaign.max_steps) for table in tables]
+    labels = label_conditions(conditions, campaign.conditions)
     trained = [
         condition.model_copy(update={"training": _training(condition, 0, most)})
         for condition, most in zip(conditions, steps, strict=True)
@@ -86,6 +81,32 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
     return runs
 
 
+def split_conditions(config: TrainConfig, source: str) -> dict[str, TrainConfig]:
+    """A campaign of each condition alone, whose file has its options, by name; a single run is itself, under ""."""
+    campaign = config.campaign
+    if campaign is None:
+        return {"": config}
+    conditions, steps = _build_conditions(config, campaign, source)
+    labels = label_conditions(conditions, campaign.conditions)
+    return {
+        label: condition.model_copy(
+            update={"campaign": campaign.model_copy(update={"conditions": (table,), "max_steps": most})}
+        )
+        for label, condition, table, most in zip(labels, conditions, campaign.conditions, steps, strict=True)
+    }
+
+
+def _build_conditions(config: TrainConfig, campaign: Campaign, source: str) -> tuple[list[TrainConfig], list[int]]:
+    """The configuration of each condition, and its steps."""
+    tables = campaign.conditions
+    conditions = [
+        build_condition(config, table, f"{source}, campaign condition {number}")
+        for number, table in enumerate(tables, start=1)
+    ]
+    own = (dict(condition_overrides(table)).get("training.max_steps") for table in tables)
+    return conditions, [campaign.max_steps if most is None else int(str(most)) for most in own]
+
+
 def find_equal_losses(runs: Sequence[Run]) -> list[str]:
     """Notes on conditions that only treat ratios in another way, if every ratio is 1."""
     notes = []
@@ -95,7 +116,8 @@ def find_equal_losses(runs: Sequence[Run]) -> list[str]:
         if differing <= _RATIO_OPTIONS and _plain_average(one.config) == _plain_average(other.config) is not None:
             notes.append(
                 f"{one.condition} and {other.condition} differ only in [loss], and a step is trained on once, with the "
-                "weights that sampled it: ratios are 1 up to rounding, nothing is clipped, and the updates are the same"
+                "weights that sampled it: ratios are 1 up to the rounding of the sampler, so clipping hardly acts, and "
+                "the updates are nearly the same"
             )
     return notes
 
@@ -131,15 +153,17 @@ def _require_shared_model(runs: Sequence[Run]) -> None:
 def label_conditions(conditions: Sequence[TrainConfig], overrides: Sequence[Mapping[str, object]]) -> list[str]:
     """A name for each condition: its algorithm, and what else it overrides that stays fixed when runs are resumed.
 
-    It does not depend on other conditions, which may then be left out or added, unless it would be the name of one.
+    It does not depend on other conditions, which may then be left out or added, unless all of that is the same.
     """
+    others = [{path: f"_{_short(path)}={value}" for path, value in sorted(_others(table))} for table in overrides]
+    fixed = [
+        condition.condition + "".join(text for path, text in own.items() if path not in free_on_resume())
+        for condition, own in zip(conditions, others, strict=True)
+    ]
     labels: list[str] = []
-    for condition, table in zip(conditions, overrides, strict=True):
-        others = {path: f"_{_short(path)}={value}" for path, value in _others(table)}
-        fixed = "".join(text for path, text in others.items() if path not in free_on_resume())
-        full = condition.condition + "".join(others.values())
-        label = _UNSAFE.sub("-", condition.condition + fixed)
-        label = _UNSAFE.sub("-", full) if label in labels else label
+    for condition, own, name in zip(conditions, others, fixed, strict=True):
+        full = condition.condition + "".join(own.values())
+        label = _UNSAFE.sub("-", full if fixed.count(name) > 1 else name)
         if len(label) > _LONGEST_LABEL or label in labels:
             digest = hashlib.sha256(full.encode()).hexdigest()[:8]
             label = f"{label[: _LONGEST_LABEL - 9]}_{digest}"

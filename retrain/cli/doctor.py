@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Literal, TypedDict
 
 import click
 
+from retrain.campaign.plan import split_conditions
 from retrain.checks.preflight import (
     find_obstacles,
     hub_answers,
@@ -36,13 +37,13 @@ from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.data import load_examples
-from retrain.errors import RetrainError
+from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
 from retrain.modeling.files import MERGE_HINT, find_base, find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
-from retrain.runtime.text import plural
+from retrain.runtime.text import list_some, plural
 from retrain.storage.publishing import other_run
 
 _LOW_DISK_SPACE = 5_000_000_000
@@ -140,46 +141,54 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
         pending = pool.submit(try_out, config) if config is not None else None
         yield Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
         # An analysis of an adapter reads no other table, and needs the core packages only.
-        trained = config if config is not None and config.kind != "squeeze" else None
-        yield from _check_gpus(trained)
-        yield from _check_packages(trained)
-        yield from _check_keys(trained)
+        is_trained = config is not None and config.kind != "squeeze"
+        trained = split_conditions(config, "the campaign") if config is not None and is_trained else {}
+        yield from _check_gpus(trained.values())
+        yield from _check_packages(list(trained.values()))
+        yield from _check_keys(trained.values())
         trials = pending.result() if pending is not None else []
     if config is None:
         return
-    yield from _check_parts(config, trials)
+    yield from _check_parts(config, trained, trials)
     # A service has models of its own, which its trial asks for.
-    if config.kind != "squeeze" and config.backend.backend != "tinker":
-        yield _check_model(config.model.model)
-        if config.teaching.student_model:
-            yield _check_model(config.teaching.student_model, "student", "[teaching] student_model")
-    yield from _check_inputs(config)
+    here = [one for one in trained.values() if one.backend.backend != "tinker"]
+    yield from (_check_model(name) for name in dict.fromkeys(one.model.model for one in here))
+    for name in dict.fromkeys(one.teaching.student_model for one in here if one.teaching.student_model):
+        yield _check_model(name, "student", "[teaching] student_model")
+    yield from dict.fromkeys(check for one in trained.values() or [config] for check in _check_inputs(one))
+    if config.resume.from_:
+        yield _check_resume(config)
     yield from _check_disk(config)
 
 
-def _check_packages(config: TrainConfig | None) -> Iterator[Check]:
+def _check_packages(configs: Sequence[TrainConfig]) -> Iterator[Check]:
     known = requirements()
     by_command = {name: {use: False} for name, use in _PACKAGES_OF_COMMANDS.items()}
-    for name, settings in (packages_by_option(config) | by_command).items():
+    by_option: dict[str, dict[str, bool]] = {}
+    for config in configs or (None,):
+        for name, settings in packages_by_option(config).items():
+            uses = by_option.setdefault(name, {})
+            uses.update({where: is_set or uses.get(where, False) for where, is_set in settings.items()})
+    for name, settings in (by_option | by_command).items():
         requirement = known.get(name)
         text = requirement.text if requirement else name
         found, problem = check_package(name, text)
         core = requirement is not None and not requirement.extra
         set_here = [where for where, is_set in settings.items() if is_set]
         why = (set_here or list(settings))[0]
-        needed = bool(set_here) if config is not None else core
+        needed = bool(set_here) if configs else core
         if not problem:
             yield Check("packages", name, "ok", found)
         elif needed:
             yield Check("packages", name, "missing", f"{problem}; needed by {why}", install_command(name))
         else:
-            fix = install_command(name) if core or config is None else ""
+            fix = install_command(name) if core or not configs else ""
             yield Check("packages", name, "warning" if core else "unused", f"{problem}; for {why}", fix)
 
 
-def _check_gpus(config: TrainConfig | None) -> Iterator[Check]:
+def _check_gpus(configs: Iterable[TrainConfig]) -> Iterator[Check]:
     state = probe_torch()
-    devices = config.backend.devices if config is not None and config.backend.backend == "local" else ""
+    devices = ",".join(config.backend.devices for config in configs if config.backend.backend == "local")
     requested = sorted({int(name.strip()[4:]) for name in devices.split(",") if name.strip().startswith("gpu:")})
     if isinstance(state, str):
         yield Check("system", "torch", "missing" if requested else "warning", state, install_command("torch"))
@@ -218,8 +227,8 @@ def probe_torch() -> TorchState | str:
     return state
 
 
-def _check_keys(config: TrainConfig | None) -> Iterator[Check]:
-    missing = dict(missing_keys(config)) if config is not None else {}
+def _check_keys(configs: Iterable[TrainConfig]) -> Iterator[Check]:
+    missing = {name: issue for config in configs for name, issue in missing_keys(config)}
     for name, why in _KEYS.items():
         if name in missing:
             state = "not valid" if os.environ.get(name) else "not set"
@@ -238,11 +247,16 @@ def _split_fix(problem: str, otherwise: str) -> tuple[str, str]:
     return detail.strip(), fix or (question[0] if question else otherwise)
 
 
-def _check_parts(config: TrainConfig, trials: list[Trial]) -> Iterator[Check]:
+def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials: list[Trial]) -> Iterator[Check]:
     """Unsupported choices, problems of `[training]` such as completions that are too long, and results of trials."""
-    training = (problem for problem in find_obstacles(config) if problem.where.startswith("[training]"))
-    for problem in (*find_unsupported(config), *(training if config.kind != "squeeze" else ())):
-        yield Check("components", problem.where, "missing", problem.text, problem.hint)
+    found: dict[ConfigIssue, list[str]] = {}
+    for name, one in trained.items():
+        training = (problem for problem in find_obstacles(one) if problem.where.startswith("[training]"))
+        for problem in (*find_unsupported(one), *training):
+            found.setdefault(problem, []).append(name)
+    for problem, names in found.items():
+        of = "" if len(names) == len(trained) else f" ({list_some(names)})"
+        yield Check("components", problem.where, "missing", f"{problem.text}{of}", problem.hint.removeprefix("Try: "))
     if needs_launch(config):
         yield Check("components", "[distributed] fsdp", "warning", LAUNCH_NOTE)
     for trial in trials:
@@ -282,8 +296,6 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
             yield _check_rows(config, where, path) if where in _DATA_FILES else Check("files", where, "ok", path)
         elif path:
             yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to an existing path")
-    if config.resume.from_:
-        yield _check_resume(config)
 
 
 def _check_resume(config: TrainConfig) -> Check:

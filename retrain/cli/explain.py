@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.campaign.plan import Run, find_equal_losses, runs_at_once
+from retrain.campaign.plan import Run, find_equal_losses, runs_at_once, split_conditions
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
@@ -37,7 +37,7 @@ from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.errors import RetrainError
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
-from retrain.runtime.text import format_bytes, format_duration, plural
+from retrain.runtime.text import format_bytes, format_duration, list_some, plural
 from retrain.types import JsonObject
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
@@ -81,6 +81,8 @@ def command(config: str | None, as_json: bool, strict: bool, **parameters: objec
       model         name, found, path, parameters, parameters_from, trainable
       engine        name, url, backend, devices
       problems      where problems and rewards come from
+      conditions    for a campaign: name, model, engine, problems, step, memory and
+                    time of each; elsewhere, these are of the one that needs most
       runs          for a campaign: name, condition, seed
       runs_at_once  number of concurrent runs
       take_turns    whether only one of these steps at a time: they share a model
@@ -110,25 +112,10 @@ command.params.extend(click_options(listed=()))
 
 def explain(config: TrainConfig, file: str) -> JsonObject:
     """Everything that `retrain explain` prints, under the keys that its help lists; None where one does not apply."""
-    trains = config.kind != "squeeze"
-    files = find_model(config.model.model)
-    facts = read_facts(files)
-    model = {
-        "name": config.model.model,
-        "found": files.found,
-        "path": str(files.folder) if files.folder else None,
-        "parameters": facts.parameters,
-        "parameters_from": facts.parameters_from,
-        "trainable": count_trainable(facts, config.model.lora_rank, config.lora.target_modules),
-    }
     runs = list_runs(config, file)
-    completions = config.training.batch_size * config.training.group_size
-    step = {
-        "prompts": config.training.batch_size,
-        "completions": completions,
-        "turns": max_turns(config),
-        "max_tokens": completions * config.training.max_tokens * (max_turns(config) or 1),
-    }
+    conditions = split_conditions(config, file) if config.kind != "squeeze" else {}
+    sizes = [{"name": name, **_sizes(one)} for name, one in conditions.items()]
+    largest = max(sizes, key=_most, default=dict.fromkeys(("model", "engine", "problems", "step", "memory", "time")))
     return {
         "file": file,
         "kind": config.kind,
@@ -137,18 +124,51 @@ def explain(config: TrainConfig, file: str) -> JsonObject:
         "notes": find_notes(config, runs),
         "changed": find_changes(config),
         "adapter": _adapter(config),
-        "model": model if trains else None,
-        "engine": _engine(config) if trains else None,
-        "problems": _tasks(config) if trains else None,
+        "model": largest["model"],
+        "engine": largest["engine"],
+        "problems": largest["problems"],
+        "conditions": sizes if config.kind == "campaign" else [],
         "runs": [{"name": run.name, "condition": run.condition, "seed": run.seed} for run in runs],
         "runs_at_once": runs_at_once(config.campaign, len(runs)) if config.campaign is not None else 1,
         "take_turns": config.campaign is not None and config.campaign.share_model,
         "draws_seed": config.kind == "train" and config.training.seed < 0 and not config.resume.from_,
-        "step": step if trains else None,
-        "memory": estimate_memory(config, facts) if trains and config.backend.backend == "local" else None,
-        "time": estimate_time(config) if trains else None,
+        "step": largest["step"],
+        "memory": largest["memory"],
+        "time": largest["time"],
         "files": list_files(config),
     }
+
+
+def _sizes(config: TrainConfig) -> JsonObject:
+    """The model and the tasks of a run, its step, memory and time."""
+    files = find_model(config.model.model)
+    facts = read_facts(files)
+    completions = config.training.batch_size * config.training.group_size
+    return {
+        "model": {
+            "name": config.model.model,
+            "found": files.found,
+            "path": str(files.folder) if files.folder else None,
+            "parameters": facts.parameters,
+            "parameters_from": facts.parameters_from,
+            "trainable": count_trainable(facts, config.model.lora_rank, config.lora.target_modules),
+        },
+        "engine": _engine(config),
+        "problems": _tasks(config),
+        "step": {
+            "prompts": config.training.batch_size,
+            "completions": completions,
+            "turns": max_turns(config),
+            "max_tokens": completions * config.training.max_tokens * (max_turns(config) or 1),
+        },
+        "memory": estimate_memory(config, facts) if config.backend.backend == "local" else None,
+        "time": estimate_time(config),
+    }
+
+
+def _most(sizes: JsonObject) -> tuple[int, int]:
+    """What the conditions of a campaign are ordered by: memory, where it is known, then tokens."""
+    return (sizes["memory"] or {}).get("total_bytes") or 0, sizes["step"]["max_tokens"]
 
 
 def find_changes(config: TrainConfig) -> list[JsonObject]:
@@ -164,8 +184,14 @@ def find_changes(config: TrainConfig) -> list[JsonObject]:
 
 def find_blockers(config: TrainConfig, file: str) -> list[str]:
     """Why the configuration cannot run here: unsupported choices, missing models, files and keys, a resume."""
-    obstacles = find_obstacles(config) if config.kind != "squeeze" else ()
-    blockers = [str(problem) for problem in (*find_unsupported(config), *obstacles)]
+    found: dict[str, list[str]] = {}
+    conditions = split_conditions(config, file) if config.kind != "squeeze" else {}
+    for name, one in conditions.items():
+        for problem in (*find_unsupported(one), *find_obstacles(one)):
+            found.setdefault(str(problem), []).append(name)
+    blockers = [
+        text if len(names) == len(conditions) else f"{list_some(names)}: {text}" for text, names in found.items()
+    ]
     try:
         check_resumed(config, file)
     except RetrainError as error:
@@ -176,7 +202,9 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
 def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     """How the run must be started, parts of a method that stay off, and what is not in the numbers."""
     start = [LAUNCH_NOTE] if needs_launch(config) else []
-    return [*start, *find_idle(config, runs), *(find_assumptions(config) if config.kind != "squeeze" else [])]
+    conditions = split_conditions(config, "the campaign").values() if config.kind != "squeeze" else ()
+    assumed = dict.fromkeys(note for one in conditions for note in find_assumptions(one))
+    return [*start, *find_idle(config, runs), *assumed]
 
 
 def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
@@ -309,6 +337,11 @@ def _print(data: JsonObject) -> None:
     print_table(("option", "value", "default"), rows or [("none", "", "")])
     print_heading("Summary")
     print_table(("what", "value"), _summary(data))
+    if _differ(data["conditions"]):
+        print_heading("Conditions")
+        print_table(
+            ("condition", "model", "per step", "steps", "time", "memory"), [*map(_condition_row, data["conditions"])]
+        )
     if data["runs"]:
         turns = ", stepping in turn" if data["take_turns"] else ""
         print_heading(f"Runs ({len(data['runs'])}, {data['runs_at_once']} at a time{turns})")
@@ -347,7 +380,7 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
     parameters = f"{model['parameters']:,} (from {model['parameters_from']})" if model["parameters"] else "unknown"
     trainable = f"{model['trainable']:,}" if model["trainable"] is not None else "unknown"
     return [
-        ("condition", data["condition"] or plural(len({run["condition"] for run in data["runs"]}), "condition")),
+        ("condition", data["condition"] or _describe_conditions(data)),
         ("model", f"{model['name']} ({_FOUND[model['found']]})"),
         ("parameters", parameters),
         ("trainable", trainable),
@@ -361,6 +394,33 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
         ("time", _describe_time(time)),
         *(_memory_rows(memory) if memory is not None else [("memory", f"managed by {engine['backend']}")]),
     ]
+
+
+def _differ(conditions: Sequence[JsonObject]) -> bool:
+    """Whether the runs of conditions differ in their size, not only in their method."""
+    sizes = ({key: one[key] for key in ("model", "engine", "step", "memory")} for one in conditions)
+    return len({json.dumps([size, one["time"]["steps"]]) for size, one in zip(sizes, conditions, strict=True)}) > 1
+
+
+def _condition_row(one: JsonObject) -> tuple[str, ...]:
+    step, time, memory = one["step"], one["time"], one["memory"]
+    seconds = f"{time['step_seconds']} s per step" if time["step_seconds"] is not None else "unknown"
+    known = memory["total_bytes"] if memory is not None else None
+    return (
+        one["name"],
+        one["model"]["name"],
+        f"{step['completions']:,} of {plural(step['prompts'], 'prompt')}, at most {step['max_tokens']:,} tokens",
+        f"{time['steps']:,}",
+        seconds,
+        format_bytes(known) if known is not None else "unknown",
+    )
+
+
+def _describe_conditions(data: JsonObject) -> str:
+    count = plural(len(data["conditions"]), "condition")
+    if not _differ(data["conditions"]):
+        return count
+    return f"{count}; what follows is {max(data['conditions'], key=_most)['name']}, which needs most"
 
 
 def _describe_time(time: JsonObject) -> str:

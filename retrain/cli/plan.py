@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import click
 
-from retrain.campaign.plan import runs_at_once
+from retrain.campaign.plan import runs_at_once, split_conditions
 from retrain.capacity.cost import (
     Prices,
     count_evaluations,
@@ -36,6 +37,7 @@ from retrain.cli.plan_text import Campaign, Cost, Plan, Run, Step, print_plan
 from retrain.cli.train import read_config
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options
+from retrain.config.schema import Campaign as CampaignSettings
 from retrain.errors import ConfigError
 from retrain.modeling.files import find_model, read_facts
 from retrain.runtime.devices import device_names, is_on_cpu
@@ -141,6 +143,40 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     if config.kind == "squeeze":
         raise ConfigError(f"{file} is a LoRA rank analysis; there is no training in it to plan.")
     check_resumed(config, file)
+    list_runs(config, file)  # rejects conditions that cannot be run together
+    plans = {name: _plan_runs(one, file, given) for name, one in split_conditions(config, file).items()}
+    largest = max(plans, key=lambda name: _most(plans[name]))
+    data = plans[largest]
+    if config.campaign is None:
+        return data
+    data["notes"] = list(dict.fromkeys(note for one in plans.values() for note in one["notes"]))
+    if (
+        len(
+            {
+                (one["model"]["name"], _most(one), one["step"]["completions"], one["run"]["steps"])
+                for one in plans.values()
+            }
+        )
+        > 1
+    ):
+        data["notes"].append(
+            f"conditions differ in size; memory, steps, runs and their prices are those of {largest}, which needs most"
+        )
+    data["campaign"] = _campaign(config.campaign, [one["run"] for one in plans.values()])
+    if data["cost"] is not None:
+        prices = [one["cost"]["run_price"] if one["cost"] is not None else None for one in plans.values()]
+        known = [price for price in prices if price is not None]
+        data["cost"]["campaign_price"] = sum(known) * len(config.campaign.seeds) if len(known) == len(prices) else None
+    return data
+
+
+def _most(data: Plan) -> tuple[int, int]:
+    """What the conditions of a campaign are ordered by: memory, where it is known, then tokens."""
+    return int((data["memory"] or {}).get("total") or 0), data["step"]["tokens"]
+
+
+def _plan_runs(config: TrainConfig, file: str, given: Given) -> Plan:
+    """The plan of a run, or of the runs of one condition of a campaign."""
     facts = read_facts(find_model(config.model.model))
     is_local = config.backend.backend == "local"
     if is_local and given.names_gpu:
@@ -157,7 +193,6 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     if facts.shape is not None and gpu is not None:
         _add_roofline(step, facts.shape, work, gpu, memory)
     run = _run(config, replace(measured, step=step["seconds"]))
-    campaign = _campaign(config, file, run["seconds"])
     return {
         "file": file,
         "backend": config.backend.backend,
@@ -177,8 +212,8 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         else None,
         "step": step,
         "run": run,
-        "campaign": campaign,
-        "cost": _cost(config, run, campaign, work, given),
+        "campaign": None,
+        "cost": _cost(config, run, work, given),
     }
 
 
@@ -200,7 +235,7 @@ def _read_prices(prefill: float | None, sample: float | None, train: float | Non
     return None
 
 
-def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Workload, given: Given) -> Cost | None:
+def _cost(config: TrainConfig, run: Run, work: Workload, given: Given) -> Cost | None:
     """Tokens as a service bills them, and their price where prices were given; None for a local run without prices."""
     prices = given.prices
     if config.backend.backend == "local" and prices is None:
@@ -230,7 +265,7 @@ def _cost(config: TrainConfig, run: Run, campaign: Campaign | None, work: Worklo
         "price": step.cost(prices) if prices is not None else None,
         "run_price": price,
         "run_price_includes": f"{plural(evaluations, 'evaluation')} of {per_evaluation}" if evaluations else "",
-        "campaign_price": price * campaign["runs"] if price is not None and campaign is not None else None,
+        "campaign_price": None,
     }
 
 
@@ -322,18 +357,19 @@ def _run(config: TrainConfig, time: MeasuredTime) -> Run:
     }
 
 
-def _campaign(config: TrainConfig, file: str, run_seconds: float | None) -> Campaign | None:
-    if config.campaign is None:
-        return None
-    runs = len(list_runs(config, file))
-    workers = runs_at_once(config.campaign, runs)
-    share_model = config.campaign.share_model
+def _campaign(settings: CampaignSettings, of_conditions: Sequence[Run]) -> Campaign:
+    """All runs of a campaign, from one run of each condition."""
+    seeds = len(settings.seeds)
+    runs = seeds * len(of_conditions)
+    workers = runs_at_once(settings, runs)
+    seconds = [run["seconds"] for run in of_conditions if run["seconds"] is not None]
+    is_known = len(seconds) == len(of_conditions)
     return {
-        "conditions": len(config.campaign.conditions),
-        "seeds": len(config.campaign.seeds),
+        "conditions": len(of_conditions),
+        "seeds": seeds,
         "runs": runs,
         "workers": workers,
-        "take_turns": share_model,
-        "total_steps": runs * config.campaign.max_steps,
-        "seconds": None if run_seconds is None else run_seconds * runs / (1 if share_model else workers),
+        "take_turns": settings.share_model,
+        "total_steps": seeds * sum(run["steps"] or 0 for run in of_conditions),
+        "seconds": sum(seconds) * seeds / (1 if settings.share_model else workers) if is_known else None,
     }

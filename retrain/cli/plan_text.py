@@ -178,7 +178,9 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
     if campaign is not None:
         wall = f", {format_duration(campaign['seconds'])} {_left_out(run)}" if campaign["seconds"] is not None else ""
         matrix = (plural(campaign["conditions"], "condition"), plural(campaign["seeds"], "seed"))
-        product = " × ".join((*matrix, plural(run["steps"] or 0, "step")))
+        # Conditions may have steps of their own.
+        is_product = campaign["runs"] * (run["steps"] or 0) == campaign["total_steps"]
+        product = " × ".join((*matrix, plural(run["steps"] or 0, "step")) if is_product else matrix)
         turns = ", stepping in turn" if campaign["take_turns"] else ""
         runs = f"{plural(campaign['workers'], 'run')} at a time{turns}"
         total = f"{product} = {plural(campaign['total_steps'], 'step')}, {runs}"

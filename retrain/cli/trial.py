@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from retrain.campaign.plan import split_conditions
 from retrain.checks.connections import (
     TINKER_HEALTH,
     explain_no_judge,
@@ -32,7 +34,7 @@ from retrain.checks.preflight import (
     use_cache_if_unreachable,
 )
 from retrain.config import TrainConfig, dump_config
-from retrain.config.load import build_condition, build_config
+from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact_all
@@ -51,6 +53,8 @@ FIRST_EXAMPLES = 16
 MEASURED = 256
 """Prompts that are tokenized to find the longest."""
 ENVIRONMENT = "[environment] provider"
+# What the trials of backends, servers, data and models depend on.
+_MACHINE = ("backend", "inference", "model", "teaching", "data", "eval", "environment")
 _MARK = "trial: "
 
 
@@ -135,23 +139,21 @@ def _trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if config.kind == "squeeze":
         yield "[squeeze]", _try_adapter
         return
-    trials = (*_component_trials(config), *_machine_trials(config))
+    conditions = split_conditions(config, "the campaign").values()
+    # Those of conditions that do not differ in what is tried are the same.
+    trials: dict[tuple[str, str], tuple[str, Attempt]] = {}
+    for find, sections in ((_own_trials, ()), (_machine_trials, _MACHINE)):
+        for one in conditions:
+            for where, attempt in find(one):
+                settings = [getattr(one, section) for section in sections or (where.partition("]")[0][1:],)]
+                sizes = (one.training.max_tokens, one.training.max_prompt_tokens) if sections else ()
+                trials.setdefault((where, f"{settings} {sizes}"), (where, partial(_try_condition, one, attempt)))
     # Its examples may take long to load, and no time may be left for what comes after it.
-    yield from sorted(trials, key=lambda trial: trial[0] == ENVIRONMENT)
+    yield from sorted(trials.values(), key=lambda trial: trial[0] == ENVIRONMENT)
 
 
-def _component_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
-    """Trials of the components of a run, or of those in which the conditions of a campaign differ."""
-    tables = config.campaign.conditions if config.campaign is not None else ({},)
-    seen: set[tuple[str, str]] = set()
-    for table in tables:
-        condition = build_condition(config, table, "the campaign") if config.campaign is not None else config
-        for where, attempt in _own_trials(condition):
-            section = where.partition("]")[0][1:]
-            tried = (where, str(getattr(condition, section)))
-            if tried not in seen:
-                seen.add(tried)
-                yield where, lambda c, condition=condition, attempt=attempt: attempt(condition)  # type: ignore[misc]
+def _try_condition(condition: TrainConfig, attempt: Attempt, campaign: TrainConfig) -> str | Doubt:
+    return attempt(condition)
 
 
 def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
@@ -179,7 +181,7 @@ def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
 
 
 def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
-    """Trials of what all conditions share: backend, servers, data and models."""
+    """Trials of the backend, servers, data and models."""
     if is_plugin("backend", config.backend.backend):
         yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
     if config.backend.backend == "tinker":

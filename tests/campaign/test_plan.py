@@ -79,6 +79,20 @@ def test_the_name_of_a_condition_does_not_depend_on_the_others(tmp_path: Path) -
     assert together[0] == "grpo+none_lr=0.001", "steps may be added when a campaign is resumed"
 
 
+def test_the_name_of_a_condition_does_not_depend_on_the_order_of_its_options(tmp_path: Path) -> None:
+    tables = [GRPO | {"lr": 1e-3, "batch_size": 4}, {"batch_size": 4, "lr": 1e-3} | GRPO]
+    names = [planned(campaign_config(tmp_path, seeds=[1], conditions=[table]))[0].condition for table in tables]
+    assert names == ["grpo+none_batch_size=4_lr=0.001"] * 2
+
+
+def test_conditions_that_differ_only_in_what_may_change_are_named_by_it(tmp_path: Path) -> None:
+    names = [
+        [run.condition for run in planned(campaign_config(tmp_path, seeds=[1], conditions=conditions))]
+        for conditions in ([GRPO | {"max_steps": steps} for steps in some] for some in ((1, 2), (2, 3)))
+    ]
+    assert names[0][1] == names[1][0] == "grpo+none_training.max_steps=2"
+
+
 @pytest.mark.parametrize(
     ("one", "other", "tables", "is_same"),
     [
@@ -96,7 +110,7 @@ def test_conditions_whose_losses_cannot_differ_are_named(
     conditions = [GRPO | {"loss": one}, GRPO | {"loss": other}]
     notes = find_equal_losses(planned(campaign_config(tmp_path, tables, conditions=conditions)))
     assert len(notes) == is_same
-    assert all("differ only in [loss]" in note and "the updates are the same" in note for note in notes)
+    assert all("differ only in [loss]" in note and "updates are nearly the same" in note for note in notes)
 
 
 def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:

@@ -74,14 +74,15 @@ def test_a_run_that_cannot_start_leaves_the_other_alone(tmp_path: Path) -> None:
     process = start(tmp_path, "campaign.toml")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 1, output
-    assert statuses(tmp_path / "c") == {"grpo+none_s1": "finished", "maxrl+none_s1": "failed"}
+    name = "maxrl+none_custom_module=breaks_reward.type=custom_s1"
+    assert statuses(tmp_path / "c") == {"grpo+none_s1": "finished", name: "failed"}
     record = manifest_of(tmp_path / "c")["runs"][1]
     assert "not_there" in record["error"]
     assert "not_there" in output
     run = tmp_path / "c" / "runs" / "grpo+none_s1"
     assert "Step 3 [grpo+none]" in (run / "stdout.log").read_text()
     assert (run / "adapter" / "adapter_config.json").exists()
-    assert "not_there" in (tmp_path / "c" / "runs" / "maxrl+none_s1" / "stderr.log").read_text()
+    assert "not_there" in (tmp_path / "c" / "runs" / name / "stderr.log").read_text()
 
 
 @pytest.mark.slow

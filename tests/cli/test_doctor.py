@@ -406,6 +406,25 @@ def test_a_resume_with_more_examples_is_reported(capsys: pytest.CaptureFixture[s
     assert "the checkpoint was made with 1 examples, the data now has 2" in capsys.readouterr().out
 
 
+def test_every_condition_of_a_campaign_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    base = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+    base += "[campaign]\nseeds = [1]\n"
+    first = '[[campaign.conditions]]\nadvantage_mode = "grpo"\n'
+    _write(f"{base}{first}[[campaign.conditions]]\nmax_tokens = 100000\n")
+    code, checks = _examine(capsys)
+    assert code == 1
+    assert "(maxrl+gtpo_sepa_max_tokens=100000)" in checks["[training] max_tokens"]["detail"]
+    _write(f'{base}{first}[[campaign.conditions]]\nmodel = "./absent"\n')
+    code, checks = _examine(capsys)
+    assert code == 1 and checks["model"]["detail"] == "no such folder: ./absent"
+    _write(f'{base}{first}[[campaign.conditions]]\nreward = {{ type = "judge" }}\n')
+    code, checks = _examine(capsys)
+    assert code == 1 and checks["OPENAI_API_KEY"]["status"] == "missing"
+    # No run has what the file says of all.
+    _write(f"{base.replace('16', '100000')}[[campaign.conditions]]\nmax_tokens = 16\n")
+    assert _examine(capsys)[0] == 0
+
+
 def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("adapter")
     shutil.copytree(resolve_model("builtin:tiny"), folder)

@@ -136,6 +136,34 @@ def test_a_seed_that_the_run_draws_is_mentioned(capsys: pytest.CaptureFixture[st
     assert not _explain(capsys)["draws_seed"], "its runs have those of the campaign"
 
 
+def test_conditions_are_explained_with_their_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 100000\n'
+        "[campaign]\nseeds = [1]\n"
+        "[[campaign.conditions]]\nbatch_size = 8\ngroup_size = 4\nmax_tokens = 16\n"
+        "[[campaign.conditions]]\nbatch_size = 2\ngroup_size = 32\nmax_tokens = 16\n"
+    )
+    data = _explain(capsys)
+    assert data["blockers"] == [], "no run has the length of [training]"
+    assert [one["step"]["completions"] for one in data["conditions"]] == [32, 64]
+    assert data["step"]["completions"] == 64
+    assert run(["explain"]) == 0
+    text = capsys.readouterr().out
+    assert "2 conditions; what follows is maxrl+gtpo_sepa_batch_size=2_group_size=32_max_tokens=16" in text
+    assert "32 of 8 prompts, at most 512 tokens" in text and "64 of 2 prompts, at most 1,024 tokens" in text
+
+
+def test_a_condition_that_cannot_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(
+        '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+        "[campaign]\nseeds = [1]\n"
+        '[[campaign.conditions]]\nadvantage_mode = "grpo"\n[[campaign.conditions]]\nmax_tokens = 100000\n'
+    )
+    assert run(["explain", "--json"]) == 1
+    (blocker,) = json.loads(capsys.readouterr().out)["blockers"]
+    assert blocker.startswith("maxrl+gtpo_sepa_max_tokens=100000: [training] max_tokens = 100000 and a prompt")
+
+
 def test_a_campaign_shows_every_condition_with_every_seed(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("campaign"))
     data = _explain(capsys, "--campaign.seeds", "[1, 2]")

@@ -335,6 +335,36 @@ def test_a_campaign_on_a_service_costs_all_its_runs(capsys: pytest.CaptureFixtur
     assert cost["campaign_price"] == pytest.approx(6 * cost["run_price"])
 
 
+def test_conditions_of_other_sizes_are_planned_each_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    base = TINKER.replace("max_steps = 10\n", "").replace("group_size = 4\n", "")
+    sizes = {"small": 4, "large": 64}
+    alone = {}
+    for name, size in sizes.items():
+        write(f"{base}max_steps = 10\ngroup_size = {size}\n")
+        alone[name] = plan(capsys, *PRICES)["cost"]["run_price"]
+    write(
+        f"{base}[campaign]\nseeds = [1, 2, 3]\nmax_steps = 10\n"
+        + "".join(f"[[campaign.conditions]]\ngroup_size = {size}\n" for size in sizes.values())
+        + "[[campaign.conditions]]\ngroup_size = 64\nmax_steps = 20\n"
+    )
+    data = plan(capsys, *PRICES)
+    assert data["cost"]["campaign_price"] == pytest.approx(3 * (alone["small"] + 3 * alone["large"]))
+    assert data["campaign"]["total_steps"] == 3 * (10 + 10 + 20)
+    assert data["step"]["completions"] == 2 * 64
+    (note,) = data["notes"]
+    assert "conditions differ in size" in note and "group_size=64" in note
+    assert run(["plan"]) == 0
+    assert "3 conditions × 3 seeds = 120 steps" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_campaign_is_that_of_its_largest_condition(capsys: pytest.CaptureFixture[str]) -> None:
+    base = '[model]\nmodel = "./model"\n[training]\nmax_tokens = 512\ngroup_size = 2\n'
+    write(f"{base.replace('= 2', '= 64')}")
+    large = plan(capsys, "--memory", "80")["memory"]["total"]
+    write(f"{base}[campaign]\n[[campaign.conditions]]\ngroup_size = 2\n[[campaign.conditions]]\ngroup_size = 64\n")
+    assert plan(capsys, "--memory", "80")["memory"]["total"] == large
+
+
 def test_a_squeeze_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     write('[squeeze]\nadapter_path = "nowhere"\n')
     assert run(["plan"]) == 2

@@ -40,6 +40,9 @@ def test_a_real_run_explores_settles_and_resumes_where_it_was_stopped(tmp_path: 
         grew = following["batch_size"] - row["batch_size"]
         assert {"hold": grew == 0, "increase": grew > 0, "throttle": grew < 0}[row["bp_action"]]
         assert 1 <= following["batch_size"] <= 8
-        assert row["bp_throughput"] > 0 and 0 <= row["bp_sigma"] <= 1 and row["bp_kappa"] >= 0
+        # The first step of a process is not measured, and it may have another size than the one before.
+        assert row["bp_throughput"] is None or row["bp_throughput"] > 0
+        assert row["bp_throughput"] is not None or row["step"] == 10
+        assert 0 <= row["bp_sigma"] <= 1 and row["bp_kappa"] >= 0
     # Clocks are noisy here; that it hardly moves any more is enough.
     assert sum(row["bp_action"] == "hold" for row in steps[-10:]) >= 7

@@ -95,7 +95,15 @@ def outcome_fields(outcome: object) -> dict[str, object]:
     """An outcome with its numbers as floats."""
     if not isinstance(outcome, Outcome):
         raise RolloutError(f"the environment returned {type(outcome).__name__} instead of an Outcome.")
-    metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
-    if isinstance(outcome.reward, str | bytes):  # which float() would parse
-        raise RolloutError(f"the environment returned the reward {outcome.reward!r}, which is not a number.")
-    return {"reward": float(outcome.reward), "metrics": metrics, "truncated": bool(outcome.truncated)}
+    metrics = {str(name): _to_number(value, f"metric {name!r}") for name, value in outcome.metrics.items()}
+    reward = _to_number(outcome.reward, "reward")
+    return {"reward": reward, "metrics": metrics, "truncated": bool(outcome.truncated)}
+
+
+def _to_number(value: Any, what: str) -> float:
+    try:
+        if not isinstance(value, str | bytes):  # which float() would parse
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise RolloutError(f"the environment returned the {what} {repr(value)[:60]}, which is not a number.")

@@ -27,6 +27,7 @@ TESTED = ("1.16", "1.17")
 """Supported TRL versions: from the first, up to but not including the second."""
 OWN_SETS = ("arithmetic", "gsm8k", "math")
 """Datasets that are named as in TOML files."""
+SPLIT_HINT = "dataset_id_or_path=FOLDER with train.jsonl and validation.jsonl in it"
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
@@ -203,11 +204,16 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
 
 
 def find_unused(run: RunSettings) -> list[str]:
-    """Sentences on settings of an adapter in a run without one: a file may set them, and an override lora_rank=0."""
+    """Sentences on settings of an adapter, or of held-out rows, in a run without them.
+
+    No errors: a file may set them, and an override such as lora_rank=0 make them idle.
+    """
+    is_idle = run.max_val_examples is not None and not run.val_split
+    held_out = ["max_val_examples is not used: there is no val_split."] if is_idle else []
     if run.lora_rank:
-        return []
+        return held_out
     given = {field.name: (getattr(run, field.name), field.default) for field in fields(run)}
-    return [
+    return held_out + [
         f"{name} = {value!r} is not used: there is no lora_rank."
         for name, (value, default) in given.items()
         if name.startswith("lora_") and value != default and name != "lora_rank"
@@ -232,8 +238,9 @@ def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:
         what = "a saved dataset without splits or configurations"
     else:
         return []
+    others = {"val_split": f", or {SPLIT_HINT}"}
     return [
-        ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null")
+        ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null{others.get(name, '')}")
         for name, value in idle.items()
         # A file is loaded as the split "train".
         if value and (name, value) != ("train_split", "train")

@@ -19,3 +19,9 @@ def test_whatever_is_a_number_is_a_reward(reward: float) -> None:
 def test_a_text_is_not_a_reward_even_if_it_could_be_parsed(reward: float) -> None:
     with pytest.raises(RolloutError, match="which is not a number"):
         outcome_fields(Outcome(reward))
+
+
+@pytest.mark.parametrize("value", ["20", None, [1, 2]])
+def test_a_metric_that_is_not_a_number_is_named(value: float) -> None:
+    with pytest.raises(RolloutError, match=r"the metric 'answer' .*, which is not a number"):
+        outcome_fields(Outcome(1.0, {"answer": value}))

@@ -212,6 +212,23 @@ def test_a_file_has_no_splits(word: str, configs: Path, capsys: pytest.CaptureFi
     assert f"{name} = {value!r} has no effect: rows.jsonl is a file" in shown and f"Try: {name}=null" in shown
 
 
+@pytest.mark.parametrize("word", ["eval_strategy=steps", "eval_on_start=true"])
+def test_evaluations_need_held_out_rows(word: str, configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "2 + 2", "answer": "4"}) + "\n")
+    words = ["dataset_id_or_path=rows.jsonl", "val_split=null", "max_val_examples=null", word]
+    assert run(["grpo", "configs/run/tiny.yaml", *words]) == 2
+    shown = capsys.readouterr().err
+    assert f"{word.partition('=')[0]} needs held-out rows, and there is no val_split." in shown
+    assert "Try: val_split=validation and dataset_id_or_path=FOLDER with train.jsonl and validation.jsonl" in shown
+
+
+def test_a_folder_with_a_file_for_each_split_has_them(tmp_path: Path) -> None:
+    for split, answer in (("train", "4"), ("validation", "5")):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": "2 + ?", "answer": answer}) + "\n")
+    run = RunSettings(dataset_id_or_path=str(tmp_path))
+    assert [load_rows(run, split, None)[0]["answer"] for split in ("train", "validation")] == ["4", "5"]
+
+
 def test_a_table_on_the_command_line_adds_to_that_of_a_file(configs: Path) -> None:
     (configs / "model" / "tiny.yaml").write_text("model_init_kwargs:\n  revision: main\n  dtype: float32\n")
     composed = compose_settings(configs / "run" / "tiny.yaml", ["model_init_kwargs.dtype=bfloat16"])

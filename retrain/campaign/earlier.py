@@ -10,13 +10,13 @@ from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.campaign.progress import DONE, finished_steps
 from retrain.config import TrainConfig, load_config
-from retrain.config.options import options_by_path
+from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import Checkpoints
-from retrain.storage.folder import CONFIG_FILE, meaningful_differences, with_absolute_paths
+from retrain.storage.folder import CONFIG_FILE, describe_differences, meaningful_differences, with_absolute_paths
 from retrain.storage.logs import MANIFEST
 
 
@@ -126,7 +126,11 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         # What ended before its first checkpoint is started anew.
         if not stored.is_file() or not _steps_taken(run.folder):
             continue
-        differences = meaningful_differences(load_config(stored), with_absolute_paths(run.config))
+        trained, wanted = load_config(stored), with_absolute_paths(run.config)
+        differences = meaningful_differences(trained, wanted)
+        if trained.eval.every and wanted.eval.every:
+            # A single run may be evaluated otherwise; the runs of a campaign are compared.
+            differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume())
         if differences:
             raise CheckpointError(
                 f"{run.folder} was trained with other settings:\n"

@@ -24,10 +24,19 @@ from retrain.config.schema import Data
 from retrain.data import build_source, held_out_section, load_examples
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
-from retrain.modeling.files import MERGE_HINT, find_base, find_model, hub_cache, is_quantized, read_context_length
+from retrain.modeling.files import (
+    MERGE_HINT,
+    find_base,
+    find_lacking_files,
+    find_model,
+    hub_cache,
+    is_quantized,
+    read_context_length,
+)
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
 from retrain.runtime.packages import install_command
+from retrain.runtime.text import list_some
 
 WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
 HUB_S = 4.0
@@ -93,6 +102,9 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
     if base:
         # transformers would load the base with the adapter, and training would replace the adapter.
         yield ConfigIssue(where, f"= {json.dumps(name)} holds an adapter of {base}, not a model.", MERGE_HINT)
+    elif lacking := find_lacking_files(files):
+        text = f"= {json.dumps(name)} is incomplete: its index names {list_some(lacking)}."
+        yield ConfigIssue(where, text, "Try: copy or download it again")
     elif found == "missing":
         yield ConfigIssue(where, f"= {json.dumps(name)}: no such folder.", f'Try: {key} = "path/to/model", or a Hub id')
     elif found == "download" and is_offline() and not _is_partly_cached(name):

@@ -39,7 +39,7 @@ from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.data import load_examples
 from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
-from retrain.modeling.files import MERGE_HINT, find_base, find_model
+from retrain.modeling.files import MERGE_HINT, find_base, find_lacking_files, find_model
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
@@ -259,7 +259,8 @@ def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials
         yield Check("components", problem.where, "missing", f"{problem.text}{of}", problem.hint.removeprefix("Try: "))
     if needs_launch(config):
         yield Check("components", "[distributed] fsdp", "warning", LAUNCH_NOTE)
-    for trial in trials:
+    # Conditions that differ in something else may have the same result.
+    for trial in dict.fromkeys(trials):
         if trial.problem:
             yield Check("components", trial.where, "missing", *_split_fix(trial.problem, f"check {trial.where}"))
         elif trial.is_warning:
@@ -273,6 +274,9 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
     if base := find_base(files):
         found = f"{name} holds an adapter of {base}, not a model"
         return Check("files", what, "missing", found, MERGE_HINT.removeprefix("Try: "))
+    if lacking := find_lacking_files(files):
+        found = f"{name} is incomplete: its index names {list_some(lacking)}"
+        return Check("files", what, "missing", found, "copy or download it again")
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":

@@ -434,6 +434,10 @@ def _try_servers(config: TrainConfig) -> str:
     problem, start = find_absent_server(config)
     if problem:
         raise RetrainError(f"{problem}  Try: {start}")
+    from retrain.inference_engine.http.identity import identify_servers  # noqa: PLC0415  (imports transformers)
+    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
+
+    identify_servers(server_kind(config), config, load_tokenizer(config.model.model))
     return f"{', '.join(server_kind(config).urls(config.inference.url))} responded"
 
 

@@ -110,6 +110,15 @@ def find_base(files: ModelFiles) -> str:
     return str(_read_json(files.folder / ADAPTER_SETTINGS).get("base_model_name_or_path") or "another model")
 
 
+def find_lacking_files(files: ModelFiles) -> list[str]:
+    """Files of weights that the folder's index names and that are not there. What the cache lacks is downloaded."""
+    if files.folder is None or files.found != "folder":
+        return []
+    named = (_read_json(index).get("weight_map") for index in sorted(files.folder.glob("*.index.json")))
+    shards = {str(file) for table in named if isinstance(table, dict) for file in table.values()}
+    return sorted(file for file in shards if not (files.folder / file).is_file())
+
+
 def is_quantized(files: ModelFiles) -> bool:
     """Whether bitsandbytes has quantized the weights on disk."""
     settings = _read_json(_find_settings(files)).get("quantization_config")

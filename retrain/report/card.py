@@ -100,8 +100,9 @@ def _summarize(data: JsonObject) -> list[str]:
 
 
 def _comparison(verdict: JsonObject) -> list[str]:
+    notes = [f"- {note}" for note in verdict["notes"]]
     if verdict["kind"] != "comparison":
-        return []
+        return ["", *notes] if notes else []
     titles = (f"difference from {verdict['baseline']}", verdict["interval_title"], verdict["p_title"])
     head = ("condition", "seeds", "mean", *titles)
     rows = []
@@ -111,7 +112,6 @@ def _comparison(verdict: JsonObject) -> list[str]:
         p = "–" if row["p_adjusted"] is None else f"{row['p_adjusted']:.4f}"
         counts = (row["condition"], str(len(row["pairs"])))
         rows.append((*counts, f"{row['mean']:.4f}", f"{row['difference']:+.4f}{row['mark']}", reach, p))
-    notes = [f"- {note}" for note in verdict["notes"]]
     title = f"## Comparison: {verdict['name']} at step {verdict['step']}"
     return ["", title, "", *_table(head, rows), *(["", *notes] if notes else [])]
 

@@ -246,11 +246,17 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def meaningful_differences(stored: TrainConfig, wanted: TrainConfig, also_free: Set[str] = frozenset()) -> list[str]:
     """Differing options that a resume must not change."""
+    free = free_on_resume() | also_free
+    return describe_differences(stored, wanted, options_by_path().keys() - free)
+
+
+def describe_differences(stored: TrainConfig, wanted: TrainConfig, paths: Set[str]) -> list[str]:
+    """Those of these options that differ, with both values."""
     before, after = values_of(stored), values_of(wanted)
     return [
         f"{options_by_path()[path].where}: {show_value(before.get(path))} -> {show_value(after.get(path))}"
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and path not in free_on_resume() | also_free
+        for path in sorted((before.keys() | after.keys()) & paths)
+        if before.get(path) != after.get(path)
     ]
 
 

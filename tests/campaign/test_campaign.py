@@ -19,8 +19,9 @@ import pytest
 from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
-from retrain.config import load_config
+from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError, RetrainError
+from retrain.storage.checkpoint import Checkpoints
 
 from .campaigns import (
     GRPO,
@@ -343,6 +344,19 @@ def test_a_campaign_that_stops_early_keeps_its_seeds(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match=r"planned its tests for seeds \[1, 2, .*  Try: seeds = \[1, 2"):
         run_with(FakeExecutor(), other, monkeypatch)
     assert (tmp_path / "config.toml").read_text() == before
+
+
+def test_a_campaign_keeps_its_held_out_problems(tmp_path: Path, monkeypatch: Patch) -> None:
+    evaluated = {"eval": {"every": 2, "max_examples": 8}}
+    run_with(FakeExecutor(), campaign_config(tmp_path, evaluated), monkeypatch)
+    for run in planned(campaign_config(tmp_path, evaluated)):
+        Checkpoints(run.folder, 1, print).save(4, {"log_sizes": {}}, lambda folder: None)
+        (run.folder / "config.toml").write_text(dump_config(run.config), encoding="utf-8")
+    other = {"eval": {"every": 2, "max_examples": 32}, "resume": {"from": str(tmp_path)}}
+    with pytest.raises(CheckpointError, match=r"\[eval\] max_examples: 8 -> 32"):
+        run_with(FakeExecutor(), campaign_config(tmp_path, other, seeds=[1, 2, 3]), monkeypatch)
+    rarer = {"eval": {"every": 4, "max_examples": 8}, "resume": {"from": str(tmp_path)}}
+    run_with(FakeExecutor(), campaign_config(tmp_path, rarer, seeds=[1, 2, 3]), monkeypatch)
 
 
 @pytest.mark.parametrize("conditions", [[MAXRL, GRPO], [GRPO, MAXRL, GRPO | {"lr": 1e-3}], [GRPO]])

@@ -45,9 +45,13 @@ def outcomes(**options: Any) -> dict[str, tuple[str, str]]:
 
 
 class Healthy(BaseHTTPRequestHandler):
+    models: object = {"data": [{"id": "tiny"}]}
+
     def do_GET(self) -> None:
         self.send_response(200 if self.path in ("/health", "/v1/models") else 404)
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
+        self.wfile.write(json.dumps(self.models if self.path == "/v1/models" else {}).encode())
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -124,6 +128,22 @@ def test_a_server_is_asked(engine: str, server: str) -> None:
     away = outcomes(inference__engine=engine, inference__url="http://127.0.0.1:1")["[inference] engine"][1]
     assert f"no {engine} server responds at http://127.0.0.1:1: " in away and "Try: " in away
     assert outcomes(inference__engine=engine)["[inference] engine"][1]
+
+
+def test_a_server_of_another_kind_or_model_is_missing(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenize(self: Healthy) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"tokens": [1, 2, 3]}')
+
+    monkeypatch.setattr(Healthy, "do_POST", tokenize, raising=False)
+    options = {"inference__engine": "vllm", "inference__url": server}
+    assert "has a different tokenizer than" in outcomes(**options)["[inference] engine"][1]
+    for other in ("a page", {"data": None}, {"data": ["tiny"]}):
+        monkeypatch.setattr(Healthy, "models", other)
+        problem = outcomes(**options)["[inference] engine"][1]
+        assert "is not a vllm server: /v1/models returned something else than a list of models." in problem
 
 
 def test_a_judge_is_asked_whether_it_is_there(server: str) -> None:

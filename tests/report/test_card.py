@@ -35,6 +35,15 @@ def test_a_campaign_begins_with_its_verdict_and_has_a_row_for_each_run(campaign:
     assert '| algorithm.advantage_mode | `"grpo"` | `"maxrl"` |' in card
 
 
+def test_runs_that_are_not_compared_say_why(campaign: Path) -> None:
+    path = campaign / "maxrl_3" / "config.toml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("max_examples = 128", "max_examples = 7"), encoding="utf-8")
+    card = card_of(str(campaign))
+    assert "## Comparison" not in card
+    assert "- The conditions are not compared: " in card and "was evaluated differently" in card
+
+
 def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", 1, steps=30)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

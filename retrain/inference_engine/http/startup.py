@@ -5,24 +5,21 @@ Each failure is one sentence with the server flag that fixes it.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from retrain.errors import ConfigError, RolloutError
-from retrain.inference_engine.http.client import KEY_VARIABLE, RequestRejected, T, Transient, Work
-from retrain.inference_engine.http.fleet import HEALTH_S, POLL_S, Fleet, LaunchedServerExited, NoServerAvailable, Server
+from retrain.inference_engine.http.client import RequestRejected, Transient
+from retrain.inference_engine.http.fleet import Fleet, LaunchedServerExited, NoServerAvailable, Server
+from retrain.inference_engine.http.identity import PROBE, Identification
 from retrain.inference_engine.http.proof import PolicyScorer, Row
 from retrain.inference_engine.http.spec import CompletionRequest, CompletionResult, IncompleteReply, ServerSpec
 from retrain.modeling.tokens import Tokenizer
 from retrain.types import IntArray, Sampling
 
-PROBE = "What is 17 + 25?"
 PROBE_TOKENS, PROBE_ROWS = 24, 4
 # Mean log-prob difference beyond which a server has another model, by the trainer's precision.
 LIMITS = {torch.float32: 0.05}
@@ -53,7 +50,7 @@ class Survey:
         return replace(MEANINGS[self.meaning](sampling), n=1, seed=0)
 
 
-class Startup:
+class Startup(Identification):
     """Surveys every server once."""
 
     def __init__(
@@ -64,16 +61,9 @@ class Startup:
         scorer: PolicyScorer,
         prompt_text: Callable[[IntArray], str],
     ) -> None:
-        self.spec, self.fleet, self.tokenizer, self.scorer, self.prompt_text = (
-            spec,
-            fleet,
-            tokenizer,
-            scorer,
-            prompt_text,
-        )
-        policy = scorer.policy
-        self.wanted = str(policy.peft.peft_config["default"].base_model_name_or_path)
-        self.rank = policy.rank
+        wanted = str(scorer.policy.peft.peft_config["default"].base_model_name_or_path)
+        super().__init__(spec, fleet, tokenizer, wanted, scorer.policy.rank)
+        self.scorer, self.prompt_text = scorer, prompt_text
 
     def survey(self, sampling: Sampling, log: Callable[[str], None]) -> Survey:
         """Survey all servers; raises if one is unsuitable or they differ."""
@@ -121,15 +111,8 @@ class Startup:
             raise ConfigError(f"{error}  {self._remedy('rank' if too_high else 'lora')}") from error
 
     def _survey(self, server: Server, sampling: Sampling, log: Callable[[str], None]) -> Survey:
-        self._run(self._wait(server, log))
-        server.model, listed = self._run(self._find_model(server))
+        listed = self.identify(server, sampling.max_tokens, log)
         context = min(self.scorer.policy.context_length, listed or self.scorer.policy.context_length)
-        if listed and listed <= sampling.max_tokens:
-            raise ConfigError(
-                f"{server.url} has a context of {listed} tokens, but [training] max_tokens = {sampling.max_tokens}. "
-                f"{self._remedy('context')}  Try: max_tokens = {listed // 2}"
-            )
-        self._run(self._compare_tokenizers(server))
         takes_n, drawn, probe = self._draw(server, context)
         meaning, mismatch = self._measure(server, drawn, probe)
         one = Survey(context, takes_n, meaning, mismatch)
@@ -139,70 +122,6 @@ class Startup:
             hint = f"; {flag} on the server avoids that" if flag else ""
             log(f"  It reports {meaning} log-probs: those of the sampled distribution are recomputed here{hint}.")
         return one
-
-    async def _wait(self, server: Server, log: Callable[[str], None]) -> None:
-        started, announced = time.monotonic(), False
-        while True:
-            try:
-                await self.fleet.client.call(server.url + self.spec.health, timeout_s=HEALTH_S)
-                return
-            except RequestRejected as error:
-                if error.status in (401, 403):
-                    raise self._bad_api_key(server, error) from error
-                return
-            except Transient as error:
-                if error.status not in (0, 502, 503, 504):
-                    return
-                self.fleet.raise_if_exited()
-                waited = time.monotonic() - started
-                if waited >= self.fleet.wait_s:
-                    raise ConfigError(
-                        f"[inference] url: no server responds at {server.url} after {waited:.0f} s ({error}).  "
-                        f"Try: {self.fleet.remedy or self._command(server)}"
-                    ) from error
-            if not announced:
-                log(f"Waiting for {server.url}, up to {self.fleet.wait_s:.0f} s ...")
-                announced = True
-            self.fleet.progress(f"waiting for {server.url} (seconds)", int(waited), int(self.fleet.wait_s))
-            await asyncio.sleep(POLL_S)
-
-    async def _find_model(self, server: Server) -> tuple[str, int]:
-        """The base model's name on the server, and its context length if listed."""
-        if not self.spec.models:
-            return self.wanted, 0
-        try:
-            listed = await self.fleet.client.call(server.url + self.spec.models, timeout_s=HEALTH_S)
-            models = [model for model in listed["data"] if not model.get("parent")]
-        except (RequestRejected, Transient, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, RequestRejected) and error.status in (401, 403):
-                raise self._bad_api_key(server, error) from error
-            if self.spec.name == "openai":
-                # Not every server lists its models; the samples will show.
-                return self.wanted, 0
-            raise ConfigError(
-                f"{server.url} is not a {self.spec.name} server: {self.spec.models} returned {error}.  "
-                f"Try: check the port; {self._command(server)}"
-            ) from error
-        if not models:
-            raise ConfigError(f"{server.url} serves no model.  Try: {self._command(server)}")
-        same = [m for m in models if self.wanted in (m["id"], m.get("root")) or m["id"] == Path(self.wanted).name]
-        chosen = (same or models)[0]
-        return str(chosen["id"]), int(chosen.get("max_model_len") or 0)
-
-    async def _compare_tokenizers(self, server: Server) -> None:
-        if not self.spec.tokenize:
-            return
-        body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
-        try:
-            reply = await self.fleet.client.call(server.url + self.spec.tokenize, body, timeout_s=HEALTH_S)
-            theirs = list(reply["tokens"])
-        except (RequestRejected, Transient, KeyError, TypeError):
-            return
-        if theirs != list(self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]):
-            raise ConfigError(
-                f"{server.url} has a different tokenizer than {self.wanted}: it encodes {PROBE[:16]!r} as "
-                f"{theirs[:6]}.  Try: {self._command(server)}"
-            )
 
     def _draw(self, server: Server, context: int) -> tuple[bool, list[CompletionResult], CompletionRequest]:
         """Completions of a fixed prompt, and whether the server supports `n`."""
@@ -251,15 +170,6 @@ class Startup:
         ids = np.array(self.tokenizer(PROBE)["input_ids"], np.int64)
         return CompletionRequest(ids, self.prompt_text(ids), sampling, self.scorer.policy.stop_ids)
 
-    def _run(self, work: Work[T]) -> T:
-        return self.fleet.client.run(work)
-
-    def _command(self, server: Server) -> str:
-        return self.spec.start_command(self.wanted, server.url, self.rank)
-
-    def _remedy(self, miss: str) -> str:
-        return self.spec.remedies.get(miss, "").format(rank=self.spec.max_rank(self.rank), model=self.wanted)
-
     def _unsuitable(self, server: Server, what: str, error: Exception, miss: str) -> ConfigError:
         return ConfigError(f"{server.url} {what}: {str(error).rstrip('.')}.  {self._remedy(miss)}".rstrip())
 
@@ -269,10 +179,4 @@ class Startup:
         reason = trouble.rstrip(".")
         return ConfigError(
             f"{server.url} responded before, but failed when it loaded its first adapter: {reason}.  {hint}"
-        )
-
-    def _bad_api_key(self, server: Server, error: RequestRejected) -> ConfigError:
-        return ConfigError(
-            f"{server.url} requires a different API key ({error}).  Try: put {KEY_VARIABLE}=... into .env, with the "
-            "key that the server was started with"
         )

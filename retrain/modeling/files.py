@@ -114,9 +114,16 @@ def find_lacking_files(files: ModelFiles) -> list[str]:
     """Files of weights that the folder's index names and that are not there. What the cache lacks is downloaded."""
     if files.folder is None or files.found != "folder":
         return []
-    named = (_read_json(index).get("weight_map") for index in sorted(files.folder.glob("*.index.json")))
-    shards = {str(file) for table in named if isinstance(table, dict) for file in table.values()}
-    return sorted(file for file in shards if not (files.folder / file).is_file())
+    # Of several, transformers reads the first that is there.
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (files.folder / name).is_file():
+            return []
+        index = files.folder / f"{name}.index.json"
+        if index.is_file():
+            table = _read_json(index).get("weight_map")
+            shards = {str(file) for file in table.values()} if isinstance(table, dict) else set()
+            return sorted(file for file in shards if not (files.folder / file).is_file())
+    return []
 
 
 def is_quantized(files: ModelFiles) -> bool:

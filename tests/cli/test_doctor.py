@@ -427,13 +427,20 @@ def test_every_condition_of_a_campaign_is_checked(capsys: pytest.CaptureFixture[
 
 def test_a_model_that_lacks_a_shard_is_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(resolve_model("builtin:tiny"), "model")
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    Path("model/model.safetensors").rename("model/model-00001-of-00002.safetensors")
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    index = {"weight_map": dict(zip("ab", shards, strict=True))}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
     for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
         assert run(command) == code
         output = capsys.readouterr()
         assert "is incomplete: its index names model-00002-of-00002.safetensors" in output.out + output.err
+    # A download without the .bin files has their index; transformers reads the safetensors.
+    shutil.copy(Path("model") / shards[0], Path("model") / shards[1])
+    other = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+    Path("model/pytorch_model.bin.index.json").write_text(json.dumps(other), encoding="utf-8")
+    assert run(["explain"]) == 0
 
 
 def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,7 +328,7 @@ def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(
     assert run_command(config) == 2
     printed = capsys.readouterr().err
     assert 'advantage_mode = "maxrl" divides by the mean reward' in printed
-    assert 'Try: advantage_mode = "grpo", or add 1 to every reward' in printed
+    assert 'Try: advantage_mode = "grpo", or add a constant to every reward' in printed
     assert play.trained == []
     assert run_command(config, "--advantage-mode", "grpo") == 0
     assert len(play.trained) == 4

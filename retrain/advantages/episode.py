@@ -43,7 +43,7 @@ def maxrl(rewards_G: FloatArray) -> FloatArray:
     if lowest < -MIN_MEAN:
         raise ConfigError(
             f'[algorithm] advantage_mode = "maxrl" divides by the mean reward, so rewards must be at least 0, and one '
-            f'is {lowest:g}.  Try: advantage_mode = "grpo", or add {-lowest:g} to every reward'
+            f'is {lowest:g}.  Try: advantage_mode = "grpo", or add a constant to every reward, so that none is below 0'
         )
     mean = float(rewards_G.mean())
     if mean <= MIN_MEAN:

@@ -60,6 +60,10 @@ LESS_IS_BETTER = (
     "degradation_rate",
 )
 """With the times; of any other metric, such as a length or a norm, neither direction is better."""
+NEVER_CORRECT = (
+    "Every value is 0: no completion counted as correct, for which its reward must be at least [reward] correct_from, "
+    "1.0 by default; penalties may keep it below that."
+)
 RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
@@ -369,6 +373,8 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
                 f"  On {which} the difference is {problems.difference:+.4f} "
                 f"({low:+.4f} to {high:+.4f}): {problems.better} better, {problems.worse} worse."
             )
+    if report.metric in RATES and not any(value for seeds in report.values.values() for value in seeds.values()):
+        lines.append(NEVER_CORRECT)
     floor = report.noise_floor
     if floor:
         reach = "there are too few seeds to say how much two runs of one condition may differ."

@@ -156,8 +156,8 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     for name in dict.fromkeys(one.teaching.student_model for one in here if one.teaching.student_model):
         yield _check_model(name, "student", "[teaching] student_model")
     yield from dict.fromkeys(check for one in trained.values() or [config] for check in _check_inputs(one))
-    if config.resume.from_:
-        yield _check_resume(config)
+    if config.resume.from_ or config.kind == "campaign":
+        yield from _check_earlier(config)
     yield from _check_disk(config)
 
 
@@ -302,13 +302,18 @@ def _check_inputs(config: TrainConfig) -> Iterator[Check]:
             yield Check("files", where, "missing", f"{path} does not exist", f"set {where} to an existing path")
 
 
-def _check_resume(config: TrainConfig) -> Check:
-    where, path = "[resume] from", config.resume.from_
+def _check_earlier(config: TrainConfig) -> Iterator[Check]:
+    """Whether the run to resume, or the campaign that is in the folder already, can be continued."""
+    path = config.resume.from_
+    where = "[resume] from" if path else "[logging] log_dir"
     try:
         check_resumed(config, "the campaign")
     except RetrainError as error:
-        return Check("files", where, "missing", *_split_fix(" ".join(str(error).split()), f"set {where} to a run"))
-    return Check("files", where, "ok", path)
+        other = f"set {where} to {'a run' if path else 'another folder'}"
+        yield Check("files", where, "missing", *_split_fix(" ".join(str(error).split()), other))
+        return
+    if path:
+        yield Check("files", where, "ok", path)
 
 
 _DATA_FILES = ("[data] path", "[eval] path")

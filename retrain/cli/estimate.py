@@ -23,6 +23,7 @@ from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.logs import MANIFEST
 from retrain.types import Example
 
 MEMORY_LABELS = {
@@ -46,8 +47,12 @@ def list_runs(config: TrainConfig, file: str) -> list[Run]:
 
 
 def check_resumed(config: TrainConfig, file: str) -> None:
-    """Raise if the run or campaign to resume, if there is one, is missing or has other settings or examples."""
-    if not config.resume.from_ or config.kind == "squeeze":
+    """Raise if the run or campaign to resume, if there is one, is missing or has other settings or examples.
+
+    A campaign also continues the one that is in its folder; a single run moves it aside.
+    """
+    is_resumed = bool(config.resume.from_)
+    if config.kind == "squeeze" or (config.kind == "train" and not is_resumed):
         return
     from retrain.campaign.earlier import check_earlier, choose_folder  # noqa: PLC0415  (loads numpy)
     from retrain.campaign.manifest import Manifest  # noqa: PLC0415
@@ -62,7 +67,8 @@ def check_resumed(config: TrainConfig, file: str) -> None:
     folder = choose_folder(config)
     # The folder to resume is the campaign's; a run that has not begun resumes nothing.
     runs = plan_runs(config.model_copy(update={"resume": type(config.resume)()}), folder, file)
-    check_earlier(Manifest.read(folder), config, runs, is_resumed=True)
+    if is_resumed or (folder / MANIFEST).is_file():
+        check_earlier(Manifest.read(folder), config, runs, is_resumed)
 
 
 def steps_per_run(config: TrainConfig) -> int | None:

@@ -73,8 +73,6 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
         load_rewards(run.reward_funcs)
         say = click.echo if is_first_process() else lambda line: None
         checkpoint = check_before_loading(run, arguments, say)
-        for line in find_unused(run):
-            say(f"Note: {line}")
         with locked(arguments.get("output_dir") or OUTPUT):
             steps = steps_if_finished(checkpoint, run, arguments) if checkpoint is not None else 0
             if steps:
@@ -83,6 +81,8 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
                     "To train longer: a larger max_steps, or num_train_epochs"
                 )
                 return 0
+            for line in find_unused(run):
+                say(f"Note: {line}")
             from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 
             run_settings(composed, click.echo)

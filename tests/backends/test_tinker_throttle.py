@@ -63,6 +63,7 @@ def quiet(line: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_sixteen_processes_share_four_slots_and_none_starves(tmp_path: Path) -> None:
     rounds = 12
     assert start(tmp_path, 4, 16, rounds, 0.02).wait(60) == 0

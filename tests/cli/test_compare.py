@@ -397,6 +397,12 @@ def test_a_decision_of_the_sequential_test_stands(tmp_path: Path, capsys: pytest
         assert as_json(capsys, campaign)["comparisons"][0]["verdict"] == "insufficient_evidence"
 
 
+def test_rates_that_are_all_zero_say_what_counts_as_correct(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {name: {seed: [0] * 10 for seed in (1, 2)} for name in ("grpo+none", "maxrl+none")}
+    assert run(["compare", str(write_campaign(tmp_path / "c", scores))]) == 0
+    assert "no completion counted as correct, for which its reward must be at least" in capsys.readouterr().out
+
+
 def test_a_difference_to_other_seeds_of_the_baseline_is_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from retrain.builtin import resolve_model
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import plan_runs
 from retrain.checks.preflight import missing_keys
 from retrain.cli import doctor, run
 from retrain.cli.trial import Trial, try_out
@@ -423,6 +425,24 @@ def test_every_condition_of_a_campaign_is_checked(capsys: pytest.CaptureFixture[
     # No run has what the file says of all.
     _write(f"{base.replace('16', '100000')}[[campaign.conditions]]\nmax_tokens = 16\n")
     assert _examine(capsys)[0] == 0
+
+
+@pytest.mark.parametrize(("command", "code"), [("doctor", 1), ("explain", 1), ("plan", 2)])
+def test_a_folder_that_holds_another_campaign_is_reported(
+    capsys: pytest.CaptureFixture[str], command: str, code: int
+) -> None:
+    text = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+    text += '[logging]\nlog_dir = "logs/c"\n[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'
+    _write(text)
+    config = load_config(Path("retrain.toml"))
+    folder = Path("logs/c").absolute()
+    folder.mkdir(parents=True)
+    Manifest(folder).begin(config, plan_runs(config, folder, "retrain.toml"))
+    assert run([command, "retrain.toml"]) == 0
+    capsys.readouterr()
+    assert run([command, "retrain.toml", "--campaign.seeds", "[2]"]) == code
+    output = capsys.readouterr()
+    assert "holds another campaign" in " ".join((output.out + output.err).split())
 
 
 def test_a_model_that_lacks_a_shard_is_incomplete(capsys: pytest.CaptureFixture[str]) -> None:

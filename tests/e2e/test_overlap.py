@@ -94,6 +94,7 @@ def test_an_overlapped_run_is_the_sequential_one_up_to_rounding(
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reported", ["sampled", *slow("raw")])
 def test_an_overlapped_run_repeats_to_the_bit_whatever_arrives_first(
     server: Loopback, tmp_path: Path, reported: str
@@ -129,6 +130,7 @@ def test_complete_groups_are_trained_on_while_the_last_one_is_still_sampled(
     assert waited == [True]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_rejected_at_its_end_was_not_trained_on(server: Loopback, tmp_path: Path) -> None:
     every_step = {"training__save_every": 1, "training__keep": 9}
     run(server, tmp_path / "whole", **every_step)

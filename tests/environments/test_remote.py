@@ -181,6 +181,7 @@ def test_a_rollout_that_only_waits_is_cancelled_and_its_process_lives_on() -> No
     assert not [line for line in logged if line.startswith("Restarting")]
 
 
+@pytest.mark.slow
 def test_turns_taken_before_a_restart_are_not_sampled_again() -> None:
     engine = TextEngine(lambda _: "2")
     with cases("regex") as own:

@@ -168,6 +168,7 @@ def test_a_setting_can_be_shown(tree: Path, capsys: pytest.CaptureFixture[str]) 
     assert Path(model).is_dir() and (dtype, generations) == ("", "16")
 
 
+@pytest.mark.slow
 def test_the_documented_model_and_data_files_train(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "configs" / "model" / "my_model.yaml").write_text(MY_MODEL)
     (tree / "configs" / "data" / "my_dataset.yaml").write_text(MY_DATASET)

@@ -358,6 +358,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [("429", "a dropped connection", "an unknown token"), *slow((tuple(FAULTS),))], ids=["some", "all"]
 )

@@ -452,6 +452,7 @@ class Recorder:
         plain_kernels.draw_tokens(logits, state, slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["auto", *slow("bf16", "fp8", "int8")])
 def test_the_kernels_of_a_step_are_compiled_ahead(llama: Rig, running: Make, cache_dtype: str) -> None:
     decoder = decoder_of(running(kv_cache_dtype=cache_dtype))

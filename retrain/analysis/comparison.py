@@ -64,7 +64,8 @@ NEVER_CORRECT = (
     "Every value is 0: no completion counted as correct, for which its reward must be at least [reward] correct_from, "
     "1.0 by default; penalties may keep it below that."
 )
-RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k", "max_token_hit_rate")
+CORRECT_RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k")
+RATES = (*CORRECT_RATES, "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
 NARROW = ("condition", "mean", "difference", "interval", "p (Holm)")
@@ -373,7 +374,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
                 f"  On {which} the difference is {problems.difference:+.4f} "
                 f"({low:+.4f} to {high:+.4f}): {problems.better} better, {problems.worse} worse."
             )
-    if report.metric in RATES and not any(value for seeds in report.values.values() for value in seeds.values()):
+    if report.metric in CORRECT_RATES and not any(any(seeds.values()) for seeds in report.values.values()):
         lines.append(NEVER_CORRECT)
     floor = report.noise_floor
     if floor:

@@ -150,15 +150,7 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
     if config.campaign is None:
         return data
     data["notes"] = list(dict.fromkeys(note for one in plans.values() for note in one["notes"]))
-    if (
-        len(
-            {
-                (one["model"]["name"], _most(one), one["step"]["completions"], one["run"]["steps"])
-                for one in plans.values()
-            }
-        )
-        > 1
-    ):
+    if len({_size(one) for one in plans.values()}) > 1:
         data["notes"].append(
             f"conditions differ in size; memory, steps, runs and their prices are those of {largest}, which needs most"
         )
@@ -168,6 +160,11 @@ def plan(config: TrainConfig, file: str, given: Given) -> Plan:
         known = [price for price in prices if price is not None]
         data["cost"]["campaign_price"] = sum(known) * len(config.campaign.seeds) if len(known) == len(prices) else None
     return data
+
+
+def _size(data: Plan) -> tuple[str, tuple[int, int], int, int | None]:
+    """What the note on conditions of other sizes is about."""
+    return data["model"]["name"], _most(data), data["step"]["completions"], data["run"]["steps"]
 
 
 def _most(data: Plan) -> tuple[int, int]:

@@ -317,11 +317,11 @@ def _load_onto(device: torch.device, model: Model, dtype: torch.dtype, attention
     missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
         raise ConfigError(
-            f"[model] model = {model.model!r} lacks {plural(len(missing), 'weight')} of a causal language model: "
+            f"the model {model.model!r} lacks {plural(len(missing), 'weight')} of a causal language model: "
             f"{list_some(missing)}.  Try: a complete model; a classifier or an embedding model has no language head"
         )
     if any(isinstance(module, BaseTunerLayer) for module in module_of(loaded).modules()):
-        raise ConfigError(f"[model] model = {model.model!r} is an adapter, not a model.  {MERGE_HINT}")
+        raise ConfigError(f"the model {model.model!r} is an adapter, not a model.  {MERGE_HINT}")
     if model.quantization != "none":
         quantize_layers(loaded, model.quantization, device)
     return loaded.to(device)

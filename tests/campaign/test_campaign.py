@@ -396,6 +396,7 @@ def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, mo
     assert len(without.started) == 6
 
 
+@pytest.mark.slow
 def test_a_baseline_continues_while_one_condition_is_open(tmp_path: Path, monkeypatch: Patch) -> None:
     wobble = [0.03, -0.02, 0.01, -0.04, 0.02, 0.01, -0.03, 0.02]
 

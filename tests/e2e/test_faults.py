@@ -218,6 +218,7 @@ def test_sampling_that_nobody_asked_for_stops_the_run(
     check_stopped(server, calm, tmp_path, f"{ANY}|does not sample as requested")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["the first adapter", *slow("another model")])
 def test_other_weights_stop_the_run(server: Loopback, calm: dict[str, Path], tmp_path: Path, held: str) -> None:
     choices, first = server.choices, dict[str, torch.Tensor]()

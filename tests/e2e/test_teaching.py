@@ -135,6 +135,7 @@ def test_a_resumed_run_is_equal_to_the_bit(kind: str, model: Path, other: Path, 
         assert rows_without_times(whole / "logs", name) == rows_without_times(cut / "logs", name)
 
 
+@pytest.mark.slow
 def test_another_student_reads_with_its_own_tokenizer(model: Path, other: Path, tmp_path: Path) -> None:
     _, printed = train_quietly(config_for(model, tmp_path, training__max_steps=1, teaching__student_model=str(other)))
     assert f"Loading student: {other} on cpu..." in printed

@@ -200,6 +200,7 @@ def test_a_rollout_that_does_not_repeat_itself_after_a_restart_is_an_error() -> 
     assert caught.type.__name__ == "RolloutError"
 
 
+@pytest.mark.slow
 def test_an_example_that_cannot_be_had_ends_the_wait_for_it() -> None:
     with cases("example") as own:
         examples = own.environment.examples("train")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,8 @@ def test_an_interrupted_run_says_how_to_resume_it(
             raise KeyboardInterrupt
         return [float(len(str(one)) % 2) for one in completions]
 
-    monkeypatch.setattr("retrain.grpo.run.load_rewards", lambda names: [score])
+    # By name it would be looked up as an attribute of the package, which another test may have imported anew.
+    monkeypatch.setattr(import_module("retrain.grpo.run"), "load_rewards", lambda names: [score])
     words = ["max_steps=4", "save_steps=1", "per_device_train_batch_size=4", "num_generations=4", "val_split=null"]
     code = run(["grpo", "configs/run/tiny.yaml", *words, "max_completion_length=8", "max_train_examples=8"])
     assert code == 130

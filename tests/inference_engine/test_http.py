@@ -413,6 +413,7 @@ def test_a_refusal_is_not_sent_again(rig: Make, server: Loopback) -> None:
     assert len(server.asked) - before == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_in_the_middle_gets_the_adapter_again(rig: Make, server: Loopback) -> None:
     one = rig(server, wait_s=30.0)
     one.check()

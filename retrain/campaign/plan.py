@@ -82,7 +82,12 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
 
 
 def split_conditions(config: TrainConfig, source: str) -> dict[str, TrainConfig]:
-    """A campaign of each condition alone, whose file has its options, by name; a single run is itself, under ""."""
+    """A campaign of each condition alone, whose file has its options, by name; a single run is itself, under "".
+
+    The analysis of an adapter trains nothing, so there is none.
+    """
+    if config.kind == "squeeze":
+        return {}
     campaign = config.campaign
     if campaign is None:
         return {"": config}

@@ -141,8 +141,7 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
         pending = pool.submit(try_out, config) if config is not None else None
         yield Check("system", "python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))} ({sys.executable})")
         # An analysis of an adapter reads no other table, and needs the core packages only.
-        is_trained = config is not None and config.kind != "squeeze"
-        trained = split_conditions(config, "the campaign") if config is not None and is_trained else {}
+        trained = split_conditions(config, "the campaign") if config is not None else {}
         yield from _check_gpus(trained.values())
         yield from _check_packages(list(trained.values()))
         yield from _check_keys(trained.values())

@@ -113,7 +113,7 @@ command.params.extend(click_options(listed=()))
 def explain(config: TrainConfig, file: str) -> JsonObject:
     """Everything that `retrain explain` prints, under the keys that its help lists; None where one does not apply."""
     runs = list_runs(config, file)
-    conditions = split_conditions(config, file) if config.kind != "squeeze" else {}
+    conditions = split_conditions(config, file)
     sizes = [{"name": name, **_sizes(one)} for name, one in conditions.items()]
     largest = max(sizes, key=_most, default=dict.fromkeys(("model", "engine", "problems", "step", "memory", "time")))
     return {
@@ -185,7 +185,7 @@ def find_changes(config: TrainConfig) -> list[JsonObject]:
 def find_blockers(config: TrainConfig, file: str) -> list[str]:
     """Why the configuration cannot run here: unsupported choices, missing models, files and keys, a resume."""
     found: dict[str, list[str]] = {}
-    conditions = split_conditions(config, file) if config.kind != "squeeze" else {}
+    conditions = split_conditions(config, file)
     for name, one in conditions.items():
         for problem in (*find_unsupported(one), *find_obstacles(one)):
             found.setdefault(str(problem), []).append(name)
@@ -202,7 +202,7 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
 def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     """How the run must be started, parts of a method that stay off, and what is not in the numbers."""
     start = [LAUNCH_NOTE] if needs_launch(config) else []
-    conditions = split_conditions(config, "the campaign").values() if config.kind != "squeeze" else ()
+    conditions = split_conditions(config, "the campaign").values()
     assumed = dict.fromkeys(note for one in conditions for note in find_assumptions(one))
     return [*start, *find_idle(config, runs), *assumed]
 

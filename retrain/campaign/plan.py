@@ -18,6 +18,7 @@ from retrain.errors import ConfigError, ConfigIssue
 from retrain.losses import build_loss
 from retrain.losses.averages import Average
 from retrain.plugins import is_plugin
+from retrain.runtime.text import list_some
 
 RUNS = "runs"
 # Names become folders, wandb groups and tags, which restrict characters and length.
@@ -110,6 +111,11 @@ def _build_conditions(config: TrainConfig, campaign: Campaign, source: str) -> t
     ]
     own = (dict(condition_overrides(table)).get("training.max_steps") for table in tables)
     return conditions, [campaign.max_steps if most is None else int(str(most)) for most in own]
+
+
+def name_conditions(problems: Mapping[str, Sequence[str]], conditions: int) -> list[str]:
+    """Each problem behind the names of the conditions that have it, unless all of them do."""
+    return [text if len(names) == conditions else f"{list_some(names)}: {text}" for text, names in problems.items()]
 
 
 def find_equal_losses(runs: Sequence[Run]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder
 from retrain.campaign.manifest import Manifest, now
-from retrain.campaign.plan import Run, find_equal_losses, plan_runs, runs_at_once
+from retrain.campaign.plan import Run, find_equal_losses, name_conditions, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
@@ -35,7 +35,7 @@ from retrain.checks.preflight import check_before_loading, check_files_of_proble
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config
-from retrain.errors import ConfigError, PluginError
+from retrain.errors import ConfigError, MissingExtraError, PluginError
 from retrain.losses import build_loss
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import list_some, plural, shorten_path
@@ -56,16 +56,11 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
     config = config.model_copy(update={"resume": type(config.resume)()})
     runs = plan_runs(config, folder, source)
     absent_servers: set[str] = set()
-    conditions = {run.condition: run for run in runs}.values()
-    for run in conditions:
-        check_supported(run.config)
-        if config.campaign is not None and config.campaign.executor == "local":
-            check_devices(run.config)
-            announce_wait(run.config, absent_servers.add)
-            check_components(run.config)
-        check_before_loading(run.config)
+    conditions = {run.condition: run.config for run in runs}
+    runs_here = config.campaign is not None and config.campaign.executor == "local"
+    _check_conditions(conditions, runs_here, absent_servers)
     with _rejecting_plugins():
-        check_files_of_problems([run.config for run in conditions])
+        check_files_of_problems(list(conditions.values()))
     earlier = Manifest.read(folder) if (folder / MANIFEST).exists() else None
     if earlier is not None and not force_resume:
         check_earlier(earlier, config, runs, is_resumed)
@@ -91,11 +86,22 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         return Campaign(config, runs, manifest, executor, screen).run(signals)
 
 
-def check_components(config: TrainConfig) -> None:
-    """Raise for an advantage, transform or loss that does not load, before any run starts."""
-    with _rejecting_plugins():
-        CreditAssigner(config)
-        build_loss(config.loss, config.plugins.search_paths)
+def _check_conditions(conditions: Mapping[str, TrainConfig], runs_here: bool, absent_servers: set[str]) -> None:
+    """Raise for what keeps a condition from running, with the names of those that it concerns."""
+    problems: dict[str, list[str]] = {}
+    for name, config in conditions.items():
+        try:
+            check_supported(config)
+            if runs_here:
+                check_devices(config)
+                announce_wait(config, absent_servers.add)
+                CreditAssigner(config)
+                build_loss(config.loss, config.plugins.search_paths)
+            check_before_loading(config)
+        except (ConfigError, MissingExtraError, PluginError) as error:
+            problems.setdefault(str(error), []).append(name)
+    if problems:
+        raise ConfigError("\n".join(name_conditions(problems, len(conditions))))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.campaign.plan import Run, find_equal_losses, runs_at_once, split_conditions
+from retrain.campaign.plan import Run, find_equal_losses, name_conditions, runs_at_once, split_conditions
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
@@ -37,7 +37,7 @@ from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.errors import RetrainError
 from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
-from retrain.runtime.text import format_bytes, format_duration, list_some, plural
+from retrain.runtime.text import format_bytes, format_duration, plural
 from retrain.types import JsonObject
 
 _KINDS = {"train": "a training run", "campaign": "a campaign", "squeeze": "a LoRA rank analysis"}
@@ -189,9 +189,7 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
     for name, one in conditions.items():
         for problem in (*find_unsupported(one), *find_obstacles(one)):
             found.setdefault(str(problem), []).append(name)
-    blockers = [
-        text if len(names) == len(conditions) else f"{list_some(names)}: {text}" for text, names in found.items()
-    ]
+    blockers = name_conditions(found, len(conditions))
     try:
         check_resumed(config, file)
     except RetrainError as error:

@@ -41,6 +41,11 @@ def command(output: Path, template: str | None, list_templates: bool, interactiv
     if list_templates:
         print_table(("template", "what it is for"), [(name, one.summary) for name, one in TEMPLATES.items()])
         return
+    if str(output) in TEMPLATES and template is None:
+        raise ConfigError(
+            f"{output} is the name of a template; OUTPUT is a file.  "
+            f"Try: retrain init --template {output}, or retrain init {output}.toml"
+        )
     if interactive:
         text = _ask_for_configuration(template)
         click.echo(f"\n{text}")

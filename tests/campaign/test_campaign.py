@@ -462,6 +462,19 @@ def test_a_part_that_is_absent_is_rejected_for_each_condition(tmp_path: Path, mo
     assert not (tmp_path / "c").exists()
 
 
+def test_every_problem_is_named_with_the_conditions_that_have_it(tmp_path: Path, monkeypatch: Patch) -> None:
+    conditions = [GRPO, MAXRL | {"attention_kernel": "tk"}, GRPO | {"loss.type": "nothere.Loss", "lr": 1e-3}]
+    with pytest.raises(ConfigError) as caught:
+        run_with(FakeExecutor(), campaign_config(tmp_path / "c", conditions=conditions), monkeypatch)
+    of_kernel, kernel, loss = str(caught.value).splitlines()
+    assert of_kernel.startswith("maxrl+none_attention_kernel=tk: ") and "[inference] attention_kernel" in kernel
+    assert loss.startswith("grpo+none_loss.type=nothere.Loss_lr=0.001: ")
+    with pytest.raises(ConfigError) as caught:
+        tables = {"inference": {"attention_kernel": "tk"}}
+        run_with(FakeExecutor(), campaign_config(tmp_path / "c", tables), monkeypatch)
+    assert str(caught.value).count("attention_kernel") == 1 and "maxrl+none" not in str(caught.value)
+
+
 def test_a_folder_of_another_version_is_rejected_unless_forced(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path)
     run_with(FakeExecutor(codes={"grpo+none_s1": 1}), config, monkeypatch)

@@ -37,6 +37,12 @@ def test_every_template_is_written_to_where_it_was_asked_for(template: str) -> N
     assert (Path("runs") / SCHEMA_FILE).exists()
 
 
+def test_a_template_in_place_of_a_file_is_refused_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "demo"]) == 2
+    assert "Try: retrain init --template demo" in capsys.readouterr().err and not Path("demo").exists()
+    assert run(["init", "demo", "--template", "campaign"]) == 0 and Path("demo").exists()
+
+
 @pytest.mark.parametrize("template", ["demo", "quickstart", "standard"])
 def test_the_adapter_of_a_template_is_inside_its_log_folder(template: str) -> None:
     values = TEMPLATES[template].values

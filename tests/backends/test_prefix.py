@@ -212,6 +212,9 @@ def test_a_compiled_layer_is_one_graph_with_the_same_gradients(
 
     expected = computed()
     torch._dynamo.reset()
+    if torch.cuda.is_available():
+        # The compiler looks at the GPU, which checkpointing does not allow within a layer if nobody has before.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     graphs: list[Any] = []
 
     def keep(graph: Any, _: Any) -> Any:

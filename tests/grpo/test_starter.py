@@ -375,20 +375,27 @@ def test_a_server_is_started_on_the_first_gpus_and_stopped(tree: Path, starts: b
         assert client.connect_ex(("127.0.0.1", int(port))) != 0, "the server is stopped"
 
 
-@pytest.mark.parametrize("command", [["launch.sh", "1"], *slow(["launch_with_server.sh", "1", "1"])])
-def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path, command: list[str]) -> None:
+def launched(tree: Path, stand_in: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the starter with a `python` that begins with these lines."""
     (tree / "bin").mkdir()
-    stand_in = f'#!/usr/bin/env bash\n[[ $* == *"import deepspeed"* ]] && exit 1\nexec {sys.executable} "$@"\n'
-    (tree / "bin" / "python").write_text(stand_in)
+    (tree / "bin" / "python").write_text(f'#!/usr/bin/env bash\n{stand_in}\nexec {sys.executable} "$@"\n')
     (tree / "bin" / "python").chmod(0o755)
     path = f"{tree / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+
+
+def test_more_processes_than_gpus_are_refused(tree: Path) -> None:
+    one_gpu = "[[ $* == *device_count* ]] && echo 1 && exit"
+    done = launched(tree, one_gpu, "scripts/launch.sh", "2", "configs/run/tiny.yaml")
+    assert done.returncode == 2 and not done.stdout
+    assert "2 processes, GPUs here: 1.  Try: scripts/launch.sh 1" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["launch.sh", "1"], *slow(["launch_with_server.sh", "1", "1"])])
+def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path, command: list[str]) -> None:
     name, *counts = command
-    done = subprocess.run(
-        [f"scripts/{name}", *counts, "configs/run/tiny.yaml"],
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-    )
+    without = '[[ $* == *"import deepspeed"* ]] && exit 1'
+    done = launched(tree, without, f"scripts/{name}", *counts, "configs/run/tiny.yaml")
     assert done.returncode == 2 and not done.stdout and not (tree / "logs").exists()
     assert "needs DeepSpeed" in done.stderr and "ACCELERATE_CONFIG=none" in done.stderr
 
@@ -412,11 +419,13 @@ def test_the_starter_names_only_arguments_that_exist(tree: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 def test_processes_end_when_their_launcher_is_killed(tree: Path) -> None:
+    # On the CPU: two processes would need two GPUs.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    changes = {"PATH": path, "ACCELERATE_CONFIG": "none", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = ["max_steps=1000", "val_split=null", "save_steps=1", "per_device_train_batch_size=8", "num_generations=4"]
     launcher = subprocess.Popen(
         ["scripts/launch.sh", "2", "configs/run/tiny.yaml", *words, "max_completion_length=8", "logging_steps=1"],
-        env=os.environ | {"PATH": path, "ACCELERATE_CONFIG": "none", "OMP_NUM_THREADS": "1"},
+        env=os.environ | changes,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -110,14 +110,14 @@ class Service:
         notified = False
         while not self.answers():
             check_not_refused(self.url)
+            if not notified:
+                notified = True
+                self.log(f"Nothing answers at {self.url} yet; trying for {START_PATIENCE_S:.0f} s...")
             if time.monotonic() - began > START_PATIENCE_S:
                 raise BackendError(
                     f"no Tinker service answers at {self.url}.  "
                     "Try: check [model] base_url (or TINKER_BASE_URL), and that the service is up"
                 )
-            if not notified:
-                notified = True
-                self.log(f"Nothing answers at {self.url} yet; trying for {START_PATIENCE_S:.0f} s...")
             time.sleep(min(1.0, START_PATIENCE_S / 10))
 
     def explain(self, error: Exception, doing: str) -> RetrainError:

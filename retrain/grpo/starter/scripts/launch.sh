@@ -18,9 +18,12 @@ if [[ -z ${MASTER_PORT:-} ]]; then
   MASTER_PORT=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 fi
 options+=(--main_process_port "$MASTER_PORT")
-has_gpu=$(python -c 'import torch; print(int(torch.accelerator.is_available()))')
-if [[ $has_gpu == 0 ]]; then
+gpus=$(python -c 'import torch; print(torch.accelerator.device_count())')
+if ((gpus == 0)); then
   export DS_ACCELERATOR=cpu
+elif ((processes > gpus)); then
+  echo "Each process needs a GPU: $processes processes, GPUs here: $gpus.  Try: scripts/launch.sh $gpus …, or CUDA_VISIBLE_DEVICES= scripts/launch.sh $processes … for the CPU" >&2
+  exit 2
 fi
 if [[ $config != none ]] && grep -q DEEPSPEED "$config" && ! python -c 'import deepspeed' 2>/dev/null; then
   echo "$config needs DeepSpeed.  Try: pip install -c constraints.txt -e \".[deepspeed]\", or ACCELERATE_CONFIG=none for plain data parallelism" >&2

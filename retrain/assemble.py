@@ -31,6 +31,7 @@ from retrain.errors import ConfigError, PluginError
 from retrain.evaluate import Evaluator
 from retrain.inference_engine import Progress
 from retrain.losses import build_loss
+from retrain.modeling.digest import digest_models
 from retrain.modeling.sampling import training_distribution
 from retrain.modeling.tokens import PromptEncoder, Tokenizer, load_tokenizer, vocabulary_texts
 from retrain.overlap import StepOverlap, choose_overlap
@@ -104,6 +105,8 @@ class Parts:
     control: RunControl
     code_digests: Mapping[str, str]
     """Digests of the source files that the configuration names, as they were loaded."""
+    model_digests: Mapping[str, str]
+    """Digests of the files of the models, by name."""
     total_examples: int | None = None
     """Where back pressure decides the number of steps: the examples of all epochs. None if max_steps ends the run."""
 
@@ -166,9 +169,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     backend = (overrides.backend or _find_backend(config))(config, tokenizer, console.print, progress)
     if isinstance(backend, Closeable):
         stack.push(lambda kind, error, trace: backend.close(kind))
-    # Only the local backend uses [inference] engine.
-    sampled_by = config.inference.engine if config.backend.backend == "local" else config.backend.backend
-    credit.require_entropies(backend.capabilities.gives_entropies, sampled_by)
+    credit.require_entropies(backend.capabilities.gives_entropies, _name_sampler(config))
     scorer = tasks.scorer(backend)
     sampling = training_distribution(config)
     jsonl = JsonlTracker(folder.path)
@@ -191,8 +192,15 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         console=console,
         control=overrides.control,
         code_digests=code,
+        # A model that had to be downloaded is there now.
+        model_digests=digest_models(config),
         total_examples=total,
     )
+
+
+def _name_sampler(config: TrainConfig) -> str:
+    # Only the local backend uses [inference] engine.
+    return config.inference.engine if config.backend.backend == "local" else config.backend.backend
 
 
 def _build_order(config: TrainConfig, examples: Sequence[Example], folder: RunFolder) -> ExampleOrder:

@@ -393,6 +393,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "data_digest": parts.order.digest,
         "held_out_digest": parts.evaluator.digest,
         "code": dict(parts.code_digests),
+        "models": dict(parts.model_digests),
         "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
@@ -413,6 +414,8 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{state.step:06d}",
             "running_correct_rate": state.right / max(1, state.scored),
+            "code": dict(parts.code_digests),
+            "models": dict(parts.model_digests),
             **read_notes(path),
         },
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
-from retrain.campaign.progress import DONE, finished_steps
+from retrain.campaign.progress import DONE, finished_steps, read_state
+from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
@@ -16,7 +17,13 @@ from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import Checkpoints
-from retrain.storage.folder import CONFIG_FILE, describe_differences, meaningful_differences, with_absolute_paths
+from retrain.storage.folder import (
+    CONFIG_FILE,
+    describe_differences,
+    find_changed_models,
+    meaningful_differences,
+    with_absolute_paths,
+)
 from retrain.storage.logs import MANIFEST
 
 
@@ -127,7 +134,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         if not stored.is_file() or not _steps_taken(run.folder):
             continue
         trained, wanted = load_config(stored), with_absolute_paths(run.config)
-        differences = meaningful_differences(trained, wanted)
+        differences = meaningful_differences(trained, wanted) + find_changed_models(read_state(run.folder), wanted)
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.
             differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume())
@@ -137,3 +144,18 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
                 + "\n".join(f"  {line}" for line in differences)
                 + "\nTry: restore them, start a new campaign, or --force-resume"
             )
+
+
+def find_edited_code(runs: Sequence[Run]) -> list[str]:
+    """Warnings about rewards and plugins that have been edited since runs of the campaign were trained with them."""
+    edited: dict[str, list[str]] = {}
+    for run in runs:
+        trained = read_state(run.folder).get("code") or {}
+        for name, digest in code_digests(run.config).items() if trained else ():
+            if trained.get(name, digest) != digest:
+                edited.setdefault(name, []).append(run.name)
+    return [
+        f"the code of {name} has changed since {list_some(names)} {'was' if len(names) == 1 else 'were'} trained; runs "
+        "with the current code may not be comparable with them"
+        for name, names in edited.items()
+    ]

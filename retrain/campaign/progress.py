@@ -102,7 +102,7 @@ def _checked(progress: RunProgress) -> RunProgress:
 
 
 def _read_run(folder: Path) -> RunProgress:
-    config, state = _read_config(folder), _read_state(folder)
+    config, state = _read_config(folder), read_state(folder)
     steps = [row for row in read_ends(folder / METRICS) if has_step(row)]
     last = steps[-1] if steps else {}
     training = config.get("training", {})
@@ -143,7 +143,7 @@ def read_trl_progress(folder: Path) -> RunProgress | None:
     """The progress of a run of TRL (`retrain grpo`) at its last checkpoint or its end; None where there is neither."""
     states = [path for path in (*folder.glob(f"checkpoint-*/{STATE_FILE}"), folder / STATE_FILE) if path.is_file()]
     newest = min(states, key=lambda path: _age(path) or 0.0, default=folder / STATE_FILE)
-    state = _read_state(newest.parent)
+    state = read_state(newest.parent)
     if "global_step" not in state:
         return None
     try:
@@ -204,7 +204,7 @@ def is_finished(folder: Path, max_steps: int) -> bool:
 
 def finished_steps(folder: Path) -> int:
     """The steps of the last checkpoint of a run that recorded its end; -1 if it did not."""
-    state = _read_state(folder)
+    state = read_state(folder)
     step = state.get("step", 0)
     return step if state.get("status") == "finished" and isinstance(step, int) else -1
 
@@ -270,7 +270,8 @@ def _is_loading(folder: Path) -> bool:
         return not (folder / CONFIG_FILE).exists()
 
 
-def _read_state(folder: Path) -> Table:
+def read_state(folder: Path) -> Table:
+    """The contents of trainer_state.json; empty if it cannot be read."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

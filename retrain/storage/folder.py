@@ -15,6 +15,7 @@ from retrain.config.load import build_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
 from retrain.config.toml import parse_toml, show_value
 from retrain.errors import CheckpointError, ConfigError
+from retrain.modeling.digest import digest_models
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
@@ -22,6 +23,7 @@ from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, expl
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
+from retrain.types import JsonObject
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -163,6 +165,7 @@ def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -
     stored = with_absolute_paths(load_config(resumed / CONFIG_FILE))
     wanted = _with_seed(with_absolute_paths(config), stored.training.seed)
     differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted)})
+    differences += find_changed_models(checkpoint.state, wanted)
     if differences and not force:
         raise CheckpointError(
             f"{resumed} was trained with other settings:\n"
@@ -196,6 +199,16 @@ def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
     trained = build_config(parse_toml(text, name), {}, name)
     moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
     return meaningful_differences(trained, stored, moved)
+
+
+def find_changed_models(saved: JsonObject, wanted: TrainConfig) -> list[str]:
+    """Models whose files are not those that were trained, by what a checkpoint or trainer_state.json has recorded."""
+    trained = saved.get("models", {})
+    return [
+        f"the files of {name} have changed: its weights, tokenizer or chat template"
+        for name, digest in (digest_models(wanted).items() if trained else ())
+        if trained.get(name, digest) != digest
+    ]
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

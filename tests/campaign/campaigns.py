@@ -10,8 +10,10 @@ from typing import Any
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import RunExit, prepare_folder
 from retrain.campaign.run import run_campaign
+from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.load import build_config
+from retrain.modeling.digest import digest_models
 
 GRPO = {"advantage_mode": "grpo", "transform_mode": "none"}
 MAXRL = {"advantage_mode": "maxrl", "transform_mode": "none"}
@@ -62,7 +64,8 @@ def write_result(run: Run, rate: float, steps: int | None = None, status: str = 
         for s in range(done)
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run.folder / "trainer_state.json").write_text(json.dumps({"status": status, "step": done}))
+    used = {"code": code_digests(run.config), "models": digest_models(run.config)}
+    (run.folder / "trainer_state.json").write_text(json.dumps({"status": status, "step": done, **used}))
 
 
 class FakeExecutor:

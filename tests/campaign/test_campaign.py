@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from retrain.builtin import resolve_model
 from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
@@ -26,6 +28,7 @@ from retrain.storage.checkpoint import Checkpoints
 from .campaigns import (
     GRPO,
     MAXRL,
+    TESTS,
     FakeExecutor,
     campaign_config,
     manifest_of,
@@ -508,6 +511,34 @@ def test_other_settings_in_the_same_folder_are_rejected_with_the_difference(tmp_
     with pytest.raises(CheckpointError, match=r"\[training\] lr: 4e-05 -> 0\.001"):
         run_with(FakeExecutor(), changed, monkeypatch)
     assert run_with(FakeExecutor(), changed, monkeypatch, force=True) == 0
+
+
+def test_a_model_whose_files_have_changed_is_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
+    model = str(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "model"))
+    config = campaign_config(tmp_path / "logs", {"model": {"model": model}})
+    assert run_with(FakeExecutor(), config, monkeypatch) == 0
+    more = campaign_config(tmp_path / "logs", {"model": {"model": model}}, seeds=[1, 2, 3])
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(CheckpointError, match=r"the files of .*model have changed"):
+        run_with(FakeExecutor(), more, monkeypatch)
+    assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
+
+
+def test_a_reward_that_was_edited_between_sessions_is_a_warning(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    (tmp_path / "edited.py").write_text("def score(response, reference):\n    return 1.0\n")
+    tables = {
+        "reward": {"type": "custom", "custom_module": "edited"},
+        "plugins": {"search_paths": [str(tmp_path), str(TESTS)]},
+    }
+    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables), monkeypatch) == 0
+    more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3])
+    assert run_with(FakeExecutor(), more, monkeypatch) == 0
+    assert "has changed" not in capsys.readouterr().out
+    (tmp_path / "edited.py").write_text("def score(response, reference):\n    return 0.5\n")
+    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3, 4]), monkeypatch) == 0
+    assert "Warning: the code of edited has changed since grpo+none_s1" in " ".join(capsys.readouterr().out.split())
 
 
 def test_two_sessions_cannot_share_a_folder(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -15,9 +15,11 @@ from campaign.campaigns import FakeExecutor, campaign_config, run_with
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_model, write_tokenizer
 
+from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
+from retrain.modeling.digest import digest_models
 from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.storage.recording import find_recordings
 
@@ -252,6 +254,7 @@ def test_a_copied_run_and_one_named_through_a_link_replace_their_own_adapters(mo
 HOLD = """
 import sys
 from retrain.config import load_config
+from retrain.modeling.digest import digest_models
 from retrain.storage.folder import RunFolder
 folder = RunFolder(load_config(None, {"logging.log_dir": sys.argv[1], "training.seed": 1}), False, print)
 print("held", flush=True)
@@ -621,6 +624,37 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     reward.write_text("def score(response, reference):\n    return float(len(response) % 3)\n")
     printed = resumed(model, tmp_path, training__max_steps=8, **own)
     assert "Warning: the code of edited_score has changed since the checkpoint." in printed
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "chat_template.jinja"])
+def test_a_model_whose_files_have_changed_since_the_checkpoint_is_refused(
+    model: Path, tmp_path: Path, changed: str
+) -> None:
+    own = Path(shutil.copytree(model, tmp_path / "own"))
+    train_quietly(fake_config(own, tmp_path))
+    (own / "README.md").write_text("Notes are no part of the model.")
+    assert "Resuming from" in resumed(own, tmp_path)
+    with (own / changed).open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(CheckpointError, match=r"the files of .*own have changed"):
+        resumed(own, tmp_path, training__max_steps=8)
+    forced = fake_config(own, tmp_path, resume__from=str(tmp_path / "logs"), training__max_steps=8)
+    assert "Resuming from" in train_quietly(forced, force_resume=True)[1]
+    assert "Resuming from" in resumed(own, tmp_path, training__max_steps=10)
+
+
+def test_weights_of_a_large_model_are_compared_by_pieces_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.modeling.digest._WHOLE", 1000)
+    monkeypatch.setattr("retrain.modeling.digest._PIECE", 1000)
+    own = Path(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "own"))
+    config = fake_config(own, tmp_path)
+    before, weights = digest_models(config), own / "model.safetensors"
+    assert list(before) == [str(own)] and digest_models(config) == before
+    # As training does: every number a little.
+    weights.write_bytes(bytes(byte ^ 1 for byte in weights.read_bytes()))
+    assert digest_models(config) != before
 
 
 def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_folder: Path) -> None:

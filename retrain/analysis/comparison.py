@@ -21,6 +21,7 @@ from retrain.analysis.runs import (
     problem_rates,
     read_manifest,
 )
+from retrain.analysis.scoring import CORRECT_RATES, SCORED, find_other_scoring
 from retrain.analysis.stats import (
     Comparison,
     Interval,
@@ -64,7 +65,6 @@ NEVER_CORRECT = (
     "Every value is 0: no completion counted as correct, for which its reward must be at least [reward] correct_from, "
     "1.0 by default; penalties may keep it below that."
 )
-CORRECT_RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k")
 RATES = (*CORRECT_RATES, "max_token_hit_rate")
 """Metrics from 0 to 1, so that no difference exceeds 1."""
 COLUMNS = ("condition", "seeds", "mean", "difference", "interval", "p", "p (Holm)", "d", "verdict")
@@ -126,7 +126,9 @@ def compare_runs(
     metric = metric or default_metric(runs)
     runs, unlike = leave_out_unlike(runs, metric, baseline)
     measured = measure(runs, metric, last)
-    if higher_is_better is None:
+    otherwise = _find_other_scoring(runs, measured, baseline)
+    says_better = higher_is_better is not None
+    if not says_better:
         higher_is_better = better_direction(measured.metric)
     campaigns = find_campaigns(runs)
     missing = _missing_baselines(campaigns, measured) if baseline is None else []
@@ -137,6 +139,8 @@ def compare_runs(
     if measured.metric in RATES:
         comparisons = [_limit_to_rates(c) for c in comparisons]
         floor = replace(floor, single_runs=min(1.0, floor.single_runs)) if floor else None
+    if not says_better:
+        comparisons = [_without_direction(c) if c.condition in otherwise else c for c in comparisons]
     by_problem = {c.condition: _by_problem(runs, measured, c, alpha) for c in comparisons}
     return ComparisonReport(
         metric=measured.metric,
@@ -150,6 +154,10 @@ def compare_runs(
             *switched,
             *unlike,
             *measured.notes,
+            *(
+                f"{name} and the baseline are not scored alike: {other}. A difference may come from the scoring."
+                for name, other in otherwise.items()
+            ),
             *_unpaired(measured, comparisons),
             *_describe_looks(campaigns, looks, alpha),
         ],
@@ -158,6 +166,19 @@ def compare_runs(
         comparisons=comparisons,
         by_problem={name: found for name, found in by_problem.items() if found is not None},
     )
+
+
+def _find_other_scoring(runs: Sequence[RunRecord], measured: Measured, baseline: str | None) -> dict[str, str]:
+    """The conditions whose metric is made of other rewards than that of the baseline."""
+    if measured.metric not in SCORED:
+        return {}
+    configs = {run.condition: run.config for run in runs}
+    return find_other_scoring(configs, baseline if baseline and baseline in configs else next(iter(measured.values)))
+
+
+def _without_direction(c: Comparison) -> Comparison:
+    """The same comparison where more is not known to be better."""
+    return c if c.verdict == "insufficient_evidence" else replace(c, verdict="significant_difference")
 
 
 def better_direction(metric: str) -> bool | None:

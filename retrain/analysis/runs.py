@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from retrain.analysis.change import Row
+from retrain.analysis.scoring import describe_other_evaluation
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
@@ -342,22 +343,18 @@ def require_same_model(runs: Sequence[RunRecord]) -> None:
 
 def require_same_evaluation(runs: Sequence[RunRecord], metric: str, step: int) -> list[str]:
     """Raise if the evaluations at a step use different problems; notes on different sampling."""
-    first = values_of(runs[0].config)
-    for run in runs[1:]:
-        values = values_of(run.config)
-        wrong = [path for path in first if path in paths_where("held_out") and values[path] != first[path]]
-        if wrong:
-            raise ConfigError(
-                f"{run.path} was evaluated differently from {runs[0].path}: {wrong[0]} is {values[wrong[0]]!r} "
-                f"instead of {first[wrong[0]]!r}.  Try: --metric correct_rate"
-            )
     rows = [(run.path, run.evaluations[step]) for run in runs]
     # The same file may have had other contents. Older rows do not name their problems.
     named = [(path, row["problems"]) for path, row in rows if "problems" in row]
-    other = next((path for path, problems in named if problems != named[0][1]), None)
-    if other is not None:
+    for run in runs[1:]:
+        if other := describe_other_evaluation(runs[0].config, run.config, len(named) == len(rows)):
+            raise ConfigError(
+                f"{run.path} was evaluated differently from {runs[0].path}: {other}.  Try: --metric correct_rate"
+            )
+    differing = next((path for path, problems in named if problems != named[0][1]), None)
+    if differing is not None:
         raise ConfigError(
-            f"{other} and {named[0][0]} were evaluated on different problems at step {step}.  "
+            f"{differing} and {named[0][0]} were evaluated on different problems at step {step}.  "
             "Try: --metric correct_rate"
         )
     if metric == "eval_pass_at_k" and len(found := {row.get("k") for _, row in rows}) > 1:

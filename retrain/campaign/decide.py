@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from retrain.analysis.comparison import compare_runs, explanation_lines, fit_table
-from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure
+from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure, require_same_model
+from retrain.analysis.scoring import find_other_scoring
 from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
@@ -25,7 +26,9 @@ class EarlyStopping:
     """
 
     def __init__(self, runs: Sequence[Run], manifest: Manifest) -> None:
-        self.conditions = list(dict.fromkeys(run.condition for run in runs))
+        configs = {run.condition: run.config for run in runs}
+        self.conditions = list(configs)
+        self.other_scoring = find_other_scoring(configs, self.conditions[0])
         # Of all sessions: seeds that the file no longer has were tested, too.
         self.seeds = len({record["seed"] for record in manifest.table["runs"]})
         self.manifest = manifest
@@ -48,8 +51,9 @@ class EarlyStopping:
             if decision.decided:
                 self.table["decisions"][name] = asdict(decision)
                 word = "better" if decision.better else "worse"
+                differs = "differs from" if name in self.other_scoring else f"is {word} than"
                 sentences.append(
-                    f"Decided after {decision.seeds} seeds: {name} is {word} than {baseline} "
+                    f"Decided after {decision.seeds} seeds: {name} {differs} {baseline} "
                     f"(p = {decision.p_value:.2g} ≤ {decision.level:.2g}). Its remaining seeds are skipped."
                 )
         return sentences
@@ -85,6 +89,7 @@ def summarize(manifest: Manifest, width: int | None = None) -> list[str]:
     if len(names) < 2:
         return []
     try:
+        require_same_model(runs)
         report = compare_runs(runs)
     except ConfigError as error:
         return [f"No comparison: {error}"]

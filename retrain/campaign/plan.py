@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from retrain.analysis.scoring import find_other_evaluations, find_other_scoring
 from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
@@ -118,7 +119,30 @@ def name_conditions(problems: Mapping[str, Sequence[str]], conditions: int) -> l
     return [text if len(names) == conditions else f"{list_some(names)}: {text}" for text, names in problems.items()]
 
 
-def find_equal_losses(runs: Sequence[Run]) -> list[str]:
+def find_limits(runs: Sequence[Run]) -> list[str]:
+    """Notes on what the comparison of these runs cannot tell."""
+    if not runs:
+        return []
+    configs = {run.condition: run.config for run in runs}
+    first = next(iter(configs))
+    models = dict.fromkeys(config.model.model for config in configs.values())
+    notes = _find_equal_losses(runs)
+    if len(models) > 1:
+        notes.append(f"conditions train different models ({list_some(list(models))}), and are not compared at the end")
+    for name, other in find_other_scoring(configs, first).items():
+        notes.append(
+            f"{name} and {first} are not scored alike: {other}; a difference may come from the scoring, so neither is "
+            "called better"
+        )
+    for name, other in find_other_evaluations(configs, first).items():
+        notes.append(
+            f"{name} and {first} are not evaluated alike: {other}; if their held-out problems differ or are asked "
+            "otherwise, the conditions are not compared at the end"
+        )
+    return notes
+
+
+def _find_equal_losses(runs: Sequence[Run]) -> list[str]:
     """Notes on conditions that only treat ratios in another way, if every ratio is 1."""
     notes = []
     for one, other in combinations({run.condition: run for run in runs}.values(), 2):

@@ -15,7 +15,7 @@ from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
 from retrain.campaign.earlier import check_earlier, choose_folder, find_edited_code
 from retrain.campaign.manifest import Manifest, now
-from retrain.campaign.plan import Run, find_equal_losses, name_conditions, plan_runs, runs_at_once
+from retrain.campaign.plan import Run, find_limits, name_conditions, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
@@ -174,7 +174,7 @@ class Campaign:
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
-        for note in find_equal_losses(list(self.runs.values())):
+        for note in find_limits(list(self.runs.values())):
             self.screen.log(f"Note: {note}.")
 
     def _begin_missing_analysis(self) -> None:

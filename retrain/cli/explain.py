@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from retrain.campaign.plan import Run, find_equal_losses, name_conditions, runs_at_once, split_conditions
+from retrain.campaign.plan import Run, find_limits, name_conditions, runs_at_once, split_conditions
 from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
@@ -215,7 +215,7 @@ def find_idle(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
         note = find_idle_sepa(config.model_copy(update={"training": known})) if steps is not None else ""
         return [note] if note else []
     notes = {run.condition: find_idle_sepa(run.config) for run in runs}
-    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_equal_losses(runs)]
+    return [*(f"{condition}: {note}" for condition, note in notes.items() if note), *find_limits(runs)]
 
 
 def _engine(config: TrainConfig) -> JsonObject:

@@ -20,6 +20,12 @@ WINDOW = 10
 """Steps at the beginning and the end of a run without evaluations."""
 _NAMES = {"eval_pass_at_1": "held-out pass@1", "correct_rate": "the correct rate in training"}
 
+_WORDS = {
+    "statistically_significant_improvement": "better than",
+    "significant_degradation": "worse than",
+    "significant_difference": "different from",
+}
+
 
 def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonObject:
     """The comparison of conditions if there is one, else every run before and after."""
@@ -88,10 +94,10 @@ def _headline(rows: Sequence[JsonObject], baseline: str, metric: str) -> str:
     if len(rows) == 1:
         return _pair_sentence(rows[0], baseline, metric)
     parts = []
-    for verdict, word in (("statistically_significant_improvement", "better"), ("significant_degradation", "worse")):
+    for verdict, words in _WORDS.items():
         names = [row["condition"] for row in rows if row["verdict"] == verdict]
         if names:
-            parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {word} than {baseline}")
+            parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {words} {baseline}")
     rest = sum(row["verdict"] == "insufficient_evidence" for row in rows)
     if not parts:
         return f"None of the {len(rows)} conditions can be distinguished from {baseline} on {metric}."
@@ -104,10 +110,9 @@ def _pair_sentence(row: JsonObject, baseline: str, metric: str) -> str:
     """The sentence of `retrain compare` for one pair; a significant one in points, which read easier."""
     if row["verdict"] == "insufficient_evidence" or not row["interval"]:
         return str(row["sentence"])
-    word = "better" if row["verdict"] == "statistically_significant_improvement" else "worse"
     low, high = row["interval"]
     return (
-        f"{row['condition']} is {word} than {baseline}: {100 * row['difference']:+.1f} points of {metric} "
+        f"{row['condition']} is {_WORDS[row['verdict']]} {baseline}: {100 * row['difference']:+.1f} points of {metric} "
         f"({100 * row['confidence']:.4g}% interval {100 * low:+.1f} to {100 * high:+.1f}, "
         f"{plural(len(row['pairs']), 'seed')}).{row['caution']}"
     )

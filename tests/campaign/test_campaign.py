@@ -417,6 +417,28 @@ def test_a_baseline_continues_while_one_condition_is_open(tmp_path: Path, monkey
     assert counts["maxrl+none"] < 8
 
 
+def test_conditions_with_other_rewards_are_not_called_better(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    conditions = [GRPO, GRPO | {"reward.correct_from": 0.2}]
+    better = FakeExecutor(lambda run: rate_by_seed(run) if run.condition == "grpo+none" else 0.8 + run.seed % 3 / 100)
+    config = campaign_config(tmp_path, seeds=list(range(1, 7)), stop_when="decided", conditions=conditions)
+    assert run_with(better, config, monkeypatch) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Decided after 5 seeds: grpo+none_correct_from=0.2 differs from grpo+none" in printed
+    assert printed.count("not scored alike: [reward] correct_from is 0.2 instead of 1.0") == 2  # before and after
+    assert "is better" not in printed and "improvement" not in printed
+
+
+def test_conditions_of_different_models_are_not_compared(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    model = str(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "model"))
+    config = campaign_config(tmp_path / "logs", conditions=[GRPO, GRPO | {"model.model": model}])
+    assert run_with(FakeExecutor(), config, monkeypatch) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No comparison: the runs train different models" in printed
+    assert "Note: conditions train different models" in printed
+
+
 def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     config = campaign_config(tmp_path, seeds=list(range(1, 8)), stop_when="decided")
     executor = FakeExecutor()

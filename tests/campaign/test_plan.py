@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from retrain.campaign.plan import find_equal_losses, label_conditions, plan_runs
+from retrain.campaign.plan import find_limits, label_conditions, plan_runs
 from retrain.config import load_config
 from retrain.errors import ConfigError
 
@@ -108,9 +108,42 @@ def test_conditions_whose_losses_cannot_differ_are_named(
     tmp_path: Path, one: dict[str, Any], other: dict[str, Any], tables: dict[str, Any], is_same: bool
 ) -> None:
     conditions = [GRPO | {"loss": one}, GRPO | {"loss": other}]
-    notes = find_equal_losses(planned(campaign_config(tmp_path, tables, conditions=conditions)))
+    notes = find_limits(planned(campaign_config(tmp_path, tables, conditions=conditions)))
     assert len(notes) == is_same
     assert all("differ only in [loss]" in note and "updates are nearly the same" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("table", "tables", "words"),
+    [
+        ({"reward.correct_from": 0.2}, {}, "not scored alike: [reward] correct_from is 0.2 instead of 1.0"),
+        ({"reward.timeout_s": 9.0}, {}, ""),
+        (
+            {"eval.max_examples": 4},
+            {"eval": {"every": 1}},
+            "not evaluated alike: [eval] max_examples is 4 instead of 128",
+        ),
+        ({"eval.max_examples": 4}, {}, ""),
+        ({"system_prompt": "Be brief."}, {"eval": {"every": 1}}, "not evaluated alike: [data] system_prompt is"),
+        ({"model.model": "some/other"}, {}, "different models (builtin:tiny, some/other)"),
+        ({"lr": 1e-3}, {"eval": {"every": 1}}, ""),
+    ],
+)
+def test_what_the_comparison_of_conditions_cannot_tell_is_noted(
+    tmp_path: Path, table: dict[str, Any], tables: dict[str, Any], words: str
+) -> None:
+    notes = find_limits(planned(campaign_config(tmp_path, tables, conditions=[GRPO, GRPO | table])))
+    assert len(notes) == bool(words) and words in "".join(notes)
+
+
+def test_training_data_may_differ_if_held_out_problems_do_not(tmp_path: Path) -> None:
+    files = {"data": {"source": "jsonl", "path": "a.jsonl"}}
+    own = {"eval": {"every": 1, "source": "jsonl", "path": "held_out.jsonl"}}
+    conditions = [GRPO, GRPO | {"data.path": "b.jsonl"}]
+    assert find_limits(planned(campaign_config(tmp_path, files | own, conditions=conditions))) == []
+    conditions = [GRPO, GRPO | {"eval.path": "b.jsonl"}]
+    (note,) = find_limits(planned(campaign_config(tmp_path, files | own, conditions=conditions)))
+    assert '[eval] path is "b.jsonl" instead of "held_out.jsonl"' in note
 
 
 def test_a_condition_may_have_steps_of_its_own(tmp_path: Path) -> None:

@@ -334,8 +334,45 @@ def test_different_models_are_rejected_unless_asked_for(tmp_path: Path, capsys: 
 def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", [0.1], {1: [0, 1]}, eval__every=1, eval__max_examples=2)
     write_run(tmp_path / "b", [0.1], {1: [1]}, eval__every=1, eval__max_examples=1, algorithm__advantage_mode="maxrl")
-    assert "eval.max_examples is 1 instead of 2" in refusal(capsys, tmp_path)
+    assert "[eval] max_examples is 1 instead of 2" in refusal(capsys, tmp_path)
     assert as_json(capsys, tmp_path, "--metric", "correct_rate")
+
+
+def test_the_same_problems_may_come_from_another_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, others in (("a", {}), ("b", {"data__source": "math"})):
+        for seed in (1, 2, 3):
+            folder = write_run(
+                tmp_path / f"{name}{seed}", [0.1], {1: [0, 1]}, training__seed=seed, eval__every=1, **others
+            )
+            rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+            told = [json.dumps(row | {"problems": "the same", "sampling": {}}) for row in rows]
+            (folder / "eval.jsonl").write_text("\n".join(told))
+    assert as_json(capsys, tmp_path)["metric"] == "eval_pass_at_1"
+    write_run(tmp_path / "b3", [0.1], {1: [0, 1]}, training__seed=3, eval__every=1, **others)
+    assert '[data] source is "math" instead of "arithmetic"' in refusal(capsys, tmp_path)
+
+
+def test_conditions_that_are_scored_by_other_rewards_only_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(1, 7):
+        write_run(tmp_path / f"a{seed}", [0.1], {1: answers(0.3, seed)}, training__seed=seed)
+        own = {"training__seed": seed, "training__lr": 1e-3}
+        write_run(tmp_path / f"b{seed}", [0.1], {1: answers(0.8, 10 + seed)}, **own)
+        write_run(tmp_path / f"c{seed}", [0.1], {1: answers(0.9, 20 + seed)}, reward__correct_from=0.2, **own)
+    data = as_json(capsys, tmp_path)
+    assert [c["verdict"] for c in data["comparisons"]] == [
+        "statistically_significant_improvement",
+        "significant_difference",
+    ]
+    scored = [note for note in data["notes"] if "not scored alike: [reward] correct_from is 0.2 instead of 1.0" in note]
+    assert len(scored) == 1 and "may come from the scoring" in scored[0]
+    assert run(["compare", str(tmp_path), "--higher-is-better"]) == 0
+    assert capsys.readouterr().out.count("is better than") == 2
+    assert not any("scored" in note for note in as_json(capsys, tmp_path, "--metric", "loss")["notes"])
+    assert run(["card", str(tmp_path), "--no-plots", "--output", str(tmp_path / "card")]) == 0
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "is better than" in card and "is different from" in card and "not scored alike" in card
 
 
 def test_seeds_without_a_partner_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:

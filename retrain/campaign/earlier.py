@@ -30,17 +30,17 @@ from retrain.storage.logs import MANIFEST
 def choose_folder(config: TrainConfig) -> Path:
     """The folder to resume, log_dir if it is set, or a new folder named after the date."""
     log_dir = Path(config.logging.log_dir).expanduser().absolute()
-    is_set = config.logging.log_dir != options_by_path()["logging.log_dir"].default
     if config.resume.from_:
         resumed = Path(config.resume.from_).expanduser().absolute()
         if not resumed.is_dir():
             raise CheckpointError(f"there is no folder {shorten_path(resumed)} to resume from.")
         if not (resumed / MANIFEST).is_file():
             raise CheckpointError(f"{resumed} has no {MANIFEST}, so there is no campaign to resume.")
-        if is_set and log_dir != resumed:
+        is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
+        if not is_default and log_dir != resumed:
             raise ConfigError(f"[logging] log_dir = {str(log_dir)!r} is not the campaign to resume, {resumed}.")
         return resumed
-    if is_set:
+    if config.campaign_folder:
         return log_dir
     name = datetime.now().strftime("campaign_%Y%m%d_%H%M%S")
     candidates = (log_dir.parent / f"{name}{suffix}" for suffix in ("", *(f"_{n}" for n in range(2, 1000))))

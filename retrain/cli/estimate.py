@@ -15,7 +15,7 @@ from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import Workload
 from retrain.capacity.plan import MemoryPlan, plan_memory
 from retrain.config import TrainConfig, load_config
-from retrain.config.options import options_by_path, paths_where, values_of
+from retrain.config.options import paths_where, values_of
 from retrain.data import count_steps, load_examples, load_held_out
 from retrain.data.order import ExampleOrder
 from retrain.errors import ConfigError, RetrainError
@@ -181,9 +181,12 @@ def _find_folders(config: TrainConfig) -> tuple[list[Path], str]:
     """The folders of earlier runs, and a name for them."""
     log_dir = Path(config.logging.log_dir).expanduser()
     if config.campaign is None:
-        return [log_dir], str(log_dir / "metrics.jsonl")
-    if config.logging.log_dir != options_by_path()["logging.log_dir"].default:
-        return sorted(log_dir.glob("runs/*")), str(log_dir / "runs")
+        # A resumed run has its logs there, also if it goes on elsewhere.
+        earlier = Path(config.resume.from_).expanduser() if config.resume.from_ else log_dir
+        return [earlier], str(earlier / "metrics.jsonl")
+    if config.campaign_folder:
+        folder = Path(config.campaign_folder).expanduser()
+        return sorted(folder.glob("runs/*")), str(folder / "runs")
     return sorted(log_dir.parent.glob("campaign_*/runs/*")), f"{log_dir.parent}/campaign_*"
 
 

@@ -295,8 +295,7 @@ def list_files(config: TrainConfig) -> list[str]:
     names += ["rollouts/step_....npz"] if config.training.record else []
     names += ["debug.jsonl"] if config.logging.debug else []
     if config.kind == "campaign":
-        is_default = config.logging.log_dir == options_by_path()["logging.log_dir"].default
-        folder = f"{log_dir.parent}/campaign_<date>_<time>" if is_default else str(log_dir)
+        folder = str(Path(config.campaign_folder or log_dir.parent / "campaign_<date>_<time>"))
         names += ["adapter/", "stdout.log", "stderr.log"]
         own = [f"{folder}/manifest.json", f"{folder}/config.toml"]
         own += [f"{folder}/shared.log"] if config.campaign is not None and config.campaign.share_model else []

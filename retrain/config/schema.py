@@ -82,6 +82,12 @@ class TrainConfig(Section):
         return mode.algorithm_mode or f"{mode.advantage_mode}+{mode.transform_mode}"
 
     @property
+    def campaign_folder(self) -> str:
+        """Where a campaign is or will be, as it was given; "" for a new one that is named after the date."""
+        is_set = self.logging.log_dir != Logging().log_dir
+        return self.resume.from_ or (self.logging.log_dir if is_set else "")
+
+    @property
     def held_out_source(self) -> str:
         """The data source of evaluations."""
         return self.eval.source or self.data.source

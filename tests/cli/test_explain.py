@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from retrain.campaign.manifest import Manifest
+from retrain.campaign.plan import plan_runs
 from retrain.cli import run
+from retrain.config import load_config
 from retrain.config.reference import starter
 from retrain.modeling.files import find_model
+from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.logs import FILES
 
 
@@ -315,6 +319,38 @@ def test_steps_of_another_model_engine_device_or_length_are_not_used(
     else:
         _write(other, "logs/train/config.toml")
     assert _explain(capsys)["time"]["step_seconds"] is None
+
+
+def test_a_campaign_that_is_resumed_with_its_file_is_looked_for_where_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+    _write(f'{settings}[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n')
+    config = load_config(Path("retrain.toml"))
+    folder = Path("mine").absolute()
+    (one,) = plan_runs(config, folder, "retrain.toml")
+    one.folder.mkdir(parents=True)
+    Manifest(folder).begin(config, [one])
+    _write('{"step": 0, "batch_size": 8, "group_size": 16, "step_time_s": 2.0}\n', f"{one.folder}/metrics.jsonl")
+    _write(settings, f"{one.folder}/config.toml")
+    data = _explain(capsys, "retrain.toml", "--resume", "mine/")
+    assert "mine/manifest.json" in data["files"] and not any("campaign_" in name for name in data["files"])
+    assert (data["time"]["step_seconds"], data["time"]["from"]) == (2.0, "the median of 1 step in mine/runs")
+    assert run(["plan", "retrain.toml", "--resume", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["seconds"] == 2.0
+    (blocker,) = _explain(capsys, "retrain.toml", "--resume", "mine", "--campaign.seeds", "[2]")["blockers"]
+    assert "holds another campaign" in blocker
+
+
+def test_a_run_that_is_resumed_elsewhere_is_timed_by_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nseed = 1\nmax_tokens = 16\n'
+    _write(settings)
+    Checkpoints(Path("mine"), 1, print).save(0, {"log_sizes": {}}, lambda folder: None)
+    _write(settings, "mine/config.toml")
+    _write('{"step": 0, "batch_size": 8, "group_size": 16, "step_time_s": 2.0}\n', "mine/metrics.jsonl")
+    data = _explain(capsys, "retrain.toml", "--resume", "mine")
+    assert data["blockers"] == [] and "logs/train/metrics.jsonl" in data["files"]
+    assert (data["time"]["step_seconds"], data["time"]["from"]) == (2.0, "the median of 1 step in mine/metrics.jsonl")
 
 
 def test_a_service_samples_and_trains_by_itself(capsys: pytest.CaptureFixture[str]) -> None:

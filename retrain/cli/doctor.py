@@ -337,8 +337,10 @@ def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
         if config.squeeze.output_path:
             yield "[squeeze] output_path", config.squeeze.output_path
         return
-    yield "[logging] log_dir", config.logging.log_dir
-    if config.kind != "campaign":  # whose runs have their own
+    if config.kind == "campaign":  # whose runs have their own adapters
+        yield "[logging] log_dir", config.campaign_folder or str(Path(config.logging.log_dir).parent)
+    else:
+        yield "[logging] log_dir", config.logging.log_dir
         yield "[backend] adapter_path", config.backend.adapter_path
 
 

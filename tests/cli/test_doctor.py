@@ -445,6 +445,16 @@ def test_a_folder_that_holds_another_campaign_is_reported(
     assert "holds another campaign" in " ".join((output.out + output.err).split())
 
 
+def test_a_campaign_without_a_folder_is_checked_where_it_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n'
+    _write(f'{text}[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n')
+    # A file in place of the folder that a single run would write to.
+    Path("logs").mkdir()
+    Path("logs/train").write_text("", encoding="utf-8")
+    code, checks = _examine(capsys)
+    assert code == 0 and checks["[logging] log_dir"]["detail"].startswith("logs: ")
+
+
 def test_a_model_that_lacks_a_shard_is_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(resolve_model("builtin:tiny"), "model")
     Path("model/model.safetensors").rename("model/model-00001-of-00002.safetensors")

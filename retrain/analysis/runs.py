@@ -218,7 +218,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
         if not common:
             raise ConfigError(
                 f"there is no common evaluation after training ({_describe_evaluations(runs, metric)}).  "
-                "Try: leave out the runs that ended earlier, or --metric correct_rate"
+                "Try: leave out the runs that ended earlier, or retrain compare FOLDER --metric correct_rate"
             )
     if not common:
         known = sorted(
@@ -337,7 +337,7 @@ def require_same_model(runs: Sequence[RunRecord]) -> None:
     if len(models) > 1:
         raise ConfigError(
             f"the runs train different models ({', '.join(models)}), so a difference may not be due to the method.  "
-            "Try: --allow-different-models"
+            "Try: retrain compare FOLDER --allow-different-models"
         )
 
 
@@ -349,13 +349,14 @@ def require_same_evaluation(runs: Sequence[RunRecord], metric: str, step: int) -
     for run in runs[1:]:
         if other := describe_other_evaluation(runs[0].config, run.config, len(named) == len(rows)):
             raise ConfigError(
-                f"{run.path} was evaluated differently from {runs[0].path}: {other}.  Try: --metric correct_rate"
+                f"{run.path} was evaluated differently from {runs[0].path}: {other}.  "
+                "Try: retrain compare FOLDER --metric correct_rate"
             )
     differing = next((path for path, problems in named if problems != named[0][1]), None)
     if differing is not None:
         raise ConfigError(
             f"{differing} and {named[0][0]} were evaluated on different problems at step {step}.  "
-            "Try: --metric correct_rate"
+            "Try: retrain compare FOLDER --metric correct_rate"
         )
     if metric == "eval_pass_at_k" and len(found := {row.get("k") for _, row in rows}) > 1:
         raise ConfigError(f"the runs have different k in pass@k: {', '.join(sorted(map(str, found)))}.")

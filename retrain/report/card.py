@@ -25,7 +25,7 @@ def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) 
         "",
         f"**{verdict['sentence']}**",
         "",
-        f"{data['subtitle']}; {data['model']}. Created by retrain on {data['created']}.",
+        f"{data['subtitle']}; {', '.join(data['models'])}. Created by retrain on {data['created']}.",
         *_pictures(plots),
         *_runs(data),
         *_health(data),
@@ -37,9 +37,11 @@ def write_card(data: JsonObject, plots: Sequence[Path] = (), hub: bool = False) 
 
 
 def _metadata(data: JsonObject) -> list[str]:
+    names = data["models"]
+    models = "".join(f"\n- {name}" for name in names) if len(names) > 1 else f" {''.join(names)}"
     return [
         "---",
-        f"base_model: {data['model']}",
+        f"base_model:{models}",
         f"library_name: {'peft' if data['is_adapter'] else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags: [reinforcement-learning, rlvr, retrain]",

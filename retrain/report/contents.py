@@ -69,7 +69,7 @@ def describe_folders(runs: Sequence[RunRecord], logs: Sequence[RunLog], folders:
     return {
         "title": f"retrain: {', '.join(folder.resolve().name for folder in folders)}",
         "subtitle": f"{plural(len(runs), 'run')}, {plural(conditions, 'condition')}",
-        "model": runs[0].config.model.model if runs else "",
+        "models": list(dict.fromkeys(run.config.model.model for run in runs)),
         "is_adapter": bool(runs and runs[0].config.model.lora_rank),
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "verdict": describe_verdict(runs, logs),

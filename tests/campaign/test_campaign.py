@@ -477,6 +477,7 @@ def test_untrained_weights_are_not_compared(
     assert run_with(Evaluated(), config, monkeypatch) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "No comparison: there is no common evaluation after training" in printed
+    assert "or retrain compare FOLDER --metric correct_rate" in printed
     assert "(grpo+none: steps 0, 4; maxrl+none: steps 0, 3)" in printed and "at step 0" not in printed
 
 

@@ -42,6 +42,7 @@ def test_runs_that_are_not_compared_say_why(campaign: Path) -> None:
     card = card_of(str(campaign))
     assert "## Comparison" not in card
     assert "- The conditions are not compared: " in card and "was evaluated differently" in card
+    assert "Try: retrain compare FOLDER --metric correct_rate" in card, "a card has no such flag"
 
 
 def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
@@ -90,6 +91,16 @@ def test_a_single_evaluation_is_before_or_after_training(tmp_path: Path, step: i
 def test_a_model_card_begins_with_its_metadata(tmp_path: Path) -> None:
     card = card_of(str(write_run(tmp_path / "one", 1)), "--hub")
     assert card.startswith("---\nbase_model: builtin:tiny\nlibrary_name: peft\n")
+
+
+def test_every_model_is_named(campaign: Path) -> None:
+    for seed in (1, 2, 3):
+        path = campaign / f"maxrl_{seed}" / "config.toml"
+        path.write_text(path.read_text(encoding="utf-8").replace("builtin:tiny", "some/other"), encoding="utf-8")
+    card = card_of(str(campaign), "--hub")
+    assert card.startswith("---\nbase_model:\n- builtin:tiny\n- some/other\nlibrary_name: peft\n")
+    assert "6 runs, 2 conditions; builtin:tiny, some/other. Created" in card
+    assert "Try: retrain compare FOLDER --allow-different-models" in card, "a card has no such flag"
 
 
 def test_a_folder_without_runs_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

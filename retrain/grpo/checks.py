@@ -20,7 +20,7 @@ from retrain.config.schema import Data
 from retrain.data import build_source
 from retrain.data.hub import FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
-from retrain.grpo.settings import FILES, OWN_SETS, SPLIT_HINT, RunSettings
+from retrain.grpo.settings import FILES, OWN_SETS, RunSettings, advise_split
 from retrain.modeling.files import find_model
 from retrain.storage.checkpoint import STATE_FILE
 from retrain.storage.folder import LOCK_FILE, lock_folder
@@ -120,10 +120,9 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
         raise ConfigError(f"max_steps must be above 0, or -1 for num_train_epochs, got {steps}.")
     wanted = [name for name in ("eval_strategy", "eval_on_start") if arguments.get(name) not in (None, False, "no")]
     if wanted and not run.val_split:
-        more = f" and {SPLIT_HINT}" if Path(run.dataset_id_or_path).suffix in FILES else ""
-        raise ConfigError(
-            f"{wanted[0]} needs held-out rows, and there is no val_split.  Try: val_split=validation{more}"
-        )
+        is_file = Path(run.dataset_id_or_path).suffix in FILES
+        hint = advise_split(run.val_split) if is_file else "val_split=validation"
+        raise ConfigError(f"{wanted[0]} needs held-out rows, and there is no val_split.  Try: {hint}")
     trackers = arguments.get("report_to")
     if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
         raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")

@@ -27,7 +27,6 @@ TESTED = ("1.16", "1.17")
 """Supported TRL versions: from the first, up to but not including the second."""
 OWN_SETS = ("arithmetic", "gsm8k", "math")
 """Datasets that are named as in TOML files."""
-SPLIT_HINT = "dataset_id_or_path=FOLDER with train.jsonl and validation.jsonl in it"
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Endings of dataset files, and the builders of `datasets` for them."""
 CLASSES = {"grpo": "retrain.grpo.config:GRPOConfig", "sft": "trl:SFTConfig"}
@@ -238,13 +237,21 @@ def _find_data_issues(run: RunSettings) -> list[ConfigIssue]:
         what = "a saved dataset without splits or configurations"
     else:
         return []
-    others = {"val_split": f", or {SPLIT_HINT}"}
+    others = {"val_split": f", or {advise_split(run.val_split)}"}
     return [
         ConfigIssue(name, f"= {value!r} has no effect: {path} is {what}.", f"Try: {name}=null{others.get(name, '')}")
         for name, value in idle.items()
         # A file is loaded as the split "train".
         if value and (name, value) != ("train_split", "train")
     ]
+
+
+def advise_split(split: str | None) -> str:
+    """How rows of a file get held-out rows beside them: a folder with a file for each split."""
+    # Of other names of files, `datasets` makes no split, or one with another name.
+    if split not in ("validation", "test"):
+        return f"val_split=validation and {advise_split('validation')}"
+    return f"dataset_id_or_path=FOLDER with train.jsonl and {split}.jsonl in it"
 
 
 def name_settings(text: str) -> str:

@@ -222,6 +222,21 @@ def test_evaluations_need_held_out_rows(word: str, configs: Path, capsys: pytest
     assert "Try: val_split=validation and dataset_id_or_path=FOLDER with train.jsonl and validation.jsonl" in shown
 
 
+@pytest.mark.parametrize(("split", "advised"), [("test", ""), ("validation", ""), ("dev", "val_split=validation and ")])
+def test_the_advice_for_a_file_with_a_split_can_be_followed(
+    split: str, advised: str, configs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "2 + 2", "answer": "4"}) + "\n")
+    assert run(["grpo", "configs/run/tiny.yaml", "dataset_id_or_path=rows.jsonl", f"val_split={split}"]) == 2
+    name = "validation" if advised else split
+    hint = f"Try: val_split=null, or {advised}dataset_id_or_path=FOLDER with train.jsonl and {name}.jsonl in it"
+    assert hint in capsys.readouterr().err
+    Path("folder").mkdir()
+    for held, answer in (("train", "4"), (name, "5")):
+        Path(f"folder/{held}.jsonl").write_text(json.dumps({"prompt": "2 + ?", "answer": answer}) + "\n")
+    assert load_rows(RunSettings(dataset_id_or_path="folder"), name, None)[0]["answer"] == "5"
+
+
 def test_a_folder_with_a_file_for_each_split_has_them(tmp_path: Path) -> None:
     for split, answer in (("train", "4"), ("validation", "5")):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": "2 + ?", "answer": answer}) + "\n")

@@ -365,5 +365,11 @@ def _check_head(policy: Policy, name: str) -> None:
     except (TypeError, AttributeError) as error:
         raise BackendError(f"{name} ({type(policy.causal_lm).__name__}) cannot be trained here: {error}") from error
     ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
+    # NaN is equal to nothing, so it would count as a difference.
+    if not ours.isfinite().all():
+        raise BackendError(
+            f"{name}: its weights give logits that are not finite (NaN or infinite).  "
+            "Try: copy or download it again, or an earlier checkpoint of it"
+        )
     if not torch.allclose(own.float(), ours.float(), atol=1e-3, rtol=1e-2):
         raise BackendError(f"{name} changes its logits after the last layer in an unsupported way.")

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
-from retrain.errors import ConfigError
+from retrain.errors import BackendError, ConfigError
 from retrain.modeling.policy import load_policy
 
 CPU = torch.device("cpu")
@@ -37,4 +37,14 @@ def test_a_classifier_is_not_taken_for_a_language_model(tmp_path: Path) -> None:
     settings = AutoConfig.from_pretrained(resolve_model("builtin:tiny"), num_labels=2, tie_word_embeddings=False)
     AutoModelForSequenceClassification.from_config(settings).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"lacks 1 weight of a causal language model: lm_head\.weight"):
+        load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, print)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_with_weights_that_are_not_finite_is_refused_as_such(tmp_path: Path, value: float) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("builtin:tiny"))
+    weights = model.state_dict()
+    next(weight for name, weight in weights.items() if name.endswith("up_proj.weight"))[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match="its weights give logits that are not finite"):
         load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, print)

@@ -27,11 +27,13 @@ from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import (
     MERGE_HINT,
     find_base,
+    find_damaged_files,
     find_lacking_files,
     find_model,
     hub_cache,
     is_quantized,
     read_context_length,
+    suggest_restoring,
 )
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
@@ -77,6 +79,9 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     for where, name in models_of(config).items():
         yield from _quantized_model(where, name)
         yield from find_missing_model(where, name)
+        # A service reads no weights here.
+        if config.backend.backend != "tinker":
+            yield from find_damaged_weights(where, name)
     yield from _missing_datasets(config)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
@@ -114,6 +119,13 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
             "reached.",
             f'Try: download it elsewhere and name its folder, {key} = "path/to/model"; or {key} = "builtin:tiny"',
         )
+
+
+def find_damaged_weights(where: str, name: str) -> Iterator[ConfigIssue]:
+    """An issue if weights of a model, named by the option `where`, are truncated or otherwise cannot be read."""
+    files = find_model(name)
+    if damaged := find_damaged_files(files):
+        yield ConfigIssue(where, f"= {json.dumps(name)}: {list_some(damaged)}.", suggest_restoring(files))
 
 
 def _is_partly_cached(name: str) -> bool:

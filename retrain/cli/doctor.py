@@ -39,7 +39,14 @@ from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.data import load_examples
 from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
-from retrain.modeling.files import MERGE_HINT, find_base, find_lacking_files, find_model
+from retrain.modeling.files import (
+    MERGE_HINT,
+    find_base,
+    find_damaged_files,
+    find_lacking_files,
+    find_model,
+    suggest_restoring,
+)
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
@@ -276,6 +283,9 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
     if lacking := find_lacking_files(files):
         found = f"{name} is incomplete: its index names {list_some(lacking)}"
         return Check("files", what, "missing", found, "copy or download it again")
+    if damaged := find_damaged_files(files):
+        fix = suggest_restoring(files).removeprefix("Try: ")
+        return Check("files", what, "missing", f"{name}: {list_some(damaged)}", fix)
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":

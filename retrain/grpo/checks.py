@@ -11,6 +11,7 @@ from typing import Any
 
 from retrain.checks.preflight import (
     WANDB_HINT,
+    find_damaged_weights,
     find_missing_model,
     has_wandb_key,
     is_offline,
@@ -137,7 +138,8 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
 
 
 def _find_issues(run: RunSettings) -> Iterator[ConfigIssue]:
-    yield from find_missing_model("model_name_or_path", run.model_name_or_path)
+    for find in (find_missing_model, find_damaged_weights):
+        yield from find("model_name_or_path", run.model_name_or_path)
     dataset = _dataset_of_hub(run)
     if dataset and is_offline() and is_on_hub_only(dataset):
         yield ConfigIssue(

@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from retrain.builtin import PREFIX, resolve_model
 from retrain.capacity.memory import Shape, read_shape
@@ -114,15 +114,34 @@ def find_lacking_files(files: ModelFiles) -> list[str]:
     """Files of weights that the folder's index names and that are not there. What the cache lacks is downloaded."""
     if files.folder is None or files.found != "folder":
         return []
+    return [name for name in _weight_files(files.folder) if not (files.folder / name).is_file()]
+
+
+def find_damaged_files(files: ModelFiles) -> list[str]:
+    """What is wrong with each of the model's safetensors files whose size its header contradicts."""
+    if files.folder is None:
+        return []
+    paths = [files.folder / name for name in _weight_files(files.folder) if name.endswith(".safetensors")]
+    found = {path.name: _explain_damage(path) for path in paths if path.is_file()}
+    return [f"{name} {problem}" for name, problem in found.items() if problem]
+
+
+def suggest_restoring(files: ModelFiles) -> str:
+    """How to replace damaged files; the Hub's libraries do not download again what is in the cache."""
+    again = f"hf download {files.name} --force-download"
+    return f"Try: {again}" if files.found == "cache" else "Try: copy or download it again"
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files of weights that transformers reads, whether or not they are there."""
     # Of several, transformers reads the first that is there.
     for name in ("model.safetensors", "pytorch_model.bin"):
-        if (files.folder / name).is_file():
-            return []
-        index = files.folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [name]
+        index = folder / f"{name}.index.json"
         if index.is_file():
             table = _read_json(index).get("weight_map")
-            shards = {str(file) for file in table.values()} if isinstance(table, dict) else set()
-            return sorted(file for file in shards if not (files.folder / file).is_file())
+            return sorted({str(file) for file in table.values()}) if isinstance(table, dict) else []
     return []
 
 
@@ -149,14 +168,38 @@ def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | 
 
 
 def _read_shapes(path: Path) -> Shapes:
-    """The shapes in a safetensors header: eight bytes of length, then JSON."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length <= _MAX_HEADER else {}
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        return {name: tuple(entry["shape"]) for name, entry in _read_header(path)[0].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _explain_damage(path: Path) -> str:
+    """Why safetensors would refuse a file, or ""; of the weights, nothing is read."""
+    try:
+        size = path.stat().st_size
+        entries, end = _read_header(path)
+        expected = end + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, IndexError):
+        return "has no valid header: it is truncated, or not a safetensors file"
+    if size == expected:
+        return ""
+    problem = "truncated" if size < expected else "damaged"
+    return f"is {problem}: its header says {expected:,} bytes, it has {size:,}"
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors in a safetensors header, eight bytes of length and JSON, and where it ends."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MAX_HEADER:
+            raise ValueError("the header is too long")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header is not an object")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
 
 
 def _read_json(path: Path) -> JsonObject:

@@ -473,6 +473,20 @@ def test_a_model_that_lacks_a_shard_is_incomplete(capsys: pytest.CaptureFixture[
     assert run(["explain"]) == 0
 
 
+def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "model")
+    _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    path = Path("model/model.safetensors")
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
+        assert run(command) == code
+        output = capsys.readouterr()
+        message = " ".join((output.out + output.err).split())
+        assert f"model.safetensors is truncated: its header says {size:,} bytes, it has {size - 1:,}" in message
+        assert "copy or download it again" in message
+
+
 def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("adapter")
     shutil.copytree(resolve_model("builtin:tiny"), folder)

@@ -14,6 +14,7 @@ from retrain.checks.preflight import check_before_loading, known_context
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
 from retrain.checks.user_code import code_digests
+from retrain.checks.vocabulary import check_prompt_tokens
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.data import (
@@ -281,6 +282,7 @@ class DataTasks:
         if shared := count_shared(self.examples, self.held_out):
             of_all = f"{shared} of {plural(len(self.held_out), 'held-out problem')}"
             log(f"Warning: {of_all} are also in the training data, so held-out results may overstate what was learned.")
+        check_prompt_tokens(config, self.encoder, self._asked())
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:
             check_prompts(config, self.encoder, self._asked(), context)

@@ -87,10 +87,9 @@ def try_out(config: TrainConfig) -> list[Trial]:
     wanted = [where for where, _ in _trials(config)]
     if not wanted:
         return []
-    arguments = [sys.executable, "-c", "from retrain.cli.trial import main; main()"]
     try:
         done = subprocess.run(
-            arguments,
+            [sys.executable, "-c", "from retrain.cli.trial import main; main()"],
             input=dump_config(config),
             capture_output=True,
             encoding="utf-8",
@@ -197,9 +196,8 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         yield "[data] source", _try_hub_source
     for where, name in models_of(config).items():
         # Missing folders and models to be downloaded are reported by another check.
-        if find_model(name).folder is None and config.backend.backend != "tinker":
-            continue
-        yield f"{where}, tokenizer", lambda c, name=name, where=where: _try_tokenizer(name, where)  # type: ignore[misc]
+        if find_model(name).folder is not None or config.backend.backend == "tinker":
+            yield f"{where}, tokenizer", partial(_try_tokenizer, name, where)
     for table in _tables_with_files(config):
         yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]
 
@@ -349,10 +347,13 @@ def _is_installed(id: str) -> bool:
     return importlib.util.find_spec(module_name(id)) is not None or is_shipped(id)
 
 
-def _try_tokenizer(name: str, where: str) -> str:
+def _try_tokenizer(name: str, where: str, config: TrainConfig) -> str:
+    from retrain.checks.vocabulary import check_template  # noqa: PLC0415  (loads numpy)
     from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415  (imports transformers)
 
-    return f"{name}: {len(load_tokenizer(name, where)):,} tokens"
+    tokenizer = load_tokenizer(name, where)
+    check_template(config, tokenizer, where)
+    return f"{name}: {len(tokenizer):,} tokens"
 
 
 def _tables_with_files(config: TrainConfig) -> Iterator[str]:
@@ -372,6 +373,7 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     Empty if the file of the table, or the tokenizer, cannot be loaded: their own checks say why.
     """
     from retrain.assemble import check_prompts, sample_of  # noqa: PLC0415  (imports PyTorch)
+    from retrain.checks.vocabulary import check_prompt_tokens  # noqa: PLC0415
     from retrain.data import count_shared, load_examples, load_held_out  # noqa: PLC0415
     from retrain.modeling.tokens import PromptEncoder, load_tokenizer  # noqa: PLC0415
 
@@ -388,6 +390,7 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
         return ""
     longest = sorted(examples, key=lambda example: len(str(example.prompt)))[-MEASURED:]
     encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, lambda line: None)
+    check_prompt_tokens(config, encoder, {table: longest})
     check_prompts(config, encoder, {table: longest}, context)
     found = f"up to {encoder.longest(longest)} of {context:,} tokens"
     shared = 0

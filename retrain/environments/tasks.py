@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrain.backends import Backend
+from retrain.checks.vocabulary import check_template
 from retrain.config import TrainConfig
 from retrain.data import Endless
 from retrain.environments.chat import Limits
@@ -48,6 +49,7 @@ class EnvironmentTasks:
             self.console.print(
                 "Warning: the tokenizer has no chat template; conversations are formatted as plain text."
             )
+        check_template(self.config, tokenizer)
         if self._has_one_split():
             self.console.print(
                 "Note: the environment has the same problems for training and for evaluation, so held-out results are "

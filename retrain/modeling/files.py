@@ -95,11 +95,15 @@ def read_facts(files: ModelFiles) -> ModelFacts:
 
 def read_context_length(files: ModelFiles) -> int | None:
     """Context length in config.json; None if it has none."""
-    settings = _read_json(_find_settings(files))
-    text = settings.get("text_config")
-    settings = text if isinstance(text, dict) else settings
+    settings = _read_text_settings(files)
     # GPT-2 and similar models use another name.
     found = settings.get("max_position_embeddings", settings.get("n_positions"))
+    return found if isinstance(found, int) else None
+
+
+def read_vocabulary_size(files: ModelFiles) -> int | None:
+    """Number of token embeddings in config.json, which may exceed the tokenizer's tokens; None if it has none."""
+    found = _read_text_settings(files).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
@@ -208,6 +212,13 @@ def _read_json(path: Path) -> JsonObject:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def _read_text_settings(files: ModelFiles) -> JsonObject:
+    """Settings of the language model, which models that also read images have in a table of their own."""
+    settings = _read_json(_find_settings(files))
+    text = settings.get("text_config")
+    return text if isinstance(text, dict) else settings
 
 
 def _find_settings(files: ModelFiles) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrain.backends import Backend, FrozenModelProvider
+from retrain.checks.vocabulary import check_template
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.tokens import PromptEncoder, load_tokenizer
@@ -31,6 +32,7 @@ def build_teaching_scorer(
     student_encoder = encoder
     if section.student_model:
         tokenizer = load_tokenizer(section.student_model, "[teaching] student_model")
+        check_template(config, tokenizer, "[teaching] student_model")
         student_encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, console.print)
     frozen = backend.frozen(config, student_encoder.tokenizer, console.print, console.progress)
     reader = Reader(student_encoder, frozen.context_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import trl
 import yaml
 
+from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.errors import ConfigError
 from retrain.grpo import GRPOConfig, settings
@@ -125,6 +127,14 @@ def test_a_wrong_setting_is_refused(
 ) -> None:
     assert run(["grpo", "configs/run/tiny.yaml", "max_train_examples=8", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_truncated_weights_are_refused(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "model")
+    weights = Path("model/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert run(["grpo", "configs/run/tiny.yaml", "model_name_or_path=./model"]) == 2
+    assert 'model_name_or_path = "./model": model.safetensors is truncated' in capsys.readouterr().err
 
 
 def test_a_missing_file_and_a_folder_that_exists_are_refused(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:

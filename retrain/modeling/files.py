@@ -54,11 +54,14 @@ def find_model(name: str) -> ModelFiles:
         return ModelFiles(name, "folder", local)
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         return ModelFiles(name, "missing")
-    snapshots = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    # The newest snapshot with weights: an incomplete download has none.
-    complete = [path for path in snapshots.glob("*") if any((*path.glob("*.safetensors"), *path.glob("*.bin")))]
+    cached = hub_cache() / f"models--{name.replace('/', '--')}"
+    main = cached / "refs" / "main"
+    current = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
+    # With weights: an incomplete download has none. Of several, the one that transformers loads, or the newest.
+    complete = [path for path in cached.glob("snapshots/*") if any((*path.glob("*.safetensors"), *path.glob("*.bin")))]
     if complete:
-        return ModelFiles(name, "cache", max(complete, key=lambda path: path.stat().st_mtime))
+        best = max(complete, key=lambda path: (path.name == current, path.stat().st_mtime))
+        return ModelFiles(name, "cache", best)
     return ModelFiles(name, "download")
 
 

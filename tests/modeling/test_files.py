@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -51,3 +52,19 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(tmp_path: Path, monkeyp
     assert find_damaged_files(files)
     # Without the flag, the file in the cache would be kept.
     assert suggest_restoring(files) == "Try: hf download some/model --force-download"
+
+
+def test_of_several_cached_versions_the_one_that_is_loaded_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    for age, name in enumerate(("newest", "older", "oldest")):
+        folder = cached / "snapshots" / name
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(WHOLE)
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    assert find_model("some/model").folder == cached / "snapshots" / "newest"
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("older")
+    assert find_model("some/model").folder == cached / "snapshots" / "older"

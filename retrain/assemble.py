@@ -106,8 +106,8 @@ class Parts:
     control: RunControl
     code_digests: Mapping[str, str]
     """Digests of the source files that the configuration names, as they were loaded."""
-    model_digests: Mapping[str, str]
-    """Digests of the files of the models, by name."""
+    model_digests: Mapping[str, Mapping[str, str]]
+    """Digests of the files of the models, by model and file."""
     total_examples: int | None = None
     """Where back pressure decides the number of steps: the examples of all epochs. None if max_steps ends the run."""
 

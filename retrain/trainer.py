@@ -414,6 +414,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{state.step:06d}",
             "running_correct_rate": state.right / max(1, state.scored),
+            "data": parts.order.digest,
             "code": dict(parts.code_digests),
             "models": dict(parts.model_digests),
             **read_notes(path),

@@ -21,7 +21,7 @@ from retrain.analysis.runs import (
     problem_rates,
     read_manifest,
 )
-from retrain.analysis.scoring import CORRECT_RATES, SCORED, find_other_scoring
+from retrain.analysis.scoring import CORRECT_RATES, SCORED, describe_edit, find_unlike
 from retrain.analysis.stats import (
     Comparison,
     Interval,
@@ -126,7 +126,7 @@ def compare_runs(
     metric = metric or default_metric(runs)
     runs, unlike = leave_out_unlike(runs, metric, baseline)
     measured = measure(runs, metric, last)
-    otherwise = _find_other_scoring(runs, measured, baseline)
+    otherwise = _find_unlike(runs, measured, baseline)
     says_better = higher_is_better is not None
     if not says_better:
         higher_is_better = better_direction(measured.metric)
@@ -155,7 +155,8 @@ def compare_runs(
             *unlike,
             *measured.notes,
             *(
-                f"{name} and the baseline are not scored alike: {other}. A difference may come from the scoring."
+                f"{name} and the baseline are not measured alike: {other}. A difference may come from that, so neither "
+                "is called better."
                 for name, other in otherwise.items()
             ),
             *_unpaired(measured, comparisons),
@@ -168,12 +169,17 @@ def compare_runs(
     )
 
 
-def _find_other_scoring(runs: Sequence[RunRecord], measured: Measured, baseline: str | None) -> dict[str, str]:
-    """The conditions whose metric is made of other rewards than that of the baseline."""
-    if measured.metric not in SCORED:
-        return {}
+def _find_unlike(runs: Sequence[RunRecord], measured: Measured, baseline: str | None) -> dict[str, str]:
+    """The conditions that are not measured as the baseline is, and why."""
     configs = {run.condition: run.config for run in runs}
-    return find_other_scoring(configs, baseline if baseline and baseline in configs else next(iter(measured.values)))
+    first = baseline if baseline and baseline in configs else next(iter(measured.values))
+    firsts = {run.seed: run.inputs for run in runs if run.condition == first}
+    edits = {
+        run.condition: edit
+        for run in runs
+        if measured.metric in SCORED and (edit := describe_edit(firsts.get(run.seed, {}), run.inputs))
+    }
+    return edits | find_unlike(configs, first, measured.metric)
 
 
 def _without_direction(c: Comparison) -> Comparison:
@@ -300,7 +306,8 @@ def _by_problem(
     if not rates or not rates[0]:
         return None
     found = compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]), alpha)
-    return replace(found, left_out=len(both[0][0].evaluations[measured.step]["counted"]) - found.problems)
+    left_out = len(both[0][0].evaluations[measured.step]["counted"]) - found.problems
+    return replace(found, left_out=left_out, interval=_clip(found.interval))
 
 
 def header(report: ComparisonReport) -> tuple[str, ...]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from retrain.analysis.change import Row
-from retrain.analysis.scoring import describe_other_evaluation
+from retrain.analysis.scoring import Inputs, describe_other_evaluation, find_unlike, read_inputs
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
-from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.checkpoint import read_state
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
@@ -40,6 +40,7 @@ class RunRecord:
     status: str = ""
     torn: int = 0
     """Number of lines that could not be read."""
+    inputs: Inputs = field(default_factory=dict)
 
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
@@ -143,12 +144,17 @@ def read_run(path: Path) -> RunRecord:
     config = load_config(path / CONFIG_FILE)
     metrics, torn = read_rows(path / METRICS)
     evaluations, torn_too = read_rows(path / EVALS, is_evaluation)
-    try:
-        status = str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("status", ""))
-    except (OSError, ValueError, AttributeError):
-        status = ""
+    state = read_state(path)
     return RunRecord(
-        path, config.condition, config.training.seed, config, metrics, evaluations, status, torn + torn_too
+        path,
+        config.condition,
+        config.training.seed,
+        config,
+        metrics,
+        evaluations,
+        str(state.get("status", "")),
+        torn + torn_too,
+        read_inputs(state, config),
     )
 
 
@@ -361,7 +367,9 @@ def require_same_evaluation(runs: Sequence[RunRecord], metric: str, step: int) -
     if metric == "eval_pass_at_k" and len(found := {row.get("k") for _, row in rows}) > 1:
         raise ConfigError(f"the runs have different k in pass@k: {', '.join(sorted(map(str, found)))}.")
     drawn = {json.dumps(row["sampling"], sort_keys=True) for _, row in rows if "sampling" in row}
-    return ["The runs were evaluated with different sampling options."] if len(drawn) > 1 else []
+    # What the options tell is said of each condition; an evaluation may have had options of an earlier session.
+    is_told = find_unlike({str(run.path): run.config for run in runs}, str(runs[0].path), metric)
+    return ["The runs were evaluated with different sampling options."] if len(drawn) > 1 and not is_told else []
 
 
 def problem_rates(runs: Sequence[RunRecord], step: int) -> list[list[float]] | None:

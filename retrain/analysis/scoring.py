@@ -1,13 +1,16 @@
-"""Conditions that are not measured alike: scored by other rewards, or evaluated on other problems."""
+"""Conditions that are not measured alike: scored, sampled or evaluated otherwise, or with inputs that were edited."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 
 from retrain.config import TrainConfig
 from retrain.config.options import free_on_resume, options_by_path, paths_where, values_of
+from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.toml import show_value
+from retrain.config.unused import why_unused
 from retrain.plugins import REGISTRIES
+from retrain.types import JsonObject
 
 CORRECT_RATES = ("correct_rate", "running_correct_rate", "eval_pass_at_1", "eval_pass_at_k")
 SCORED = (
@@ -21,51 +24,97 @@ SCORED = (
     "degradation_rate",
 )
 """Metrics that are made of rewards."""
-_TABLES = ("reward", "environment", "teaching")
+# What completions depend on besides the weights.
+_SAMPLING = tuple(
+    f"training.{key}" for key in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+)
+# A teacher's completion is correct if the student's answer is; other options of [teaching] only change its reward.
+_STUDENT = tuple(f"teaching.{key}" for key in ("enabled", "student_model", "student_with_teaching_template"))
 # What an evaluation depends on, whatever its problems.
-_ASKED = {"data.system_prompt", "eval.samples", "eval.temperature"}
+_ASKED = {"data.system_prompt", "eval.samples"}
+
+Inputs = Mapping[str, str]
+"""Digests of what a run has read, by what it is."""
 
 
-def find_other_scoring(configs: Mapping[str, TrainConfig], baseline: str) -> dict[str, str]:
-    """The conditions whose completions are scored by other options than those of the baseline, and the options."""
-    scoring = {path for path, option in options_by_path().items() if option.section in _TABLES} - free_on_resume()
-    return _describe(configs, baseline, lambda _: scoring)
+def find_unlike(configs: Mapping[str, TrainConfig], baseline: str, metric: str) -> dict[str, str]:
+    """The conditions of which a metric is not measured as that of the baseline, with the option that differs."""
+    if metric not in SCORED:
+        return {}
+    first = _measured_by(configs[baseline], metric)
+    found = {name: _first_difference(first, _measured_by(config, metric)) for name, config in configs.items()}
+    return {name: text for name, text in found.items() if text}
 
 
 def find_other_evaluations(configs: Mapping[str, TrainConfig], baseline: str) -> dict[str, str]:
     """The conditions whose options name other held-out problems than those of the baseline, or ask otherwise."""
     evaluated = {name: config for name, config in configs.items() if config.eval.every}
-    return _describe(evaluated, baseline, _evaluation_options) if baseline in evaluated else {}
+    if baseline not in evaluated:
+        return {}
+    first = evaluated[baseline]
+    found = {name: _first_option(first, one, _evaluation_options(one)) for name, one in evaluated.items()}
+    return {name: text for name, text in found.items() if text}
 
 
 def describe_other_evaluation(one: TrainConfig, other: TrainConfig, of_same_problems: bool) -> str:
     """An option by which two evaluations differ, with both values; or "". Problems may have come from two places."""
-    return _first_difference(one, other, _ASKED if of_same_problems else paths_where("held_out"))
+    return _first_option(one, other, _ASKED if of_same_problems else paths_where("held_out") - {"eval.temperature"})
+
+
+def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
+    """What trainer_state.json says of the inputs of a run: user code, models and training data."""
+    code, models, data = state.get("code") or {}, state.get("models") or {}, state.get("data")
+    found = {f"the code of {name}": str(digest) for name, digest in code.items()}
+    found |= {f"the files of {name}": repr(digests) for name, digests in models.items()}
+    if data:
+        # Other options name other data; only what they name may have been edited.
+        named = repr((config.data, config.environment, config.training.max_examples))
+        found[f"the training data\n{named}"] = str(data)
+    return found
+
+
+def describe_edit(one: Inputs, other: Inputs) -> str:
+    """An input that has changed between two runs; or ""."""
+    edited = (name for name, digest in one.items() if other.get(name, digest) != digest)
+    return next((f"{name.partition(chr(10))[0]} changed between their runs" for name in edited), "")
 
 
 def _evaluation_options(config: TrainConfig) -> Set[str]:
-    """The options that decide about an evaluation: those of [data] as far as its problems come from there."""
-    unread = {
-        f"data.{key}" for key in ("path", "id", "subset") if not REGISTRIES["data"].reads(config.held_out_source, key)
-    }
+    """The options that decide about held-out problems: those of [data] as far as the problems come from there."""
+    reads = REGISTRIES["data"].reads
+    unread = {f"data.{key}" for key in ("path", "id", "subset") if not reads(config.held_out_source, key)}
     if config.eval.source:
         unread.add("data.source")
     if config.eval.source or config.eval.path:
         unread.add("data.path")
-    return paths_where("held_out") - unread
+    return paths_where("held_out") - unread - {"eval.temperature"}
 
 
-def _describe(
-    configs: Mapping[str, TrainConfig], baseline: str, options: Callable[[TrainConfig], Set[str]]
-) -> dict[str, str]:
-    first = configs[baseline]
-    found = {name: _first_difference(first, config, options(config)) for name, config in configs.items()}
-    return {name: text for name, text in found.items() if text}
+def _measured_by(config: TrainConfig, metric: str) -> dict[str, object]:
+    """What a metric that is made of rewards depends on besides the weights, by name; only what is in use."""
+    options, values = options_by_path(), values_of(config)
+    student = {path for path in options if path.startswith("teaching.")} if metric == "mean_reward" else set(_STUDENT)
+    scoring = {path for path, option in options.items() if option.section in ("reward", "environment")}
+    paths = [path for path in values if path in (scoring | student) - free_on_resume() or path in _SAMPLING]
+    found = {options[path].where: values[path] for path in paths if not why_unused(options[path], config)}
+    if metric.startswith("eval_"):
+        trained = found.pop(options["training.temperature"].where)
+        is_same = config.eval.temperature == AS_IN_TRAINING
+        found["the temperature of evaluations"] = trained if is_same else config.eval.temperature
+    return found
 
 
-def _first_difference(one: TrainConfig, other: TrainConfig, paths: Set[str]) -> str:
-    before, after = values_of(one), values_of(other)
-    path = next((path for path in before if path in paths and before[path] != after[path]), None)
-    if path is None:
-        return ""
-    return f"{options_by_path()[path].where} is {show_value(after[path])} instead of {show_value(before[path])}"
+def _first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+    name = next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+    return f"{name} is {_show(other, name)} instead of {_show(one, name)}" if name else ""
+
+
+def _show(values: Mapping[str, object], name: str) -> str:
+    return show_value(values[name]) if name in values else "not used"
+
+
+def _first_option(one: TrainConfig, other: TrainConfig, paths: Set[str]) -> str:
+    before, after = (
+        {options_by_path()[p].where: v for p, v in values_of(c).items() if p in paths} for c in (one, other)
+    )
+    return _first_difference(before, after)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from retrain.analysis.comparison import compare_runs, explanation_lines, fit_table
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure, require_same_model
-from retrain.analysis.scoring import find_other_scoring
+from retrain.analysis.scoring import find_unlike
 from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
@@ -26,9 +26,8 @@ class EarlyStopping:
     """
 
     def __init__(self, runs: Sequence[Run], manifest: Manifest) -> None:
-        configs = {run.condition: run.config for run in runs}
-        self.conditions = list(configs)
-        self.other_scoring = find_other_scoring(configs, self.conditions[0])
+        self.configs = {run.condition: run.config for run in runs}
+        self.conditions = list(self.configs)
         # Of all sessions: seeds that the file no longer has were tested, too.
         self.seeds = len({record["seed"] for record in manifest.table["runs"]})
         self.manifest = manifest
@@ -41,6 +40,7 @@ class EarlyStopping:
         """Test every undecided pair; returns a sentence for each new decision."""
         values = self._measure()
         baseline, *others = self.conditions
+        unlike = find_unlike(self.configs, baseline, self.table.get("metric", ""))
         sentences = []
         for name in others:
             if name in self.table["decisions"] or baseline not in values or name not in values:
@@ -51,7 +51,7 @@ class EarlyStopping:
             if decision.decided:
                 self.table["decisions"][name] = asdict(decision)
                 word = "better" if decision.better else "worse"
-                differs = "differs from" if name in self.other_scoring else f"is {word} than"
+                differs = "differs from" if name in unlike else f"is {word} than"
                 sentences.append(
                     f"Decided after {decision.seeds} seeds: {name} {differs} {baseline} "
                     f"(p = {decision.p_value:.2g} ≤ {decision.level:.2g}). Its remaining seeds are skipped."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
-from retrain.campaign.progress import DONE, finished_steps, read_state
+from retrain.campaign.progress import DONE, finished_steps
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
@@ -16,7 +16,7 @@ from retrain.config.schema import Campaign
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
-from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.checkpoint import Checkpoints, read_state
 from retrain.storage.folder import (
     CONFIG_FILE,
     describe_differences,
@@ -150,7 +150,9 @@ def find_edited_code(runs: Sequence[Run]) -> list[str]:
     """Warnings about rewards and plugins that have been edited since runs of the campaign were trained with them."""
     edited: dict[str, list[str]] = {}
     for run in runs:
-        trained = read_state(run.folder).get("code") or {}
+        state = read_state(run.folder)
+        # A run that failed at its first step has trained nothing; the edit may be the remedy.
+        trained = state.get("code", {}) if state.get("step") else {}
         for name, digest in code_digests(run.config).items() if trained else ():
             if trained.get(name, digest) != digest:
                 edited.setdefault(name, []).append(run.name)

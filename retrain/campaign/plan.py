@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from retrain.analysis.scoring import find_other_evaluations, find_other_scoring
+from retrain.analysis.scoring import find_other_evaluations, find_unlike
 from retrain.checks.processes import check_single_process
 from retrain.config import TrainConfig
 from retrain.config.load import build_condition
@@ -129,10 +129,11 @@ def find_limits(runs: Sequence[Run]) -> list[str]:
     notes = _find_equal_losses(runs)
     if len(models) > 1:
         notes.append(f"conditions train different models ({list_some(list(models))}), and are not compared at the end")
-    for name, other in find_other_scoring(configs, first).items():
+    metric = "eval_pass_at_1" if all(config.eval.every for config in configs.values()) else "correct_rate"
+    for name, other in find_unlike(configs, first, metric).items():
         notes.append(
-            f"{name} and {first} are not scored alike: {other}; a difference may come from the scoring, so neither is "
-            "called better"
+            f"{name} and {first} are not measured alike: {other}; a difference in {metric} may come from that, so "
+            "neither is called better"
         )
     for name, other in find_other_evaluations(configs, first).items():
         notes.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 import tomllib
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrain.analysis.health import Check, check_health
-from retrain.storage.checkpoint import STATE_FILE
+from retrain.storage.checkpoint import STATE_FILE, read_state
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.storage.publishing import is_alive
@@ -268,15 +267,6 @@ def _is_loading(folder: Path) -> bool:
         return (folder / LOCK_FILE).stat().st_mtime_ns > (folder / CONFIG_FILE).stat().st_mtime_ns
     except FileNotFoundError:
         return not (folder / CONFIG_FILE).exists()
-
-
-def read_state(folder: Path) -> Table:
-    """The contents of trainer_state.json; empty if it cannot be read."""
-    try:
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def _read_config(folder: Path) -> Table:

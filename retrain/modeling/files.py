@@ -121,14 +121,14 @@ def find_lacking_files(files: ModelFiles) -> list[str]:
     """Files of weights that the folder's index names and that are not there. What the cache lacks is downloaded."""
     if files.folder is None or files.found != "folder":
         return []
-    return [name for name in _weight_files(files.folder) if not (files.folder / name).is_file()]
+    return [name for name in weight_files(files.folder) if not (files.folder / name).is_file()]
 
 
 def find_damaged_files(files: ModelFiles) -> list[str]:
     """What is wrong with each of the model's safetensors files whose size its header contradicts."""
     if files.folder is None:
         return []
-    paths = [files.folder / name for name in _weight_files(files.folder) if name.endswith(".safetensors")]
+    paths = [files.folder / name for name in weight_files(files.folder) if name.endswith(".safetensors")]
     found = {path.name: _explain_damage(path) for path in paths if path.is_file()}
     return [f"{name} {problem}" for name, problem in found.items() if problem]
 
@@ -139,7 +139,7 @@ def suggest_restoring(files: ModelFiles) -> str:
     return f"Try: {again}" if files.found == "cache" else "Try: copy or download it again"
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The files of weights that transformers reads, whether or not they are there."""
     # Of several, transformers reads the first that is there.
     for name in ("model.safetensors", "pytorch_model.bin"):

@@ -122,6 +122,15 @@ def write_state_file(log_dir: Path, state: JsonObject) -> None:
     replace_file(log_dir / STATE_FILE, json.dumps(state, indent=1))
 
 
+def read_state(log_dir: Path) -> JsonObject:
+    """The contents of trainer_state.json; empty if it cannot be read."""
+    try:
+        state = json.loads((log_dir / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")

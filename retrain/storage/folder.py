@@ -203,12 +203,12 @@ def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
 
 def find_changed_models(saved: JsonObject, wanted: TrainConfig) -> list[str]:
     """Models whose files are not those that were trained, by what a checkpoint or trainer_state.json has recorded."""
-    trained = saved.get("models", {})
-    return [
-        f"the files of {name} have changed: its weights, tokenizer or chat template"
-        for name, digest in (digest_models(wanted).items() if trained else ())
-        if trained.get(name, digest) != digest
-    ]
+    changed = []
+    for name, trained in saved.get("models", {}).items():
+        now = digest_models(wanted).get(name, trained)
+        if files := sorted(file for file in trained.keys() | now.keys() if trained.get(file) != now.get(file)):
+            changed.append(f"the model {name} has changed since: {list_some(files)}")
+    return changed
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

@@ -426,7 +426,7 @@ def test_conditions_with_other_rewards_are_not_called_better(
     assert run_with(better, config, monkeypatch) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Decided after 5 seeds: grpo+none_correct_from=0.2 differs from grpo+none" in printed
-    assert printed.count("not scored alike: [reward] correct_from is 0.2 instead of 1.0") == 2  # before and after
+    assert printed.count("not measured alike: [reward] correct_from is 0.2 instead of 1.0") == 2  # before and after
     assert "is better" not in printed and "improvement" not in printed
 
 
@@ -542,7 +542,7 @@ def test_a_model_whose_files_have_changed_is_rejected(tmp_path: Path, monkeypatc
     assert run_with(FakeExecutor(), config, monkeypatch) == 0
     more = campaign_config(tmp_path / "logs", {"model": {"model": model}}, seeds=[1, 2, 3])
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(CheckpointError, match=r"the files of .*model have changed"):
+    with pytest.raises(CheckpointError, match=r"the model .*model has changed since: chat_template.jinja"):
         run_with(FakeExecutor(), more, monkeypatch)
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
 

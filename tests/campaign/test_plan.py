@@ -116,8 +116,20 @@ def test_conditions_whose_losses_cannot_differ_are_named(
 @pytest.mark.parametrize(
     ("table", "tables", "words"),
     [
-        ({"reward.correct_from": 0.2}, {}, "not scored alike: [reward] correct_from is 0.2 instead of 1.0"),
+        ({"reward.correct_from": 0.2}, {}, "not measured alike: [reward] correct_from is 0.2 instead of 1.0"),
         ({"reward.timeout_s": 9.0}, {}, ""),
+        ({"judge_model": "gpt-5"}, {}, ""),  # nobody judges
+        ({"reward.type": "match"}, {}, 'not measured alike: [reward] type is "match" instead of "custom"'),
+        (
+            {"temperature": 0.2},
+            {},
+            "not measured alike: [training] temperature is 0.2 instead of 0.7; a difference in c",
+        ),
+        ({"temperature": 0.2}, {"eval": {"every": 1}}, "the temperature of evaluations is 0.2 instead of 0.7"),
+        ({"temperature": 0.2}, {"eval": {"every": 1, "temperature": 0.0}}, ""),
+        ({"eval.temperature": 0.7}, {"eval": {"every": 1}}, ""),
+        ({"eval.temperature": 0.0}, {"eval": {"every": 1}}, "the temperature of evaluations is 0.0 instead of 0.7"),
+        ({"teaching.efficiency_weight": 0.5}, {"teaching": {"enabled": True}}, ""),
         (
             {"eval.max_examples": 4},
             {"eval": {"every": 1}},

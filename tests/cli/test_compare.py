@@ -365,14 +365,16 @@ def test_conditions_that_are_scored_by_other_rewards_only_differ(
         "statistically_significant_improvement",
         "significant_difference",
     ]
-    scored = [note for note in data["notes"] if "not scored alike: [reward] correct_from is 0.2 instead of 1.0" in note]
-    assert len(scored) == 1 and "may come from the scoring" in scored[0]
+    scored = [
+        note for note in data["notes"] if "not measured alike: [reward] correct_from is 0.2 instead of 1.0" in note
+    ]
+    assert len(scored) == 1 and "neither is called better" in scored[0]
     assert run(["compare", str(tmp_path), "--higher-is-better"]) == 0
     assert capsys.readouterr().out.count("is better than") == 2
-    assert not any("scored" in note for note in as_json(capsys, tmp_path, "--metric", "loss")["notes"])
+    assert not any("alike" in note for note in as_json(capsys, tmp_path, "--metric", "loss")["notes"])
     assert run(["card", str(tmp_path), "--no-plots", "--output", str(tmp_path / "card")]) == 0
     card = (tmp_path / "card" / "README.md").read_text()
-    assert "is better than" in card and "is different from" in card and "not scored alike" in card
+    assert "is better than" in card and "is different from" in card and "not measured alike" in card
 
 
 def test_seeds_without_a_partner_are_left_out_and_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -504,3 +506,29 @@ def test_a_run_without_evaluations_explains_the_metric(campaign: Path, capsys: p
     data = as_json(capsys, campaign)
     assert data["metric"] == "correct_rate"
     assert any(note.startswith("Compared by correct_rate: no evaluation of maxrl+none_s3.") for note in data["notes"])
+
+
+def test_inputs_that_changed_between_runs_with_the_same_seed_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, seed: int, right: list[int], **inputs: Any) -> None:
+        own = {"training__seed": seed, "training__lr": 1e-3 if name == "b" else 1e-4}
+        folder = write_run(tmp_path / f"{name}{seed}", [0.1], {1: right}, **own)
+        (folder / "trainer_state.json").write_text(json.dumps({"status": "finished", "step": 1, **inputs}))
+
+    for seed in range(1, 7):
+        # Later seeds have another reward in both conditions, and are compared with each other.
+        write("a", seed, answers(0.3, seed), code={"mine": str(seed > 3)}, data="1")
+        write("b", seed, answers(0.8, 10 + seed), code={"mine": str(seed > 3)}, data="1")
+    assert as_json(capsys, tmp_path)["comparisons"][0]["verdict"] == "statistically_significant_improvement"
+    for inputs, told in (
+        ({"code": {"mine": "edited"}}, "the code of mine changed"),
+        ({"data": "2"}, "the training data changed"),
+        ({"models": {"m": {"config.json": "2"}}}, ""),
+    ):
+        write("b", 6, answers(0.8, 16), **inputs)
+        data = as_json(capsys, tmp_path)
+        assert data["comparisons"][0]["verdict"] == (
+            "significant_difference" if told else "statistically_significant_improvement"
+        )
+        assert not told or any(f"not measured alike: {told} between their runs" in note for note in data["notes"])

@@ -626,17 +626,18 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     assert "Warning: the code of edited_score has changed since the checkpoint." in printed
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize("changed", ["model.safetensors", "generation_config.json", "chat_template.jinja"])
 def test_a_model_whose_files_have_changed_since_the_checkpoint_is_refused(tmp_path: Path, changed: str) -> None:
     own = Path(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "own"))
     train_quietly(fake_config(own, tmp_path))
-    (own / "README.md").write_text("Notes are no part of the model.")
+    for unread in ("README.md", "training_args.bin", "consolidated.safetensors", "tokenizer_config.json.bak"):
+        (own / unread).write_text("No part of the model.")
     assert "Resuming from" in resumed(own, tmp_path)
     content = (own / changed).read_bytes()
     (own / changed).write_bytes(
-        content + b" " if changed.endswith("jinja") else content[:-1] + bytes([content[-1] ^ 1])
+        content[:-1] + bytes([content[-1] ^ 1]) if changed == "model.safetensors" else content + b" "
     )
-    with pytest.raises(CheckpointError, match=r"the files of .*own have changed"):
+    with pytest.raises(CheckpointError, match=rf"the model .*own has changed since: {changed}\n"):
         resumed(own, tmp_path, training__max_steps=8)
     forced = fake_config(own, tmp_path, resume__from=str(tmp_path / "logs"), training__max_steps=8)
     assert "Resuming from" in train_quietly(forced, force_resume=True)[1]

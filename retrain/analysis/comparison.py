@@ -21,7 +21,7 @@ from retrain.analysis.runs import (
     problem_rates,
     read_manifest,
 )
-from retrain.analysis.scoring import CORRECT_RATES, SCORED, describe_edit, find_unlike
+from retrain.analysis.scoring import CORRECT_RATES, SCORED, find_edit, find_unlike
 from retrain.analysis.stats import (
     Comparison,
     Interval,
@@ -175,9 +175,9 @@ def _find_unlike(runs: Sequence[RunRecord], measured: Measured, baseline: str | 
     first = baseline if baseline and baseline in configs else next(iter(measured.values))
     firsts = {run.seed: run.inputs for run in runs if run.condition == first}
     edits = {
-        run.condition: edit
+        run.condition: f"{name} changed between their runs"
         for run in runs
-        if measured.metric in SCORED and (edit := describe_edit(firsts.get(run.seed, {}), run.inputs))
+        if measured.metric in SCORED and (name := find_edit(firsts.get(run.seed, {}), run.inputs))
     }
     return edits | find_unlike(configs, first, measured.metric)
 

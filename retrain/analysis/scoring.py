@@ -73,10 +73,10 @@ def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
     return found
 
 
-def describe_edit(one: Inputs, other: Inputs) -> str:
-    """An input that has changed between two runs; or ""."""
+def find_edit(one: Inputs, other: Inputs) -> str:
+    """An input that is not the same; or ""."""
     edited = (name for name, digest in one.items() if other.get(name, digest) != digest)
-    return next((f"{name.partition(chr(10))[0]} changed between their runs" for name in edited), "")
+    return next(edited, "").partition("\n")[0]
 
 
 def _evaluation_options(config: TrainConfig) -> Set[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from retrain.analysis.scoring import find_edit, read_inputs
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.campaign.progress import DONE, finished_steps
@@ -13,6 +14,7 @@ from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
+from retrain.data import digest_of, load_examples, reads_file
 from retrain.errors import CheckpointError, ConfigError
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
@@ -146,18 +148,22 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
             )
 
 
-def find_edited_code(runs: Sequence[Run]) -> list[str]:
-    """Warnings about rewards and plugins that have been edited since runs of the campaign were trained with them."""
+def find_edits(runs: Sequence[Run]) -> list[str]:
+    """Warnings about rewards, plugins and data files that were edited since runs of the campaign were trained."""
     edited: dict[str, list[str]] = {}
+    data: dict[str, str] = {}
     for run in runs:
-        state = read_state(run.folder)
+        state, section = read_state(run.folder), run.config.data
         # A run that failed at its first step has trained nothing; the edit may be the remedy.
-        trained = state.get("code", {}) if state.get("step") else {}
-        for name, digest in code_digests(run.config).items() if trained else ():
-            if trained.get(name, digest) != digest:
-                edited.setdefault(name, []).append(run.name)
+        if not state.get("step"):
+            continue
+        if state.get("data") and reads_file(section) and str(section) not in data:
+            data[str(section)] = digest_of(load_examples(section))
+        now = {"code": code_digests(run.config), "data": data.get(str(section))}
+        if name := find_edit(read_inputs(state, run.config), read_inputs(now, run.config)):
+            edited.setdefault(name, []).append(run.name)
     return [
-        f"the code of {name} has changed since {list_some(names)} {'was' if len(names) == 1 else 'were'} trained; runs "
-        "with the current code may not be comparable with them"
+        f"{name} changed since {list_some(names)} {'was' if len(names) == 1 else 'were'} trained; later runs may not "
+        "be comparable with them"
         for name, names in edited.items()
     ]

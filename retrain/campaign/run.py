@@ -13,7 +13,7 @@ from pathlib import Path
 from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import find_idle_sepa
 from retrain.campaign.decide import EarlyStopping, stopped_early, summarize
-from retrain.campaign.earlier import check_earlier, choose_folder, find_edited_code
+from retrain.campaign.earlier import check_earlier, choose_folder, find_edits
 from retrain.campaign.manifest import Manifest, now
 from retrain.campaign.plan import Run, find_limits, name_conditions, plan_runs, runs_at_once
 from retrain.campaign.processes import Executor, LocalProcesses, RunExit
@@ -169,7 +169,7 @@ class Campaign:
             self.screen.log(
                 f"Finished runs that the configuration lacks stay in the folder and in comparisons: {named}."
             )
-        for warning in find_edited_code(list(self.runs.values())):
+        for warning in find_edits(list(self.runs.values())):
             self.screen.log(f"Warning: {warning}.")
         for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
             if note := find_idle_sepa(config):

@@ -21,7 +21,7 @@ from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import needs_judge, trains_complete_steps
 from retrain.config.schema import Data
-from retrain.data import build_source, held_out_section, load_examples
+from retrain.data import build_source, held_out_section, load_examples, reads_file
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import (
@@ -36,7 +36,7 @@ from retrain.modeling.files import (
     suggest_restoring,
 )
 from retrain.modeling.sampling import training_distribution
-from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin
+from retrain.plugins import REGISTRIES, SERVER_ENGINES
 from retrain.runtime.packages import install_command
 from retrain.runtime.text import list_some
 
@@ -66,7 +66,7 @@ def check_files_of_problems(configs: Sequence[TrainConfig]) -> None:
             held_out = [held_out_section(config)] if config.eval.every else []
             sections |= {str(section): section for section in (config.data, *held_out)}
     for section in sections.values():
-        if not is_plugin("data", section.source) and REGISTRIES["data"].reads(section.source, "path"):
+        if reads_file(section):
             load_examples(section)
 
 

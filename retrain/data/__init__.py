@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_shared, count_steps
+from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_shared, count_steps, digest_of
 from retrain.errors import PluginError, blaming
-from retrain.plugins import REGISTRIES
+from retrain.plugins import REGISTRIES, is_plugin
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "count_examples",
     "count_shared",
     "count_steps",
+    "digest_of",
     "held_out_section",
     "load_examples",
     "load_held_out",
@@ -73,6 +74,11 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
     if not len(examples):
         raise PluginError(f"{who} has no examples (split {section.split!r}).")
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
+
+
+def reads_file(section: schema.Data) -> bool:
+    """Whether a built-in source reads its examples from the file that `[data] path` names."""
+    return not is_plugin("data", section.source) and REGISTRIES["data"].reads(section.source, "path")
 
 
 def held_out_section(config: TrainConfig) -> schema.Data:

@@ -22,6 +22,7 @@ from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
 from retrain.config import dump_config, load_config
+from retrain.data import digest_of, load_examples
 from retrain.errors import CheckpointError, ConfigError, RetrainError
 from retrain.storage.checkpoint import Checkpoints
 
@@ -547,21 +548,33 @@ def test_a_model_whose_files_have_changed_is_rejected(tmp_path: Path, monkeypatc
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
 
 
-def test_a_reward_that_was_edited_between_sessions_is_a_warning(
-    tmp_path: Path, monkeypatch: Patch, capsys: Captured
-) -> None:
-    (tmp_path / "edited.py").write_text("def score(response, reference):\n    return 1.0\n")
+def test_what_was_edited_between_sessions_is_a_warning(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    reward, problems = tmp_path / "edited.py", tmp_path / "problems.jsonl"
+    reward.write_text("def score(response, reference):\n    return 1.0\n")
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     tables = {
+        "data": {"source": "jsonl", "path": str(problems)},
         "reward": {"type": "custom", "custom_module": "edited"},
         "plugins": {"search_paths": [str(tmp_path), str(TESTS)]},
     }
-    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables), monkeypatch) == 0
-    more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3])
-    assert run_with(FakeExecutor(), more, monkeypatch) == 0
-    assert "has changed" not in capsys.readouterr().out
-    (tmp_path / "edited.py").write_text("def score(response, reference):\n    return 0.5\n")
-    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3, 4]), monkeypatch) == 0
-    assert "Warning: the code of edited has changed since grpo+none_s1" in " ".join(capsys.readouterr().out.split())
+
+    def warnings(seeds: int) -> list[str]:
+        config = campaign_config(tmp_path / "logs", tables, seeds=list(range(1, seeds + 1)))
+        for run in planned(config):
+            path = run.folder / "trainer_state.json"
+            if path.exists():
+                state = json.loads(path.read_text())
+                path.write_text(json.dumps({"data": digest_of(load_examples(config.data))} | state))
+        assert run_with(FakeExecutor(), config, monkeypatch) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
+
+    assert warnings(1) == warnings(2) == []
+    reward.write_text("def score(response, reference):\n    return 0.5\n")
+    (line,) = warnings(3)
+    assert line.startswith("Warning: the code of edited changed since grpo+none_s1")
+    reward.write_text("def score(response, reference):\n    return 1.0\n")
+    problems.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    assert any(line.startswith("Warning: the training data changed since grpo+none_s1") for line in warnings(4))
 
 
 def test_two_sessions_cannot_share_a_folder(tmp_path: Path, monkeypatch: Patch) -> None:

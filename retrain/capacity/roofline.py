@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 
-from retrain.capacity.memory import Shape, Workload
+from retrain.capacity.memory import Shape, TrainingPlan, Workload
 from retrain.capacity.sampling import SamplingPlan
 
 # Share of the roofline that complete steps reach; measured 0.5 on an H200 with a 4B model (docs/benchmarks.md).
@@ -94,7 +95,7 @@ class Phase:
 def sampling_phases(shape: Shape, work: Workload, sampling: SamplingPlan | None = None) -> list[Phase]:
     """Prefill once per group, then decode all completions to `max_tokens`, at once unless the plan has them take turns.
 
-    Every turn reads all weights for every token.
+    Every turn reads all weights for every token, and dequantizes those that are quantized.
     """
     layers, head = shape.layers * shape.layer_parameters, shape.vocabulary * shape.hidden
     prompts = work.prompts * work.prompt_tokens
@@ -102,7 +103,7 @@ def sampling_phases(shape: Shape, work: Workload, sampling: SamplingPlan | None 
     sampled = work.completions * work.max_tokens
     # Keys and values of a growing row are read for every token.
     cached = work.cache_bytes_per_token(shape) * sampled * (work.prompt_tokens + work.max_tokens / 2)
-    weights = layers * work.matrix_width + head * work.width
+    weights = (layers + head) * work.width
     decode = 2 * (layers + head) * sampled + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
     is_merged = work.quantization == "none" and (sampling is None or sampling.merging != "never")
     adapted = shape.adapted_parameters(work.target_modules) if work.rank and is_merged else 0
@@ -111,11 +112,15 @@ def sampling_phases(shape: Shape, work: Workload, sampling: SamplingPlan | None 
         Phase("adapter folding", 2 * work.rank * adapted, 2 * adapted * work.width),
         Phase("prefill", prefill, layers * work.width),
         Phase("decode", decode, turns * work.max_tokens * weights + cached),
+        *_dequantization(shape, work, turns * work.max_tokens + 1),
     ]
 
 
-def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) -> list[Phase]:
-    """One step over all completions, prompts once per group; frozen matrices have no weight gradients."""
+def training_phases(shape: Shape, work: Workload, plan: TrainingPlan | None = None) -> list[Phase]:
+    """One step over all completions, prompts once per group; frozen matrices have no weight gradients.
+
+    Without a plan, it is one micro-batch and nothing is recomputed.
+    """
     head = shape.vocabulary * shape.hidden
     trained = work.trained_parameters(shape)
     adapter, whole = (trained, 1) if work.rank else (0, 2)
@@ -127,7 +132,9 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
         + _attention(shape, work.max_tokens, work.prompt_tokens) * work.completions
     )
     forward = 2 * (layers + adapter) * tokens + attention
-    again = forward * recomputed_layers / shape.layers
+    recomputed = plan.recomputed_layers / shape.layers if plan is not None else 0
+    micro_batches = math.ceil(tokens / plan.micro_batch_tokens) if plan is not None else 1
+    again = forward * recomputed
     # Flash attention: five products in the backward pass, two in the forward pass.
     backward = (2 * whole * layers + 4 * adapter) * tokens + 2.5 * attention
     # Activations that a layer writes and reads, approximately those it keeps.
@@ -137,8 +144,22 @@ def training_phases(shape: Shape, work: Workload, recomputed_layers: int = 0) ->
         Phase(
             "train backward", backward + again + 2 * (1 + whole) * head * predicted, 2 * traffic + layers * work.width
         ),
+        # Again in the backward pass, and in a forward pass that is repeated.
+        *_dequantization(shape, work, micro_batches * (2 + recomputed)),
         Phase("optimizer", 15 * trained, trained * (4 * 4 + 3 * 4 + 2)),
     ]
+
+
+def _dequantization(shape: Shape, work: Workload, passes: float) -> list[Phase]:
+    """Quantized matrices are read and written in bf16 before every product, which then reads those.
+
+    These are kernels of their own, so their time adds to that of the products. For a few rows there is one kernel for
+    both with `nf4`; how much it saves has not been measured.
+    """
+    if work.quantization == "none":
+        return []
+    matrices = shape.layers * shape.layer_parameters
+    return [Phase("dequantization", 0, passes * matrices * (work.matrix_width + work.width))]
 
 
 def _attention(shape: Shape, queries: int, before: int) -> float:
@@ -161,10 +182,10 @@ class StepTime:
 
 
 def step_time(
-    shape: Shape, work: Workload, gpu: Gpu, recomputed_layers: int = 0, sampling: SamplingPlan | None = None
+    shape: Shape, work: Workload, gpu: Gpu, training: TrainingPlan | None = None, sampling: SamplingPlan | None = None
 ) -> StepTime:
     """Minimum time of sampling and training."""
-    halves = (sampling_phases(shape, work, sampling), training_phases(shape, work, recomputed_layers))
+    halves = (sampling_phases(shape, work, sampling), training_phases(shape, work, training))
     sample, train = (sum(phase.seconds(gpu.tflops, gpu.bandwidth) for phase in half) for half in halves)
     if sampling is not None and sampling.merging == "in-place":
         # The matrices are restored from the host after sampling.

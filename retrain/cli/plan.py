@@ -332,12 +332,12 @@ def _step(config: TrainConfig, work: Workload, measured: MeasuredTime) -> Step:
 def _add_roofline(step: Step, shape: Shape, work: Workload, gpu: Gpu, memory: MemoryPlan | None) -> None:
     """The time of a step by roofline, which is also its time if none was measured."""
     seconds = step["seconds"]
-    recomputed, sampling = (memory.training.recomputed_layers, memory.sampling) if memory is not None else (0, None)
+    plans = (memory.training, memory.sampling) if memory is not None else ()
     if not gpu.tflops and not gpu.bandwidth and seconds is None:
-        known = {one.name: step_time(shape, work, one, recomputed, sampling) for one in gpus_with_memory(gpu.memory)}
+        known = {one.name: step_time(shape, work, one, *plans) for one in gpus_with_memory(gpu.memory)}
         step["seconds_by_gpu"] = {name: time.likely for name, time in known.items()}
     if gpu.tflops and gpu.bandwidth:
-        at_best = step_time(shape, work, gpu, recomputed, sampling)
+        at_best = step_time(shape, work, gpu, *plans)
         step["roofline_sample_seconds"], step["roofline_train_seconds"] = at_best.sample, at_best.train
         if seconds is None:
             step["seconds"] = at_best.likely

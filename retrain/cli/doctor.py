@@ -351,7 +351,8 @@ def _written_folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "[logging] log_dir", config.campaign_folder or str(Path(config.logging.log_dir).parent)
     else:
         yield "[logging] log_dir", config.logging.log_dir
-        yield "[backend] adapter_path", config.backend.adapter_path
+        if config.backend.backend != "tinker":  # which keeps the adapter
+            yield "[backend] adapter_path", config.backend.adapter_path
 
 
 def _check_disk(config: TrainConfig) -> Iterator[Check]:

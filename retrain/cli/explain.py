@@ -45,7 +45,7 @@ _FOUND = {
     "builtin": "included in the package",
     "folder": "a local folder",
     "cache": "in the Hugging Face cache",
-    "download": "not on this machine; it will be downloaded",
+    "download": "not on this machine; {what} will be downloaded",
     "missing": "MISSING",
 }
 _DEVICES = {"auto": "a GPU, or the CPU where there is none"}
@@ -294,13 +294,15 @@ def list_files(config: TrainConfig) -> list[str]:
     names += ["eval.jsonl", "eval_problems.jsonl"] if config.eval.every else []
     names += ["rollouts/step_....npz"] if config.training.record else []
     names += ["debug.jsonl"] if config.logging.debug else []
+    # A service keeps the adapter; the checkpoints hold its address.
+    has_adapter = any(one.backend.backend != "tinker" for one in split_conditions(config, "the campaign").values())
     if config.kind == "campaign":
         folder = str(Path(config.campaign_folder or log_dir.parent / "campaign_<date>_<time>"))
-        names += ["adapter/", "stdout.log", "stderr.log"]
+        names += [*(["adapter/"] if has_adapter else []), "stdout.log", "stderr.log"]
         own = [f"{folder}/manifest.json", f"{folder}/config.toml"]
         own += [f"{folder}/shared.log"] if config.campaign is not None and config.campaign.share_model else []
         return [*own, *(f"{folder}/runs/<condition>_s<seed>/{name}" for name in names)]
-    return [*(f"{log_dir}/{name}" for name in names), f"{config.backend.adapter_path}/"]
+    return [*(f"{log_dir}/{name}" for name in names), *([f"{config.backend.adapter_path}/"] if has_adapter else [])]
 
 
 def _plain(value: object) -> object:
@@ -376,9 +378,11 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
         ]
     parameters = f"{model['parameters']:,} (from {model['parameters_from']})" if model["parameters"] else "unknown"
     trainable = f"{model['trainable']:,}" if model["trainable"] is not None else "unknown"
+    # A service has the weights.
+    downloaded = "its tokenizer" if engine["backend"] == "tinker" else "it"
     return [
         ("condition", data["condition"] or _describe_conditions(data)),
-        ("model", f"{model['name']} ({_FOUND[model['found']]})"),
+        ("model", f"{model['name']} ({_FOUND[model['found']].format(what=downloaded)})"),
         ("parameters", parameters),
         ("trainable", trainable),
         ("tasks", data["problems"] or ""),

@@ -352,6 +352,15 @@ def test_an_adapter_path_that_another_run_uses_is_a_warning(capsys: pytest.Captu
     assert _examine(capsys, "--log-dir", "logs/other")[1]["[backend] adapter_path"]["status"] == "ok"
 
 
+def test_an_adapter_path_that_a_service_does_not_write_is_not_checked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    publish_folder(tmp_path / "adapter", lambda draft: None, run=str(tmp_path / "logs" / "other"))
+    _write(f'[backend]\nbackend = "tinker"\nadapter_path = "{tmp_path}/adapter"\n')
+    checks = _examine(capsys)[1]
+    assert "[backend] adapter_path" not in checks and "[logging] log_dir" in checks
+
+
 def test_a_judge_that_terms_replace_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -422,6 +422,18 @@ def test_memory_of_a_service_is_not_estimated(capsys: pytest.CaptureFixture[str]
     assert "KV cache" not in output and "micro-batches" not in output
 
 
+@pytest.mark.parametrize(("backend", "what", "count"), [("tinker", "its tokenizer", 0), ("local", "it", 1)])
+def test_a_service_has_the_weights_and_keeps_the_adapter(
+    backend: str, what: str, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'[backend]\nbackend = "{backend}"\n[model]\nmodel = "some/thing"\n'
+    for more in ("", '[campaign]\nseeds = [1]\n[[campaign.conditions]]\nadvantage_mode = "grpo"\n'):
+        _write(text + more)
+        assert sum("adapter" in file for file in _explain(capsys)["files"]) == count
+        run(["explain"])
+        assert f"some/thing (not on this machine; {what} will be downloaded)" in capsys.readouterr().out
+
+
 def test_sepa_that_stays_off_is_noted_for_epochs_of_a_known_number_of_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -107,7 +107,7 @@ def _comparison(verdict: JsonObject) -> list[str]:
         return ["", *notes] if notes else []
     titles = (f"difference from {verdict['baseline']}", verdict["interval_title"], verdict["p_title"])
     head = ("condition", "seeds", "mean", *titles)
-    rows = []
+    rows = [(verdict["baseline"], str(verdict["baseline_seeds"]), f"{verdict['baseline_mean']:.4f}", "–", "–", "–")]
     for row in verdict["rows"]:
         low, high = row["interval"] or (None, None)
         reach = f"{low:+.4f} to {high:+.4f}" if low is not None else "–"

@@ -46,6 +46,7 @@ def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
     from retrain.analysis.comparison import (  # noqa: PLC0415
         COLUMNS,
         baseline_mean,
+        baseline_seeds,
         compare_runs,
         explanation_lines,
         header,
@@ -81,13 +82,26 @@ def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:
         "step": report.step,
         "baseline": baseline,
         "baseline_mean": baseline_mean(report),
+        "baseline_seeds": len(baseline_seeds(report)),
         "interval_title": titles["interval"],
         "p_title": titles["p (Holm)"],
         "higher_is_better": report.higher_is_better,
         "noise": report.noise,
         "rows": rows,
-        "notes": [line.strip() for line in explanation_lines(report) if line not in {row["sentence"] for row in rows}],
+        "notes": _name_conditions(explanation_lines(report), rows),
     }
+
+
+def _name_conditions(lines: Sequence[str], rows: Sequence[JsonObject]) -> list[str]:
+    """The lines without the sentences of the rows; indented ones belong to the sentence above, and say to which of
+    several conditions."""
+    conditions, owner, notes = {row["sentence"]: row["condition"] for row in rows}, "", []
+    for line in lines:
+        if line in conditions:
+            owner = f"{conditions[line]}: " if len(rows) > 1 else ""
+        else:
+            notes.append(f"{owner if line.startswith(' ') else ''}{line.strip()}")
+    return notes
 
 
 def _headline(rows: Sequence[JsonObject], baseline: str, metric: str) -> str:

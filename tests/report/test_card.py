@@ -35,6 +35,21 @@ def test_a_campaign_begins_with_its_verdict_and_has_a_row_for_each_run(campaign:
     assert '| algorithm.advantage_mode | `"grpo"` | `"maxrl"` |' in card
 
 
+def test_statistics_name_their_condition_if_there_are_several(campaign: Path) -> None:
+    def comparison() -> list[str]:
+        return card_of(str(campaign)).partition("## Comparison")[2].partition("\n## ")[0].splitlines()
+
+    assert any(line.startswith("- Sign-flip p = ") for line in comparison())
+    for seed in (1, 2, 3):
+        write_run(campaign / f"scaled_{seed}", seed, "grpo_scaled", lift=0.1)
+    lines = comparison()
+    assert "| grpo+gtpo_sepa | 3 | 0.4220 | – | – | – |" in lines, "the baseline"
+    for condition in ("maxrl+gtpo_sepa", "grpo_scaled+gtpo_sepa"):
+        assert sum(line.startswith(f"- {condition}: Sign-flip p = ") for line in lines) == 1
+    unnamed = [line for line in lines if line.startswith("- ") and "+gtpo_sepa: " not in line]
+    assert unnamed and all(line.startswith(("- Noise floor", "- Note")) for line in unnamed)
+
+
 def test_runs_that_are_not_compared_say_why(campaign: Path) -> None:
     path = campaign / "maxrl_3" / "config.toml"
     text = path.read_text(encoding="utf-8")

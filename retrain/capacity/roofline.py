@@ -56,6 +56,12 @@ def find_gpu(name: str) -> Gpu | None:
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
+def gpus_with_words(name: str) -> list[Gpu]:
+    """GPUs whose name has these words and more, such as the RTX 4090 for `4090`."""
+    words = _words(name)
+    return [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
+
+
 def _words(name: str) -> set[str]:
     return set(re.findall("[a-z0-9]+", name.lower()))
 

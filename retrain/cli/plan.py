@@ -19,7 +19,16 @@ from retrain.capacity.cost import (
 )
 from retrain.capacity.memory import PROMPT_TOKENS, Shape, Workload, workload_of
 from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch
-from retrain.capacity.roofline import GPUS, ROOFLINE_SHARE, Gpu, detect_gpu, find_gpu, gpus_with_memory, step_time
+from retrain.capacity.roofline import (
+    GPUS,
+    ROOFLINE_SHARE,
+    Gpu,
+    detect_gpu,
+    find_gpu,
+    gpus_with_memory,
+    gpus_with_words,
+    step_time,
+)
 from retrain.cli.console import print_json
 from retrain.cli.estimate import (
     MeasuredTime,
@@ -273,9 +282,9 @@ def choose_gpu(config: TrainConfig, given: Given) -> Gpu | None:
         gpu = find_gpu(given.gpu)
         if gpu is None:
             known = ", ".join(one.name for one in GPUS)
-            raise ConfigError(
-                f"--gpu {given.gpu!r} is not in the table ({known}).  Try: --memory, --tflops, --bandwidth"
-            )
+            similar = " or ".join(f'--gpu "{one.name}"' for one in gpus_with_words(given.gpu))
+            hint = similar or "--memory, --tflops, --bandwidth"
+            raise ConfigError(f"--gpu {given.gpu!r} is not in the table ({known}).  Try: {hint}")
     if (given.memory, given.tflops, given.bandwidth) == (None, None, None):
         return gpu
     base = gpu or Gpu("a custom GPU", 0.0, 0.0, 0.0)

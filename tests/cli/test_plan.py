@@ -109,7 +109,15 @@ def test_numbers_of_an_unknown_card_can_be_given(capsys: pytest.CaptureFixture[s
     assert run(["plan", "--gpu", "Voodoo"]) == 2
     assert "H200" in capsys.readouterr().err
     assert run(["plan", "--gpu", "L40"]) == 2
-    assert "--gpu 'L40' is not in the table (" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--gpu 'L40' is not in the table (" in error and "Try: --memory, --tflops, --bandwidth" in error
+
+
+def test_a_part_of_a_cards_name_suggests_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--gpu", "4090"]) == 2
+    assert 'Try: --gpu "RTX 4090"\n' in capsys.readouterr().err
+    assert run(["plan", "--gpu", "NVIDIA RTX A1000"]) == 2
+    assert "Try: --memory" in capsys.readouterr().err, "it has a word in common, and is another card"
     assert run(["plan", "--memory", "-1"]) == 2
 
 

@@ -18,8 +18,8 @@ from retrain.storage.checkpoint import explain_write_error
 def command(folders: tuple[Path, ...], output: Path | None, no_plots: bool, hub: bool) -> int:
     """Write a Markdown card for the runs in DIR (default: ./logs).
 
-    The card contains the verdict, curves, checks, configuration, versions and cost. The output folder holds README.md
-    and its plots, for a paper, a pull request or a model card.
+    The card contains the verdict, curves, checks, configuration, versions, tokens and time. The output folder holds
+    README.md and its plots, for a paper, a pull request or a model card.
     """
     folders = folders or (Path("logs"),)
     from retrain.report import collect  # noqa: PLC0415  (slow to import)

@@ -1,4 +1,4 @@
-"""The card of a run or campaign: verdict, curves, configuration, versions and cost in Markdown."""
+"""The card of a run or campaign: verdict, curves, configuration, versions, tokens and time in Markdown."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
             reason = "CPUs differ too much to estimate one.  Try: run it for 5 steps (--max-steps 5)"
         if data["backend"] != "local":
             reason = f"the hardware of {data['backend']} is unknown.  Try: run it for 5 steps (--max-steps 5)"
-        unknown = f"unknown: no step has been measured, and {reason}"
+        unknown = f"unknown: no step of this size (batch_size, group_size, max_tokens) has been measured, and {reason}"
         by_gpu = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_gpu"].items())
         rows.append(("seconds per step", f"{by_gpu}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_gpu else unknown))
     else:

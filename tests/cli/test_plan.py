@@ -386,6 +386,16 @@ def test_the_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text
 
 
+def test_a_step_with_another_limit_is_no_measurement_and_the_text_says_which_options_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_measured('[training]\nbatch_size = 3\ngroup_size = 4\nmax_tokens = 128\n[backend]\ndevices = "cpu"\n')
+    assert plan(capsys)["step"]["seconds"] == 2.0
+    assert run(["plan", "--max-tokens", "64"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no step of this size (batch_size, group_size, max_tokens) has been measured" in text
+
+
 def test_on_a_cpu_no_gpu_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--devices", "cpu"]) == 0
     text = capsys.readouterr().out

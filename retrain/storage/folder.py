@@ -106,6 +106,8 @@ class RunFolder:
 
     def _warn_about_adapter_path(self) -> None:
         """Say that adapters cannot be copied there, or replace those of another run."""
+        if self.config.backend.backend == "tinker":
+            return  # the service keeps them
         adapter = Path(self.config.backend.adapter_path).expanduser()
         existing = nearest_existing(adapter)
         if not is_writable_folder(existing):

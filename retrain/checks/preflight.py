@@ -26,14 +26,17 @@ from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import (
     MERGE_HINT,
+    NO_TOKENIZER,
     find_base,
     find_damaged_files,
     find_lacking_files,
     find_model,
     hub_cache,
     is_quantized,
+    lacks_tokenizer,
     read_context_length,
     suggest_restoring,
+    suggest_tokenizer,
 )
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
@@ -79,6 +82,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     for where, name in models_of(config).items():
         yield from _quantized_model(where, name)
         yield from find_missing_model(where, name)
+        yield from find_missing_tokenizer(where, name)
         # A service reads no weights here.
         if config.backend.backend != "tinker":
             yield from find_damaged_weights(where, name)
@@ -119,6 +123,13 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
             "reached.",
             f'Try: download it elsewhere and name its folder, {key} = "path/to/model"; or {key} = "builtin:tiny"',
         )
+
+
+def find_missing_tokenizer(where: str, name: str) -> Iterator[ConfigIssue]:
+    """An issue if the folder of a model, named by the option `where`, has no tokenizer."""
+    files = find_model(name)
+    if lacks_tokenizer(files):
+        yield ConfigIssue(where, f"= {json.dumps(name)} {NO_TOKENIZER}", suggest_tokenizer(files))
 
 
 def find_damaged_weights(where: str, name: str) -> Iterator[ConfigIssue]:

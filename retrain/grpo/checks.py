@@ -13,6 +13,7 @@ from retrain.checks.preflight import (
     WANDB_HINT,
     find_damaged_weights,
     find_missing_model,
+    find_missing_tokenizer,
     has_wandb_key,
     is_offline,
     use_cache_if_unreachable,
@@ -140,6 +141,9 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
 def _find_issues(run: RunSettings) -> Iterator[ConfigIssue]:
     for find in (find_missing_model, find_damaged_weights):
         yield from find("model_name_or_path", run.model_name_or_path)
+    # The arguments may name other files.
+    if not run.tokenizer_kwargs:
+        yield from find_missing_tokenizer("model_name_or_path", run.model_name_or_path)
     dataset = _dataset_of_hub(run)
     if dataset and is_offline() and is_on_hub_only(dataset):
         yield ConfigIssue(

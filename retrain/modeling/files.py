@@ -19,7 +19,13 @@ _MAX_HEADER = 100_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
 
 ADAPTER_SETTINGS = "adapter_config.json"
-MERGE_HINT = "Try: merge it into its base with PEFT (merge_and_unload), save the result and name that folder"
+MERGE_HINT = (
+    "Try: merge it into its base with PEFT (merge_and_unload), save the result and the tokenizer of the base in one "
+    "folder and name that folder"
+)
+NO_TOKENIZER = "has no tokenizer (no tokenizer.json, tokenizer.model, vocab.json, vocab.txt or the like)."
+# Some tokenizers, such as those of bytes, have only a tokenizer_config.json.
+_TOKENIZER_FILES = ("token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "tekken.json")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -122,6 +128,21 @@ def find_lacking_files(files: ModelFiles) -> list[str]:
     if files.folder is None or files.found != "folder":
         return []
     return [name for name in weight_files(files.folder) if not (files.folder / name).is_file()]
+
+
+def lacks_tokenizer(files: ModelFiles) -> bool:
+    """Whether the folder of a model has no tokenizer. transformers would make one without a vocabulary."""
+    if files.folder is None or files.found != "folder" or not (files.folder / "config.json").is_file():
+        return False
+    return not any(path for pattern in _TOKENIZER_FILES for path in files.folder.glob(pattern))
+
+
+def suggest_tokenizer(files: ModelFiles) -> str:
+    """How to add the tokenizer that is missing."""
+    if files.found != "folder":
+        return "Try: a model with a tokenizer, or a folder in which both are saved"
+    save = f"AutoTokenizer.from_pretrained(BASE).save_pretrained({files.name!r})"
+    return f"Try: save the tokenizer of the base model there: {save}"
 
 
 def find_damaged_files(files: ModelFiles) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from retrain.builtin import resolve_model
 from retrain.errors import ConfigError
+from retrain.modeling.files import NO_TOKENIZER, find_model, lacks_tokenizer, suggest_tokenizer
 from retrain.types import Example, IntArray
 
 
@@ -58,6 +61,10 @@ class Tokenizer(Protocol):
         """The vocabulary entries of token ids."""
         ...
 
+    def get_added_vocab(self) -> Mapping[str, int]:
+        """The ids of tokens that were added to the vocabulary, such as special ones."""
+        ...
+
     def save_pretrained(self, save_directory: str | Path) -> object:
         """Write the tokenizer's files."""
         ...
@@ -69,11 +76,30 @@ def load_tokenizer(model: str, where: str = "[model] model") -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # noqa: PLC0415  (after the variable above is set)
 
+    files = find_model(model)
+    if lacks_tokenizer(files):
+        raise ConfigError(f"{where} = {model!r} {NO_TOKENIZER}  {suggest_tokenizer(files)}")
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
     except (OSError, ValueError) as error:
         raise ConfigError(explain_missing_model(model, error, where)) from error
+    if is_empty(tokenizer):
+        raise ConfigError(
+            f"{where} = {model!r} has a tokenizer without a vocabulary: any text becomes nothing, or unknown tokens.  "
+            f"{suggest_tokenizer(files)}"
+        )
     return tokenizer
+
+
+def is_empty(tokenizer: Tokenizer) -> bool:
+    """Whether texts are lost: transformers makes such a tokenizer where the files of the vocabulary are missing."""
+    known: set[int] = set()
+    # Without a vocabulary, encoding may raise anything.
+    with suppress(Exception):
+        encoded = tokenizer(string.printable, add_special_tokens=False, verbose=False)["input_ids"]
+        known = set(encoded) - set(tokenizer.all_special_ids)
+    # One: some of these tokenizers have a token for a space. A vocabulary may be of another script.
+    return len(known) <= 1 and len(tokenizer) - len(tokenizer.get_added_vocab()) <= 1
 
 
 def explain_missing_model(name: str, error: Exception, where: str = "[model] model") -> str:

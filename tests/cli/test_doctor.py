@@ -496,6 +496,21 @@ def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None
         assert "copy or download it again" in message
 
 
+def test_a_model_without_a_tokenizer_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "try_out", try_out)
+    shutil.copytree(resolve_model("builtin:tiny"), "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
+        assert run(command) == code
+        output = capsys.readouterr()
+        message = " ".join((output.out + output.err).split())
+        assert "has no tokenizer (no tokenizer.json" in message
+        assert "AutoTokenizer.from_pretrained(BASE).save_pretrained('./model')" in message
+    assert not Path("logs").exists()
+
+
 def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path("adapter")
     shutil.copytree(resolve_model("builtin:tiny"), folder)
@@ -506,6 +521,7 @@ def test_an_adapter_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str])
         output = capsys.readouterr()
         message = " ".join((output.out + output.err).split())
         assert "holds an adapter of some/base, not a model" in message and "merge_and_unload" in message
+        assert "the tokenizer of the base" in message
 
 
 @pytest.mark.parametrize("command", ["doctor", "explain"])

@@ -137,6 +137,12 @@ def test_truncated_weights_are_refused(configs: Path, capsys: pytest.CaptureFixt
     assert 'model_name_or_path = "./model": model.safetensors is truncated' in capsys.readouterr().err
 
 
+def test_a_model_without_a_tokenizer_is_refused(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert run(["grpo", "configs/run/tiny.yaml", "model_name_or_path=./model"]) == 2
+    assert 'model_name_or_path = "./model" has no tokenizer (no tokenizer.json' in capsys.readouterr().err
+
+
 def test_a_missing_file_and_a_folder_that_exists_are_refused(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["grpo", "configs/run/none.yaml"]) == 2
     assert run(["grpo", "init"]) == 2

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from e2e.tiny import write_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from retrain.errors import ConfigError
 from retrain.modeling.tokens import PromptEncoder, load_tokenizer, vocabulary_texts
@@ -61,6 +64,46 @@ def test_every_token_id_has_a_text(folder: Path) -> None:
 def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"could not be loaded.*point at the folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
-    tmp_path.joinpath("config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"could not be loaded.*point at the folder"):
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "llama", "gpt2"])
+def test_a_model_without_a_tokenizer_says_how_to_save_one(tmp_path: Path, family: str) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps({"model_type": family}))
+    expected = r"has no tokenizer \(no tokenizer\.json.*AutoTokenizer\.from_pretrained\(BASE\)\.save_pretrained\('/"
+    with pytest.raises(ConfigError, match=expected):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bert", "t5", "reformer"])
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path: Path, family: str) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps({"model_type": family}))
+    added = {"7": {"content": "<tool_call>", "special": False}}
+    tmp_path.joinpath("tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(ConfigError, match="has a tokenizer without a vocabulary"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "unknown", "added"),
+    [
+        (["<unk>", "猫", "犬"], "<unk>", []),
+        (["猫", "犬"], None, []),
+        (["<unk>"], "<unk>", ["0", "1", "+"]),
+        (["<unk>", "A", "C", "G", "T"], "<unk>", []),
+    ],
+)
+def test_a_small_vocabulary_is_one(
+    tmp_path: Path, vocabulary: list[str], unknown: str | None, added: list[str]
+) -> None:
+    words = {word: id for id, word in enumerate(vocabulary)}
+    model = models.WordLevel(words, unk_token=unknown) if unknown else models.WordLevel(words)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=unknown)
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(tmp_path)
+    assert len(load_tokenizer(str(tmp_path))) == len(vocabulary) + len(added)
+
+
+def test_a_tokenizer_of_bytes_needs_no_file_of_a_vocabulary(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    tmp_path.joinpath("config.json").write_text('{"model_type": "t5"}')
+    assert list(load_tokenizer(str(tmp_path))("a", add_special_tokens=False)["input_ids"]) == [ord("a") + 3]

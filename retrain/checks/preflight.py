@@ -27,6 +27,7 @@ from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import (
     MERGE_HINT,
     NO_TOKENIZER,
+    NO_WEIGHTS,
     find_base,
     find_damaged_files,
     find_lacking_files,
@@ -34,6 +35,7 @@ from retrain.modeling.files import (
     hub_cache,
     is_quantized,
     lacks_tokenizer,
+    lacks_weights,
     read_context_length,
     suggest_restoring,
     suggest_tokenizer,
@@ -86,6 +88,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
         # A service reads no weights here.
         if config.backend.backend != "tinker":
             yield from find_damaged_weights(where, name)
+    yield from _missing_weights(config)
     yield from _missing_datasets(config)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
@@ -123,6 +126,19 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
             "reached.",
             f'Try: download it elsewhere and name its folder, {key} = "path/to/model"; or {key} = "builtin:tiny"',
         )
+
+
+def reads_weights(config: TrainConfig) -> bool:
+    """Whether weights are read from the usual files here: a service and a plugin have their own."""
+    return config.backend.backend == "local" and not config.model.init_kwargs
+
+
+def _missing_weights(config: TrainConfig) -> Iterator[ConfigIssue]:
+    for where, name in models_of(config).items() if reads_weights(config) else ():
+        files = find_model(name)
+        # An adapter is reported as such.
+        if lacks_weights(files) and not find_base(files):
+            yield ConfigIssue(where, f"= {json.dumps(name)} {NO_WEIGHTS}.", "Try: copy or download it again")
 
 
 def find_missing_tokenizer(where: str, name: str) -> Iterator[ConfigIssue]:

@@ -27,6 +27,7 @@ from retrain.checks.preflight import (
     is_offline,
     missing_keys,
     packages_by_option,
+    reads_weights,
 )
 from retrain.checks.processes import LAUNCH_NOTE, needs_launch
 from retrain.checks.unsupported import find_unsupported
@@ -41,10 +42,12 @@ from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
 from retrain.modeling.files import (
     MERGE_HINT,
+    NO_WEIGHTS,
     find_base,
     find_damaged_files,
     find_lacking_files,
     find_model,
+    lacks_weights,
     suggest_restoring,
 )
 from retrain.plugins import REGISTRIES, is_plugin
@@ -158,9 +161,9 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     yield from _check_parts(config, trained, trials)
     # A service has models of its own, which its trial asks for.
     here = [one for one in trained.values() if one.backend.backend != "tinker"]
-    yield from (_check_model(name) for name in dict.fromkeys(one.model.model for one in here))
-    for name in dict.fromkeys(one.teaching.student_model for one in here if one.teaching.student_model):
-        yield _check_model(name, "student", "[teaching] student_model")
+    yield from (_check_model(*of) for of in dict.fromkeys((one.model.model, reads_weights(one)) for one in here))
+    students = ((one.teaching.student_model, reads_weights(one)) for one in here if one.teaching.student_model)
+    yield from (_check_model(*of, "student", "[teaching] student_model") for of in dict.fromkeys(students))
     yield from dict.fromkeys(check for one in trained.values() or [config] for check in _check_inputs(one))
     if config.resume.from_ or config.kind == "campaign":
         yield from _check_earlier(config)
@@ -275,7 +278,8 @@ def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials
             yield Check("components", trial.where, "ok", trial.detail)
 
 
-def _check_model(name: str, what: str = "model", where: str = "[model] model") -> Check:
+def _check_model(name: str, reads: bool, what: str = "model", where: str = "[model] model") -> Check:
+    """`reads`: whether its weights are read."""
     files = find_model(name)
     if base := find_base(files):
         found = f"{name} holds an adapter of {base}, not a model"
@@ -283,6 +287,8 @@ def _check_model(name: str, what: str = "model", where: str = "[model] model") -
     if lacking := find_lacking_files(files):
         found = f"{name} is incomplete: its index names {list_some(lacking)}"
         return Check("files", what, "missing", found, "copy or download it again")
+    if reads and lacks_weights(files):
+        return Check("files", what, "missing", f"{name} {NO_WEIGHTS}", "copy or download it again")
     if damaged := find_damaged_files(files):
         fix = suggest_restoring(files).removeprefix("Try: ")
         return Check("files", what, "missing", f"{name}: {list_some(damaged)}", fix)

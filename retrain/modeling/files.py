@@ -14,6 +14,8 @@ from retrain.builtin import PREFIX, resolve_model
 from retrain.capacity.memory import Shape, read_shape
 from retrain.types import JsonObject
 
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Of several, transformers reads the first that is there, or has an index."""
 # Headers of the largest models have a few hundred kilobytes; a longer one means a broken file.
 _MAX_HEADER = 100_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
@@ -23,6 +25,7 @@ MERGE_HINT = (
     "Try: merge it into its base with PEFT (merge_and_unload), save the result and the tokenizer of the base in one "
     "folder and name that folder"
 )
+NO_WEIGHTS = "has no weights (no model.safetensors, no index, no pytorch_model.bin)"
 NO_TOKENIZER = "has no tokenizer (no tokenizer.json, tokenizer.model, vocab.json, vocab.txt or the like)."
 # Some tokenizers, such as those of bytes, have only a tokenizer_config.json.
 _TOKENIZER_FILES = ("token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "tekken.json")
@@ -130,6 +133,13 @@ def find_lacking_files(files: ModelFiles) -> list[str]:
     return [name for name in weight_files(files.folder) if not (files.folder / name).is_file()]
 
 
+def lacks_weights(files: ModelFiles) -> bool:
+    """Whether the folder of a model has neither weights nor an index of them. What the cache lacks is downloaded."""
+    if files.folder is None or files.found != "folder":
+        return False
+    return not any((files.folder / f"{name}{end}").is_file() for name in _WEIGHTS for end in ("", ".index.json"))
+
+
 def lacks_tokenizer(files: ModelFiles) -> bool:
     """Whether the folder of a model has no tokenizer. transformers would make one without a vocabulary."""
     if files.folder is None or files.found != "folder" or not (files.folder / "config.json").is_file():
@@ -162,8 +172,7 @@ def suggest_restoring(files: ModelFiles) -> str:
 
 def weight_files(folder: Path) -> list[str]:
     """The files of weights that transformers reads, whether or not they are there."""
-    # Of several, transformers reads the first that is there.
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in _WEIGHTS:
         if (folder / name).is_file():
             return [name]
         index = folder / f"{name}.index.json"

@@ -482,6 +482,21 @@ def test_a_model_that_lacks_a_shard_is_incomplete(capsys: pytest.CaptureFixture[
     assert run(["explain"]) == 0
 
 
+def test_a_model_without_weights_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
+        assert run(command) == code
+        output = capsys.readouterr()
+        message = " ".join((output.out + output.err).split())
+        assert "has no weights (no model.safetensors, no index, no pytorch_model.bin)" in message
+    # Other files may be named there.
+    assert run(["explain", "--init-kwargs", '{variant = "fp16"}']) == 0
+    _write('[model]\nmodel = "./model"\n[backend]\nbackend = "e2e.fakes.build"\n[training]\nmax_tokens = 16\n')
+    for command in ("doctor", "explain"):
+        assert run([command]) == 0, "a plugin has weights of its own"
+
+
 def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(resolve_model("builtin:tiny"), "model")
     _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')

@@ -89,6 +89,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
         if config.backend.backend != "tinker":
             yield from find_damaged_weights(where, name)
     yield from _missing_weights(config)
+    yield from _replaced_models(config)
     yield from _missing_datasets(config)
     yield from _too_long(config)
     yield from _unsupported_sampling(config)
@@ -139,6 +140,20 @@ def _missing_weights(config: TrainConfig) -> Iterator[ConfigIssue]:
         # An adapter is reported as such.
         if lacks_weights(files) and not find_base(files):
             yield ConfigIssue(where, f"= {json.dumps(name)} {NO_WEIGHTS}.", "Try: copy or download it again")
+
+
+def _replaced_models(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Models in whose folder the run would write what it trains."""
+    # A service writes nothing here, and the runs of a campaign have folders of their own.
+    if config.backend.backend == "tinker" or config.kind == "campaign":
+        return
+    path = config.backend.adapter_path
+    written = Path(path).expanduser().resolve()
+    for where, name in models_of(config).items():
+        folder = find_model(name).folder
+        if folder is not None and folder.resolve() == written:
+            text = f"= {json.dumps(path)} is the folder of {where}, which the run would replace."
+            yield ConfigIssue("[backend] adapter_path", text, "Try: another --adapter-path")
 
 
 def find_missing_tokenizer(where: str, name: str) -> Iterator[ConfigIssue]:

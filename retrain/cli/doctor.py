@@ -256,12 +256,15 @@ def _split_fix(problem: str, otherwise: str) -> tuple[str, str]:
     return detail.strip(), fix or (question[0] if question else otherwise)
 
 
+_CHECKED_HERE = ("[training]", "[backend] adapter_path")
+
+
 def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials: list[Trial]) -> Iterator[Check]:
-    """Unsupported choices, problems of `[training]` such as completions that are too long, and results of trials."""
+    """Unsupported choices, problems that have no other check, such as completions that are too long, and trials."""
     found: dict[ConfigIssue, list[str]] = {}
     for name, one in trained.items():
-        training = (problem for problem in find_obstacles(one) if problem.where.startswith("[training]"))
-        for problem in (*find_unsupported(one), *training):
+        others = (problem for problem in find_obstacles(one) if problem.where.startswith(_CHECKED_HERE))
+        for problem in (*find_unsupported(one), *others):
             found.setdefault(problem, []).append(name)
     for problem, names in found.items():
         of = "" if len(names) == len(trained) else f" ({list_some(names)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from retrain.builtin import resolve_model
 from retrain.checks import preflight
 from retrain.cli import run
 from retrain.config import load_config
@@ -239,3 +241,27 @@ def test_a_campaign_says_it_before_any_run_starts(folder: Path, capsys: pytest.C
     assert run(["run.toml", "--max-tokens", "999"]) == 2
     assert "do not fit the model's context of 256" in capsys.readouterr().err
     assert not (folder / "logs").exists()
+
+
+def test_a_run_does_not_replace_the_model_that_it_starts_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), folder / "model")
+    (folder / "link").symlink_to("model")
+    text = '[backend] adapter_path = "link/" is the folder of [model] model, which the run would replace.'
+    assert text in check(model__model="./model", backend__adapter_path="link/")
+    student = {"teaching__enabled": True, "teaching__student_model": "./model"}
+    assert "is the folder of [teaching] student_model" in check(**student, backend__adapter_path="~/model")
+    assert check(model__model="./model", backend__adapter_path="model/adapter") == ""
+    # The service writes no adapter here.
+    monkeypatch.setenv("TINKER_API_KEY", "tml-k")
+    assert check(model__model="./model", backend__adapter_path="model", backend__backend="tinker") == ""
+
+
+def test_runs_of_a_campaign_have_adapters_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), folder / "model")
+    (folder / "run.toml").write_text(starter("demo") + "\n[campaign]\nseeds = [1]\nmax_steps = 1\n")
+    flags = ["--model", "./model", "--adapter-path", "model", "--max-tokens"]
+    assert run(["explain", "run.toml", *flags, "32"]) == 0
+    # Something else ends it.
+    assert run(["run.toml", *flags, "999"]) == 2
+    message = capsys.readouterr().err
+    assert "max_tokens = 999" in message and "is the folder of" not in message

@@ -497,6 +497,15 @@ def test_a_model_without_weights_is_refused(capsys: pytest.CaptureFixture[str]) 
         assert run([command]) == 0, "a plugin has weights of its own"
 
 
+def test_a_model_that_the_run_would_replace_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(resolve_model("builtin:tiny"), "model")
+    _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')
+    for command, code in ((["doctor"], 1), (["explain"], 1), ([], 2)):
+        assert run([*command, "--adapter-path", "model"]) == code
+        output = capsys.readouterr()
+        assert "is the folder of [model] model, which the run" in " ".join((output.out + output.err).split())
+
+
 def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(resolve_model("builtin:tiny"), "model")
     _write('[model]\nmodel = "./model"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 16\n')

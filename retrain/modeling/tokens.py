@@ -104,8 +104,12 @@ def is_empty(tokenizer: Tokenizer) -> bool:
 
 def explain_missing_model(name: str, error: Exception, where: str = "[model] model") -> str:
     """Why a model could not be loaded, and what to try."""
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if "/" in name and not Path(name).expanduser().is_dir():
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # Later lines may be lists of hundreds of classes, unless the first one announces them.
+    reason = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    if Path(name).expanduser().is_dir():
+        return f"{where} = {name!r} could not be loaded: {reason}  Try: check the files there, or copy them again."
+    if "/" in name:
         reason = f"no such folder, and as a Hub id: {reason}"
     return (
         f"{where} = {name!r} could not be loaded: {reason}  "

@@ -66,6 +66,14 @@ def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
+def test_a_tokenizer_that_cannot_be_loaded_says_the_whole_reason(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text('{"model_type": "llama"}')
+    tmp_path.joinpath("tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"from one of: \(1\) .* \(3\) .*Try: check the files there") as raised:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(raised.value) and "check the id" not in str(raised.value)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "llama", "gpt2"])
 def test_a_model_without_a_tokenizer_says_how_to_save_one(tmp_path: Path, family: str) -> None:
     tmp_path.joinpath("config.json").write_text(json.dumps({"model_type": family}))

@@ -145,7 +145,7 @@ def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Pa
 
 def test_a_folder_without_a_model_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"could not be loaded.*point at the folder"):
+    with pytest.raises(ConfigError, match=r"could not be loaded.*check the files there"):
         build(config_for(tmp_path), PlainTokenizer(), quiet, quiet)
 
 

@@ -114,7 +114,8 @@ def test_the_package_is_an_extra() -> None:
 
 def test_a_model_that_is_already_quantized_is_rejected_before_it_is_loaded(tiny: Path, tmp_path: Path) -> None:
     settings = '{"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true}}'
-    (tmp_path / "config.json").write_text(settings)
+    for name, text in (("config.json", settings), ("tokenizer.json", "{}"), ("pytorch_model.bin", "")):
+        (tmp_path / name).write_text(text)
     (issue,) = find_obstacles(config_for(tmp_path))
     assert "has quantized weights; retrain quantizes the original as it loads it." in issue.text
     assert not list(find_obstacles(config_for(tiny)))

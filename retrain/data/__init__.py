@@ -31,6 +31,7 @@ __all__ = [
     "held_out_section",
     "load_examples",
     "load_held_out",
+    "reads_file",
 ]
 
 

@@ -18,43 +18,37 @@ from functools import partial
 from pathlib import Path
 
 from retrain.campaign.plan import split_conditions
-from retrain.checks.connections import (
-    TINKER_HEALTH,
-    explain_no_judge,
-    explain_no_response,
-    find_absent_server,
-    server_kind,
-)
+from retrain.checks.connections import explain_no_judge
 from retrain.checks.preflight import (
     explain_invalid_tinker_key,
     is_offline,
     known_context,
     models_of,
     needs_hub,
+    reads_weights,
     use_cache_if_unreachable,
 )
+from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
-from retrain.modeling.files import find_model
+from retrain.modeling.files import find_model, lacks_weights
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
 from retrain.runtime.text import plural
 from retrain.types import Example
 
 TRIAL_S = 60.0
 """Limit for all trials together; usually they take a few seconds."""
-OFFER_S = 10.0
-"""Limit for a Tinker service to say which models it has."""
 FIRST_EXAMPLES = 16
 """Examples of an environment whose prompts are looked at: some are generated slowly."""
 MEASURED = 256
 """Prompts that are tokenized to find the longest."""
 ENVIRONMENT = "[environment] provider"
 # What the trials of backends, servers, data and models depend on.
-_MACHINE = ("backend", "inference", "model", "teaching", "data", "eval", "environment")
+_MACHINE = ("backend", "inference", "model", "lora", "teaching", "data", "eval", "environment")
 _MARK = "trial: "
 
 
@@ -185,11 +179,11 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         yield "[backend] backend", lambda c: _load("backend", c.backend.backend, c)
     if config.backend.backend == "tinker":
         if importlib.util.find_spec("tinker") is not None:
-            yield "[backend] backend", _try_service
+            yield "[backend] backend", try_service
     elif config.inference.starts_server:
-        yield "[inference] launch", _try_launch
+        yield "[inference] launch", try_launch
     elif config.inference.engine in SERVER_ENGINES:
-        yield "[inference] engine", _try_servers
+        yield "[inference] engine", try_servers
     elif is_plugin("engine", config.inference.engine):
         yield "[inference] engine", lambda c: _load("engine", c.inference.engine, c)
     if not config.environment.provider and REGISTRIES["data"].facts(config.data.source).from_hub:
@@ -353,6 +347,10 @@ def _try_tokenizer(name: str, where: str, config: TrainConfig) -> str:
 
     tokenizer = load_tokenizer(name, where)
     check_template(config, tokenizer, where)
+    if reads_weights(config) and not lacks_weights(find_model(name)):
+        from retrain.modeling.policy import check_architecture  # noqa: PLC0415  (imports PyTorch)
+
+        check_architecture(config.model.model_copy(update={"model": name}), config.lora)
     return f"{name}: {len(tokenizer):,} tokens"
 
 
@@ -401,50 +399,3 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
         fix = "Try: set [eval] path or source to problems that are not trained on"
         return Doubt(f"{found}; {shared} of {len(examples)} are also in [data].  {fix}")
     return found
-
-
-def _try_service(config: TrainConfig) -> str:
-    """Whether the service accepts the key and has the models."""
-    from tinker.lib.base_url import resolve_base_url  # noqa: PLC0415  (an optional extra)
-
-    from retrain.backends.tinker.service import Service, in_background  # noqa: PLC0415
-
-    url = str(resolve_base_url(config.model.base_url or None))
-    problem = explain_no_response(url + TINKER_HEALTH)
-    if problem:
-        raise RetrainError(
-            f"the Tinker service at {url} does not respond: {problem}  Try: check the network and [model] base_url"
-        )
-    if explain_invalid_tinker_key():
-        return f"{url} responds"  # the key is reported by another check
-    service = Service(config.model.base_url, lambda line: None)
-    for where, name in models_of(config).items():
-        asked = in_background(lambda name=name, where=where: service.find_model(name, where))  # type: ignore[misc]
-        try:
-            offered = asked.result(OFFER_S)
-        except TimeoutError as error:
-            # The SDK retries for minutes, and without end while the account cannot be billed.
-            raise RetrainError(
-                f"the Tinker service at {url} did not say within {OFFER_S:.0f} s what it offers.  "
-                "Try: check the account and the status of the service"
-            ) from error
-        if offered is None:
-            return f"{url} accepts the key and does not list its models"
-    return f"{url} accepts the key and has {', '.join(models_of(config).values())}"
-
-
-def _try_servers(config: TrainConfig) -> str:
-    problem, start = find_absent_server(config)
-    if problem:
-        raise RetrainError(f"{problem}  Try: {start}")
-    from retrain.inference_engine.http.identity import identify_servers  # noqa: PLC0415  (imports transformers)
-    from retrain.modeling.tokens import load_tokenizer  # noqa: PLC0415
-
-    identify_servers(server_kind(config), config, load_tokenizer(config.model.model))
-    return f"{', '.join(server_kind(config).urls(config.inference.url))} responded"
-
-
-def _try_launch(config: TrainConfig) -> str:
-    from retrain.inference_engine.http.launch import find_vllm  # noqa: PLC0415  (imports PyTorch)
-
-    return f"{find_vllm()} starts it"

@@ -40,8 +40,8 @@ class GenerationConfig(Protocol):
 class KeyValueCache(Protocol):
     """Keys and values of earlier tokens."""
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep only these rows, in this order."""
         ...
 
 

@@ -20,6 +20,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000
 _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IGNORECASE)
 
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+"""Names of the context length in config.json; most families use the first."""
 ADAPTER_SETTINGS = "adapter_config.json"
 MERGE_HINT = (
     "Try: merge it into its base with PEFT (merge_and_unload), save the result and the tokenizer of the base in one "
@@ -108,9 +110,12 @@ def read_facts(files: ModelFiles) -> ModelFacts:
 def read_context_length(files: ModelFiles) -> int | None:
     """Context length in config.json; None if it has none."""
     settings = _read_text_settings(files)
-    # GPT-2 and similar models use another name.
-    found = settings.get("max_position_embeddings", settings.get("n_positions"))
-    return found if isinstance(found, int) else None
+    return next((found for key in CONTEXT_KEYS if isinstance(found := settings.get(key), int)), None)
+
+
+def mentions_experts(files: ModelFiles) -> bool:
+    """Whether config.json is that of a mixture of experts."""
+    return any("experts" in key for key in _read_text_settings(files))
 
 
 def read_vocabulary_size(files: ModelFiles) -> int | None:

@@ -17,7 +17,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -26,7 +27,7 @@ from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
 from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, attending, register
 from retrain.modeling.causal_lm import CausalLM, module_of
-from retrain.modeling.files import MERGE_HINT
+from retrain.modeling.files import CONTEXT_KEYS, MERGE_HINT, find_model, mentions_experts
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
@@ -165,7 +166,41 @@ def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, **mor
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, log: Callable[[str], None]) -> Policy:
     """Load the model onto a device and give it a fresh adapter."""
     register()
+    if mentions_experts(find_model(model.model)):
+        # Of these, many cannot be adapted, and they take long to load.
+        check_architecture(model, lora)
     return adapt(_load_causal_lm(model, choose_dtype(model.dtype, device, log), device), model, lora, seed, log)
+
+
+def check_architecture(model: Model, lora: Lora) -> None:
+    """Raise if a model cannot be adapted or states no context length, by its config.json: no weights are read."""
+    if model.init_kwargs:
+        return  # they may change its settings
+    try:
+        settings = AutoConfig.from_pretrained(resolve_model(model.model))
+        with torch.device("meta"):
+            causal_lm: CausalLM = AutoModelForCausalLM.from_config(settings)
+            read_context(causal_lm, model.model)
+            if model.lora_rank:
+                _with_adapter(causal_lm, model, lora, seed=0)
+    except (OSError, ValueError) as error:
+        raise ConfigError(explain_missing_model(model.model, error)) from error
+
+
+def read_context(causal_lm: CausalLM, name: str) -> int:
+    """The context length that a model's settings state."""
+    settings = causal_lm.config.get_text_config()
+    stated = [settings.to_dict().get(key) for key in CONTEXT_KEYS]
+    with suppress(AttributeError):
+        # Families that use another name have this one as well.
+        stated.insert(0, settings.max_position_embeddings)
+    found = next((value for value in stated if isinstance(value, int) and value > 0), None)
+    if found is None:
+        raise ConfigError(
+            f"{name} does not state its context length.  "
+            f'Try: add "{CONTEXT_KEYS[0]}" to its config.json, with the length of the texts that it was trained on'
+        )
+    return found
 
 
 def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) -> torch.dtype:
@@ -192,14 +227,19 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
     total = quantized + sum(p.numel() for p in adapted.parameters())
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     log(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
-    settings = causal_lm.config.get_text_config()
+    context = read_context(causal_lm, model.model)
     try:
-        context = int(settings.max_position_embeddings)
+        policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), find_attention_fallback(causal_lm))
     except AttributeError as error:
-        raise BackendError(f"{model.model} does not state its context length.") from error
-    policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), find_attention_fallback(causal_lm))
+        raise _unsupported(causal_lm, model.model, error) from error
     _check_head(policy, model.model)
+    if policy.attention_fallback_reason:
+        _check_cache(causal_lm, model.model)
     return policy
+
+
+def _unsupported(causal_lm: CausalLM, name: str, error: object) -> BackendError:
+    return BackendError(f"{name} ({type(causal_lm).__name__}) cannot be trained here: {error}")
 
 
 def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> PeftModel:
@@ -219,6 +259,8 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
         with warnings.catch_warnings():
             # GPT-2 has transposed matrices; PEFT corrects for that but still warns.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+            # PEFT has patterns for kinds of experts that a model may not have.
+            warnings.filterwarnings("ignore", message="The following (alpha|rank)_pattern keys did not match")
             # The adapter has the model's precision; the optimizer keeps float32 masters.
             with one_thread():
                 adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
@@ -231,9 +273,13 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
             f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"
         ) from error
     if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
+        modules = adapted.named_modules()
+        linear = {path for path, module in modules if isinstance(module, nn.Linear) and "lora_" not in path}
+        attention = {path.removesuffix(".base_layer").rpartition(".") for path in linear}
+        names = sorted({name for parent, _, name in attention if "attn" in parent or "attention" in parent})
         raise ConfigError(
             f"{model.model} keeps its experts in one tensor, whose adapters cannot be merged here.  "
-            'Try: [lora] target_modules = "q_proj,k_proj,v_proj,o_proj"'
+            f'Try: [lora] target_modules = "{",".join(names)}"'
         )
     return adapted
 
@@ -363,7 +409,7 @@ def _check_head(policy: Policy, name: str) -> None:
     try:
         own = policy.causal_lm(input_ids=ids, use_cache=False, **ours_only).logits
     except (TypeError, AttributeError) as error:
-        raise BackendError(f"{name} ({type(policy.causal_lm).__name__}) cannot be trained here: {error}") from error
+        raise _unsupported(policy.causal_lm, name, error) from error
     ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
     # NaN is equal to nothing, so it would count as a difference.
     if not ours.isfinite().all():
@@ -373,3 +419,12 @@ def _check_head(policy: Policy, name: str) -> None:
         )
     if not torch.allclose(own.float(), ours.float(), atol=1e-3, rtol=1e-2):
         raise BackendError(f"{name} changes its logits after the last layer in an unsupported way.")
+
+
+@torch.no_grad()
+def _check_cache(causal_lm: CausalLM, name: str) -> None:
+    """Raise for a model that is sampled from as transformers runs it, if it does not keep its state in a cache."""
+    ids = torch.arange(4, device=causal_lm.device)[None] % int(causal_lm.get_output_embeddings().weight.shape[0])
+    output: Any = causal_lm(input_ids=ids, use_cache=True)
+    if not isinstance(output.get("past_key_values"), Cache):
+        raise _unsupported(causal_lm, name, "it does not keep its state in a cache of transformers")

@@ -766,7 +766,7 @@ def test_doctor_asks_the_service_what_it_offers(
 def test_doctor_waits_only_seconds_for_a_service_that_cannot_say(
     server: TinkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "OFFER_S", 0.5)
+    monkeypatch.setattr("retrain.cli.trial_servers.OFFER_S", 0.5)
     server.faults["get_server_capabilities"] = refuse(503, "too busy")
     config = config_for(server, tmp_path)
     with pytest.raises(RetrainError, match=r"did not say within 0 s what it offers"):

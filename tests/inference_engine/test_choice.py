@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,15 @@ from e2e.tiny import (
     random_prompts,
     write_model,
 )
-from transformers import AutoModelForCausalLM, CodeGenConfig, GPTJConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from retrain.capacity import sampling as sampling_rules
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError
 from retrain.inference_engine.pytorch import PyTorchEngine, choice
 from retrain.inference_engine.pytorch.cache import FP8
+from retrain.inference_engine.pytorch.decoder import Row
+from retrain.inference_engine.pytorch.native import NativeForward
 from retrain.inference_engine.pytorch.products import Fp8Product, Part, to_fp8
 from retrain.inference_engine.pytorch.weights import SamplingModel
 from retrain.modeling.attention import ATTENTION_NAME, PackedAttention, register
@@ -241,39 +244,62 @@ def test_a_matrix_in_fp8_is_scaled_for_each_output() -> None:
     assert torch.isfinite(values.float() * scales[:, None]).all()
 
 
-OWN = {
-    "codegen": CodeGenConfig(
-        vocab_size=128,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=CONTEXT,
-        rotary_dim=4,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    "gptj": GPTJConfig(
-        vocab_size=128,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=CONTEXT,
-        rotary_dim=4,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+ENDS = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "rotary_dim": 4} | ENDS
+USUAL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": CONTEXT,
+} | ENDS
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
+OWN: dict[str, dict[str, Any]] = {
+    "codegen": WIDE,
+    "gptj": WIDE,
+    # Learned positions, which padding on the left must not shift.
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 16,
+        "max_position_embeddings": CONTEXT,
+    }
+    | ENDS,
+    # No positions; other names of the context length.
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "seq_length": CONTEXT} | ENDS,
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": CONTEXT} | ENDS,
+    # Recurrent states in some layers.
+    "lfm2": USUAL | {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": USUAL
+    | LINEAR
+    | {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def write_own(family: str, folder: Path) -> Path:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **OWN[family])).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if family in ("codegen", "gptj") else 1.5)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(family: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(OWN[family]).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    model.save_pretrained(tmp_path / "model")
-    config = config_for(tmp_path / "model")
+    config = config_for(write_own(family, tmp_path / "model"))
     policy = policy_for(config)
     engine = engine_with(policy)
     assert "the model's own attention" in engine.description
@@ -290,6 +316,20 @@ def test_a_model_we_cannot_plug_into_samples_and_trains_with_its_own_attention(f
     assert learner.step(datums)["skipped"] == 0
     with pytest.raises(ConfigError, match="has no effect on this model, which samples with its own attention"):
         engine_with(policy, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("family", OWN)
+@torch.no_grad()
+def test_rows_that_are_dropped_do_not_change_the_others(family: str, tmp_path: Path) -> None:
+    policy = policy_for(config_for(write_own(family, tmp_path / "model")))
+    rows = [Row(prompt, 0, number, 9) for number, prompt in enumerate(random_prompts(LENGTHS))]
+    kept, tokens = torch.tensor([1, 3]), torch.tensor([[5, 9, 7, 30], [8, 6, 40, 11], [20, 21, 22, 23]])
+    whole, shrunk = NativeForward(policy), NativeForward(policy)
+    torch.testing.assert_close(whole.begin(rows), shrunk.begin(rows))
+    whole.advance(tokens[0]), shrunk.advance(tokens[0])
+    shrunk.keep(kept)
+    for each in tokens[1:]:
+        torch.testing.assert_close(whole.advance(each)[kept], shrunk.advance(each[kept]), atol=1e-4, rtol=1e-4)
 
 
 def test_biases_that_were_trained_are_sampled_with() -> None:

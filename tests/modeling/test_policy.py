@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
-from retrain.modeling.policy import load_policy
+from retrain.modeling.policy import check_architecture, load_policy
 
 CPU = torch.device("cpu")
 
@@ -48,3 +48,46 @@ def test_a_model_with_weights_that_are_not_finite_is_refused_as_such(tmp_path: P
     model.save_pretrained(tmp_path)
     with pytest.raises(BackendError, match="its weights give logits that are not finite"):
         load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, print)
+
+
+EXPERTS = {
+    "qwen3_moe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+        "k_proj,o_proj,q_proj,v_proj",
+    ),
+    "deepseek_v3": (
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+        | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+        | {"first_k_dense_replace": 1},
+        "kv_a_proj_with_mqa,kv_b_proj,o_proj,q_a_proj,q_b_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_one_tensor_are_refused_before_the_weights_are_read(tmp_path: Path, family: str) -> None:
+    own, advised = EXPERTS[family]
+    usual = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    AutoConfig.for_model(family, **usual, **heads, **own).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f'experts in one tensor.*target_modules = "{advised}"'):
+        load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, print)
+    check_architecture(Model(model=str(tmp_path)), Lora(target_modules=advised))
+    check_architecture(Model(model=str(tmp_path), lora_rank=0), Lora())
+
+
+@pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma"])
+def test_a_model_that_cannot_be_sampled_from_is_refused_in_a_sentence(tmp_path: Path, family: str) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
+    own = {"attention_hidden_size": 32, "context_length": 256} if family == "rwkv" else heads
+    settings = AutoConfig.for_model(family, **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match="cannot be trained here: "):
+        load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, lambda line: None)
+
+
+def test_a_model_without_a_context_length_is_refused_with_what_to_add(tmp_path: Path) -> None:
+    AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r'does not state its context length\. .*add "max_position_embeddings"'):
+        check_architecture(Model(model=str(tmp_path)), Lora())

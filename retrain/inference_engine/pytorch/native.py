@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor
 
 from retrain.inference_engine.pytorch.decoder import Row
-from retrain.modeling.causal_lm import KeyValueCache
+from retrain.modeling.causal_lm import KeyValueCache, module_of
 from retrain.modeling.policy import Policy
 
 
@@ -18,6 +19,7 @@ class NativeForward:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.cache: KeyValueCache | None = None
+        self.takes_positions = "position_ids" in signature(module_of(policy.causal_lm).forward).parameters
 
     def begin(self, rows: Sequence[Row]) -> Tensor:
         """Prefill left-padded prompts."""
@@ -38,12 +40,19 @@ class NativeForward:
         """Drop the other rows from the cache."""
         self.mask = self.mask.index_select(0, rows)
         assert self.cache is not None
-        self.cache.batch_select_indices(rows)
+        # Unlike `batch_select_indices`, every kind of layer has it, those with a recurrent state too.
+        self.cache.reorder_cache(rows)
 
     def _run(self, ids: Tensor) -> Tensor:
         model = self.policy.causal_lm
+        # Padding has no position: learned embeddings of positions would be those of other tokens.
+        positions = (self.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         inputs = model.prepare_inputs_for_generation(
-            ids, past_key_values=self.cache, attention_mask=self.mask, use_cache=True
+            ids,
+            past_key_values=self.cache,
+            attention_mask=self.mask,
+            use_cache=True,
+            **({"position_ids": positions} if self.takes_positions else {}),
         )
         output = model(**inputs)
         self.cache = output.past_key_values

@@ -180,9 +180,11 @@ def check_architecture(model: Model, lora: Lora) -> None:
         settings = AutoConfig.from_pretrained(resolve_model(model.model))
         with torch.device("meta"):
             causal_lm: CausalLM = AutoModelForCausalLM.from_config(settings)
-            read_context(causal_lm, model.model)
-            if model.lora_rank:
-                _with_adapter(causal_lm, model, lora, seed=0)
+            adapted = _with_adapter(causal_lm, model, lora, seed=0) if model.lora_rank else module_of(causal_lm)
+            _build_policy(causal_lm, adapted, read_context(causal_lm, model.model), model.model)
+            # A forward pass without numbers; some models need them.
+            with suppress(RuntimeError, NotImplementedError):
+                _check_cache(causal_lm, model.model)
     except (OSError, ValueError) as error:
         raise ConfigError(explain_missing_model(model.model, error)) from error
 
@@ -227,15 +229,19 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
     total = quantized + sum(p.numel() for p in adapted.parameters())
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     log(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
-    context = read_context(causal_lm, model.model)
-    try:
-        policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), find_attention_fallback(causal_lm))
-    except AttributeError as error:
-        raise _unsupported(causal_lm, model.model, error) from error
+    policy = _build_policy(causal_lm, adapted, read_context(causal_lm, model.model), model.model)
+    policy.attention_fallback_reason = find_attention_fallback(causal_lm)
     _check_head(policy, model.model)
     if policy.attention_fallback_reason:
         _check_cache(causal_lm, model.model)
     return policy
+
+
+def _build_policy(causal_lm: CausalLM, adapted: nn.Module, context: int, name: str) -> Policy:
+    try:
+        return Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm))
+    except AttributeError as error:
+        raise _unsupported(causal_lm, name, error) from error
 
 
 def _unsupported(causal_lm: CausalLM, name: str, error: object) -> BackendError:

@@ -83,8 +83,12 @@ def test_a_model_that_cannot_be_sampled_from_is_refused_in_a_sentence(tmp_path: 
     own = {"attention_hidden_size": 32, "context_length": 256} if family == "rwkv" else heads
     settings = AutoConfig.for_model(family, **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    with pytest.raises(BackendError, match="cannot be trained here: "):
-        load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, lambda line: None)
+    for refuse in (
+        lambda m: load_policy(m, Lora(), 0, CPU, lambda line: None),
+        lambda m: check_architecture(m, Lora()),
+    ):
+        with pytest.raises(BackendError, match="cannot be trained here: "):
+            refuse(Model(model=str(tmp_path)))
 
 
 def test_a_model_without_a_context_length_is_refused_with_what_to_add(tmp_path: Path) -> None:

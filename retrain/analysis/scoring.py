@@ -98,9 +98,10 @@ def _measured_by(config: TrainConfig, metric: str) -> dict[str, object]:
     paths = [path for path in values if path in (scoring | student) - free_on_resume() or path in _SAMPLING]
     found = {options[path].where: values[path] for path in paths if not why_unused(options[path], config)}
     if metric.startswith("eval_"):
-        trained = found.pop(options["training.temperature"].where)
+        found.pop(options["training.temperature"].where, None)
         is_same = config.eval.temperature == AS_IN_TRAINING
-        found["the temperature of evaluations"] = trained if is_same else config.eval.temperature
+        used = config.training.temperature if is_same else config.eval.temperature
+        found["the temperature of evaluations"] = used
     return found
 
 

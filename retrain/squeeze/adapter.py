@@ -97,8 +97,13 @@ class Adapter:
             some = ", ".join(f"{rank} ({layer})" for rank, layer in sorted(ranks.items()))
             raise ConfigError(f"{self.folder} mixes ranks: {some}. One rank for all layers is needed.")
         (rank,) = ranks
-        if self.config.get("r", rank) != rank:
-            raise ConfigError(f"{self.folder}: {CONFIG} has r = {self.config['r']}, but its factors have rank {rank}.")
+        # Without it, PEFT would take 8.
+        stated = self.config.get("r", 8)
+        if stated != rank:
+            raise ConfigError(f"{self.folder}: {CONFIG} has r = {stated!r}, but its factors have rank {rank}.")
+        alpha = self.config.get("lora_alpha", 8)
+        if not isinstance(alpha, int | float):
+            raise ConfigError(f"{self.folder}: {CONFIG} has lora_alpha = {alpha!r}, which is not a number.")
         return rank
 
 

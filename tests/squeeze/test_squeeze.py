@@ -195,6 +195,10 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors[f"{layer}.lora_A.weight"] = torch.randn(8, 24, 1, 1)
     elif kind == "other rank":
         adapter_config["r"] = 16
+    elif kind == "rank in quotes":
+        adapter_config["r"] = "8"
+    elif kind == "no alpha":
+        adapter_config["lora_alpha"] = None
     elif kind == "other method":
         adapter_config["peft_type"] = "IA3"
     elif kind == "empty":
@@ -214,6 +218,8 @@ def broken(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         ("bias", "not part of a plain LoRA adapter"),
         ("convolution", "not a linear layer"),
         ("other rank", "has r = 16, but its factors have rank 8"),
+        ("rank in quotes", "has r = '8', but its factors have rank 8"),
+        ("no alpha", "has lora_alpha = None, which is not a number"),
         ("other method", "not a LoRA adapter: .* has peft_type IA3"),
         ("empty", "has no LoRA factors"),
     ],

@@ -105,6 +105,8 @@ class Fleet:
         """Send one request to one server and validate the reply."""
         body = self.spec.request(server.model, self.adapter, request)
         reply = await self.client.call(server.url + self.spec.route, body)
+        if isinstance(reply, str):
+            raise Transient(f"it sent text instead of completions: {reply[:60]!r}")
         try:
             results = self.spec.read(reply)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:

@@ -159,6 +159,7 @@ def compare_runs(
                 "is called better."
                 for name, other in otherwise.items()
             ),
+            *_edited_between_seeds(runs),
             *_unpaired(measured, comparisons),
             *_describe_looks(campaigns, looks, alpha),
         ],
@@ -180,6 +181,20 @@ def _find_unlike(runs: Sequence[RunRecord], measured: Measured, baseline: str | 
         if measured.metric in SCORED and (name := find_edit(firsts.get(run.seed, {}), run.inputs))
     }
     return edits | find_unlike(configs, first, measured.metric)
+
+
+def _edited_between_seeds(runs: Sequence[RunRecord]) -> list[str]:
+    """A note on inputs that changed between the seeds of a condition, whose mean is then over different ones."""
+    firsts: dict[str, RunRecord] = {}
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if name := find_edit(firsts.setdefault(run.condition, run).inputs, run.inputs):
+            found.setdefault(name, []).append(run.path.name)
+    return [
+        f"{name[0].upper()}{name[1:]} changed between seeds: {list_some(paths)} had a different version than the first "
+        "run of the condition. Differences are between runs of the same seed; means and the noise floor mix both."
+        for name, paths in found.items()
+    ]
 
 
 def _without_direction(c: Comparison) -> Comparison:

@@ -101,7 +101,7 @@ def _measured_by(config: TrainConfig, metric: str) -> dict[str, object]:
         found.pop(options["training.temperature"].where, None)
         is_same = config.eval.temperature == AS_IN_TRAINING
         used = config.training.temperature if is_same else config.eval.temperature
-        found["the temperature of evaluations"] = used
+        found["the temperature of evaluations (see [eval] temperature)"] = used
     return found
 
 

@@ -86,7 +86,8 @@ def plan_runs(config: TrainConfig, folder: Path, source: str) -> list[Run]:
 def split_conditions(config: TrainConfig, source: str) -> dict[str, TrainConfig]:
     """A campaign of each condition alone, whose file has its options, by name; a single run is itself, under "".
 
-    The analysis of an adapter trains nothing, so there is none.
+    Its `max_workers` are the runs of the whole campaign at a time. The analysis of an adapter trains nothing, so there
+    is none.
     """
     if config.kind == "squeeze":
         return {}
@@ -95,9 +96,14 @@ def split_conditions(config: TrainConfig, source: str) -> dict[str, TrainConfig]
         return {"": config}
     conditions, steps = _build_conditions(config, campaign, source)
     labels = label_conditions(conditions, campaign.conditions)
+    at_once = runs_at_once(campaign, len(conditions) * len(campaign.seeds))
     return {
         label: condition.model_copy(
-            update={"campaign": campaign.model_copy(update={"conditions": (table,), "max_steps": most})}
+            update={
+                "campaign": campaign.model_copy(
+                    update={"conditions": (table,), "max_steps": most, "max_workers": at_once}
+                )
+            }
         )
         for label, condition, table, most in zip(labels, conditions, campaign.conditions, steps, strict=True)
     }

@@ -236,6 +236,8 @@ class Workload:
     quantization: str = "none"
     has_cache_scales: bool = False
     """Whether the cache has a float32 scale per token and head."""
+    sharing: int = 1
+    """Runs that share the model, each with its own adapter; they step in turn."""
 
     def cache_bytes_per_token(self, shape: Shape) -> int:
         """Keys and values of one token in all layers."""
@@ -273,6 +275,7 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
     """The workload of a configuration, given the prompt length, which `max_prompt_tokens` limits."""
     prompt_tokens = min(prompt_tokens, config.training.max_prompt_tokens or prompt_tokens)
     width = {"fp32": 4, "bf16": 2, "auto": 4 if is_on_cpu(config.backend.devices) else 2}[config.model.dtype]
+    campaign = config.campaign
     return Workload(
         config.training.batch_size, config.training.group_size, prompt_tokens, config.training.max_tokens,
         config.model.lora_rank, config.lora.target_modules, width,
@@ -284,6 +287,7 @@ def workload_of(config: TrainConfig, prompt_tokens: int) -> Workload:
         keeps_reference=bool(config.kl.beta and not config.model.lora_rank)
         and not config.memory.offload_untrained_models,
         quantization=config.model.quantization, has_cache_scales=config.inference.kv_cache_dtype == "int8",
+        sharing=max(1, campaign.max_workers) if campaign is not None and campaign.share_model else 1,
     )  # fmt: skip
 
 

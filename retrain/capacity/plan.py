@@ -90,6 +90,8 @@ def plan_memory(shape: Shape, work: Workload, memory: int | None = None, paramet
     trained = work.trained_parameters(shape)
     adapter = trained * (ADAPTER_BYTES[work.width] - (0 if work.rank else work.width))
     gradients = trained * GRADIENT_BYTES[work.width]
+    # Of several runs over one model, only the one that steps has gradients.
+    adapter += (work.sharing - 1) * (adapter - gradients)
     usable = _UNLIMITED if memory is None else max(memory - CONTEXT_BYTES, 0)
     free = max(usable - weights - adapter + gradients, 0)
     # The engine is built before the first step allocates the moments.

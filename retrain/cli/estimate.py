@@ -133,6 +133,15 @@ def find_assumptions(config: TrainConfig) -> list[str]:
             f"[backpressure] changes the batch size, from {limits.min_batch_size} to {limits.max_batch_size} prompts; "
             f"memory, tokens and time are those of batch_size = {training.batch_size}{steps}"
         )
+    if (campaign := config.campaign) is not None and campaign.max_workers > 1 and campaign.executor == "local":
+        if campaign.share_model:
+            each = "memory has the adapter, masters and moments of each"
+            notes.append(f"{campaign.max_workers} runs share the model; {each}.  For fewer: [campaign] max_workers")
+        elif campaign.parallel:
+            notes.append(
+                f"{campaign.max_workers} runs at a time use {config.backend.devices}, and each needs this memory.  "
+                "For fewer: [campaign] max_workers"
+            )
     if max_turns(config) != 1:
         notes.append("the environment may take several turns; memory and prompt tokens are those of the first turn")
     return notes

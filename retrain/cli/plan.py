@@ -190,7 +190,7 @@ def _plan_runs(config: TrainConfig, file: str, given: Given) -> Plan:
     # A service's GPUs are unknown, and they are not those of this machine.
     gpu = choose_gpu(config, given) if is_local or given.gpu or given.tflops else None
     work = workload_of(config, given.prompt_tokens or PROMPT_TOKENS)
-    available = int(gpu.memory * 1e9) if gpu is not None and gpu.memory else None
+    available = int(gpu.memory * 1e9 / _processes(config)) if gpu is not None and gpu.memory else None
     memory = memory_plan(facts, work, available) if is_local else None
     # Times measured here do not hold for another GPU.
     is_named = any((given.gpu, given.tflops, given.bandwidth))
@@ -221,6 +221,13 @@ def _plan_runs(config: TrainConfig, file: str, given: Given) -> Plan:
         "campaign": None,
         "cost": _cost(config, run, work, given),
     }
+
+
+def _processes(config: TrainConfig) -> int:
+    """Processes of a campaign that divide the memory of a GPU among them."""
+    campaign = config.campaign
+    shares = campaign is not None and campaign.parallel and campaign.executor == "local" and not campaign.share_model
+    return max(1, campaign.max_workers) if campaign is not None and shares else 1
 
 
 def _on_gpu(config: TrainConfig) -> TrainConfig:

@@ -35,7 +35,7 @@ from retrain.config.toml import parse_toml
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
-from retrain.modeling.files import find_model, lacks_weights
+from retrain.modeling.files import find_base, find_model, lacks_weights
 from retrain.plugins import REGISTRIES, SERVER_ENGINES, is_plugin, make_importable
 from retrain.runtime.text import plural
 from retrain.types import Example
@@ -189,8 +189,9 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if not config.environment.provider and REGISTRIES["data"].facts(config.data.source).from_hub:
         yield "[data] source", _try_hub_source
     for where, name in models_of(config).items():
-        # Missing folders and models to be downloaded are reported by another check.
-        if find_model(name).folder is not None or config.backend.backend == "tinker":
+        # Missing folders, adapters and models to be downloaded are reported by another check.
+        files = find_model(name)
+        if (files.folder is not None and not find_base(files)) or config.backend.backend == "tinker":
             yield f"{where}, tokenizer", partial(_try_tokenizer, name, where)
     for table in _tables_with_files(config):
         yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]

@@ -180,8 +180,9 @@ def check_architecture(model: Model, lora: Lora) -> None:
         settings = AutoConfig.from_pretrained(resolve_model(model.model))
         with torch.device("meta"):
             causal_lm: CausalLM = AutoModelForCausalLM.from_config(settings)
+            _require_attention(causal_lm, model.model)
             adapted = _with_adapter(causal_lm, model, lora, seed=0) if model.lora_rank else module_of(causal_lm)
-            _build_policy(causal_lm, adapted, read_context(causal_lm, model.model), model.model)
+            Policy(adapted, causal_lm.device, read_context(causal_lm, model.model), ())
             # A forward pass without numbers; some models need them.
             with suppress(RuntimeError, NotImplementedError):
                 _check_cache(causal_lm, model.model)
@@ -223,25 +224,27 @@ def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) ->
 
 def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callable[[str], None]) -> Policy:
     """Add a fresh adapter to a loaded model, except in full fine-tuning, and check that it is supported."""
+    _require_attention(causal_lm, model.model)
     causal_lm.eval().requires_grad_(not model.lora_rank)
     adapted = _with_adapter(causal_lm, model, lora, seed) if model.lora_rank else module_of(causal_lm)
     quantized = sum(layer.in_features * layer.out_features for layer in quantized_layers(adapted))
     total = quantized + sum(p.numel() for p in adapted.parameters())
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     log(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
-    policy = _build_policy(causal_lm, adapted, read_context(causal_lm, model.model), model.model)
-    policy.attention_fallback_reason = find_attention_fallback(causal_lm)
+    context, reason = read_context(causal_lm, model.model), find_attention_fallback(causal_lm)
+    policy = Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm), reason)
     _check_head(policy, model.model)
     if policy.attention_fallback_reason:
         _check_cache(causal_lm, model.model)
     return policy
 
 
-def _build_policy(causal_lm: CausalLM, adapted: nn.Module, context: int, name: str) -> Policy:
+def _require_attention(causal_lm: CausalLM, name: str) -> None:
     try:
-        return Policy(adapted, causal_lm.device, context, _stop_ids(causal_lm))
-    except AttributeError as error:
-        raise _unsupported(causal_lm, name, error) from error
+        int(causal_lm.config.get_text_config().num_attention_heads)
+    except (AttributeError, TypeError) as error:
+        reason = "it has no attention (no num_attention_heads in its config.json).  Try: a model with attention"
+        raise _unsupported(causal_lm, name, reason) from error
 
 
 def _unsupported(causal_lm: CausalLM, name: str, error: object) -> BackendError:
@@ -433,4 +436,6 @@ def _check_cache(causal_lm: CausalLM, name: str) -> None:
     ids = torch.arange(4, device=causal_lm.device)[None] % int(causal_lm.get_output_embeddings().weight.shape[0])
     output: Any = causal_lm(input_ids=ids, use_cache=True)
     if not isinstance(output.get("past_key_values"), Cache):
-        raise _unsupported(causal_lm, name, "it does not keep its state in a cache of transformers")
+        raise _unsupported(
+            causal_lm, name, "it does not keep its state in a cache of transformers.  Try: another model"
+        )

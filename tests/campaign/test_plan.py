@@ -125,10 +125,18 @@ def test_conditions_whose_losses_cannot_differ_are_named(
             {},
             "not measured alike: [training] temperature is 0.2 instead of 0.7; a difference in c",
         ),
-        ({"temperature": 0.2}, {"eval": {"every": 1}}, "the temperature of evaluations is 0.2 instead of 0.7"),
+        (
+            {"temperature": 0.2},
+            {"eval": {"every": 1}},
+            "(see [eval] temperature) is 0.2 instead of 0.7",
+        ),
         ({"temperature": 0.2}, {"eval": {"every": 1, "temperature": 0.0}}, ""),
         ({"eval.temperature": 0.7}, {"eval": {"every": 1}}, ""),
-        ({"eval.temperature": 0.0}, {"eval": {"every": 1}}, "the temperature of evaluations is 0.0 instead of 0.7"),
+        (
+            {"eval.temperature": 0.0},
+            {"eval": {"every": 1}},
+            "(see [eval] temperature) is 0.0 instead of 0.7",
+        ),
         ({"teaching.efficiency_weight": 0.5}, {"teaching": {"enabled": True}}, ""),
         (
             {"eval.max_examples": 4},

@@ -520,7 +520,9 @@ def test_inputs_that_changed_between_runs_with_the_same_seed_are_named(
         # Later seeds have another reward in both conditions, and are compared with each other.
         write("a", seed, answers(0.3, seed), code={"mine": str(seed > 3)}, data="1")
         write("b", seed, answers(0.8, 10 + seed), code={"mine": str(seed > 3)}, data="1")
-    assert as_json(capsys, tmp_path)["comparisons"][0]["verdict"] == "statistically_significant_improvement"
+    data = as_json(capsys, tmp_path)
+    assert data["comparisons"][0]["verdict"] == "statistically_significant_improvement"
+    assert any(note.startswith("The code of mine changed between seeds: a4") for note in data["notes"])
     for inputs, told in (
         ({"code": {"mine": "edited"}}, "the code of mine changed"),
         ({"data": "2"}, "the training data changed"),

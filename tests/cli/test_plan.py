@@ -545,3 +545,22 @@ def test_measured_evaluations_are_part_of_a_runs_time(capsys: pytest.CaptureFixt
     assert run(["plan", "--eval-samples", "16"]) == 0
     assert "10 steps, 20 s without start-up and evaluations" in capsys.readouterr().out
     assert plan(capsys, "--eval-every", "0")["run"]["seconds"] == 20.0
+
+
+def test_runs_that_are_in_memory_at_once_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(options: str) -> dict[str, Any]:
+        sizes = "[training]\nmax_tokens = 512\n[campaign]\nseeds = [1, 2, 3, 4, 5, 6, 7, 8]\nmax_steps = 10\n"
+        write(f'[model]\nmodel = "./model"\nlora_rank = 256\n{sizes}{options}')
+        return plan(capsys, "--gpu", "RTX 4090")
+
+    alone, shared, some = map(planned, ("", "share_model = true\n", "share_model = true\nmax_workers = 4\n"))
+    adapter = alone["memory"]["adapter"]
+    # Five conditions with eight seeds; only the run that steps has gradients.
+    assert 25 * adapter < shared["memory"]["adapter"] < 40 * adapter
+    assert adapter < some["memory"]["adapter"] < 4 * adapter
+    assert alone["memory"]["fits"] and not shared["memory"]["fits"]
+    assert any("40 runs share the model" in note for note in shared["notes"])
+    parallel = planned("parallel = true\nmax_workers = 4\n")
+    assert parallel["memory"]["adapter"] == adapter and not parallel["memory"]["fits"]
+    assert any("4 runs at a time use gpu:0, and each needs this memory" in note for note in parallel["notes"])
+    assert not any("at a time" in note for note in alone["notes"])

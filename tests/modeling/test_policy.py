@@ -76,11 +76,11 @@ def test_experts_in_one_tensor_are_refused_before_the_weights_are_read(tmp_path:
     check_architecture(Model(model=str(tmp_path), lora_rank=0), Lora())
 
 
-@pytest.mark.parametrize("family", ["rwkv", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["rwkv", "mamba", "recurrent_gemma"])
 def test_a_model_that_cannot_be_sampled_from_is_refused_in_a_sentence(tmp_path: Path, family: str) -> None:
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256}
-    own = {"attention_hidden_size": 32, "context_length": 256} if family == "rwkv" else heads
+    own = {"rwkv": {"attention_hidden_size": 32}, "mamba": {"state_size": 8}}.get(family, heads)
     settings = AutoConfig.for_model(family, **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     for refuse in (

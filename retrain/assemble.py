@@ -104,8 +104,9 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     control: RunControl
-    code_digests: Mapping[str, str]
-    """Digests of the source files that the configuration names, as they were loaded."""
+    code_digests: dict[str, str]
+    """Digests of the source files that the configuration names, as they were loaded; if they were edited during the
+    run, those of all versions, joined by +."""
     model_digests: Mapping[str, Mapping[str, str]]
     """Digests of the files of the models, by model and file."""
     total_examples: int | None = None
@@ -376,7 +377,8 @@ def _build_evaluator(
         temperature=sampling.temperature if config.eval.temperature == AS_IN_TRAINING else config.eval.temperature,
         seed=derive_seed(config.training.seed, "eval"),
     )
-    return Evaluator(scorer, held_out, eval_sampling, config.eval.every, config.eval.k or config.eval.samples)
+    k, code = config.eval.k or config.eval.samples, code_digests(config, of_scoring=True)
+    return Evaluator(scorer, held_out, eval_sampling, config.eval.every, k, code)
 
 
 def _build_backpressure(config: TrainConfig, log: Callable[[str], None]) -> BackPressure:

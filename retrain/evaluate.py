@@ -35,6 +35,8 @@ class Evaluation:
     seconds: float = 0.0
     errors: int = 0
     """Completions whose scoring failed."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the user's code that scored them."""
 
     @property
     def pass_at_1(self) -> float:
@@ -84,16 +86,24 @@ class Evaluation:
             return {}
         options = asdict(self.sampling)
         del options["seed"], options["first"]
-        return {"problems": digest_of(example for example, _ in self.answers), "sampling": options}
+        code = {"code": dict(self.code)} if self.code else {}
+        return {"problems": digest_of(example for example, _ in self.answers), "sampling": options, **code}
 
 
 class Evaluator:
     """Evaluates every `every` steps."""
 
     def __init__(
-        self, scorer: RolloutScorer, examples: Sequence[Example], sampling: Sampling, every: int, k: int
+        self,
+        scorer: RolloutScorer,
+        examples: Sequence[Example],
+        sampling: Sampling,
+        every: int,
+        k: int,
+        code: Mapping[str, str] | None = None,
     ) -> None:
         self.scorer = scorer
+        self.code = code or {}
         self.examples = examples
         self.sampling = sampling
         self.every = every
@@ -123,6 +133,7 @@ class Evaluator:
             sampling=self.sampling,
             seconds=time.perf_counter() - started,
             errors=rollouts.errors,
+            code=self.code,
         )
 
 

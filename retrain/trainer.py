@@ -356,7 +356,11 @@ def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
         )
     code = saved.get("code", {})
     for name, digest in parts.code_digests.items():
-        if code.get(name, digest) != digest:
+        # Before the first step, nothing was trained with it.
+        trained = code.get(name, digest) if saved["progress"]["step"] else digest
+        parts.code_digests[name] = trained
+        if trained.rpartition("+")[2] != digest:
+            parts.code_digests[name] = f"{trained}+{digest}"
             parts.console.print(
                 f"Warning: the code of {name} has changed since the checkpoint. The run continues with the current "
                 "code."

@@ -11,7 +11,7 @@ from typing import Any
 Row = Mapping[str, Any]
 """A row of eval.jsonl or metrics.jsonl."""
 
-SETUP = ("problems", "sampling")
+SETUP = ("problems", "sampling", "code")
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706)
 """The 97.5% quantile of Student's t for 1 to 5 degrees of freedom, where its expansion is too small."""
@@ -39,7 +39,8 @@ class Change:
 
 
 def comparable(evaluations: Sequence[Row]) -> list[Row]:
-    """The evaluations on the same problems and with the same sampling as the last one; a resume may change both."""
+    """The evaluations on the same problems, with the same sampling and rewards as the last one; a resume may change
+    them."""
     last = evaluations[-1] if evaluations else {}
     # Older versions did not store them.
     return [row for row in evaluations if all(row.get(key, last.get(key)) == last.get(key) for key in SETUP)]

@@ -66,12 +66,17 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
 
 
-def code_digests(config: TrainConfig) -> dict[str, str]:
-    """A digest of each module that the configuration names, with its package: custom rewards and plugins."""
+def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str]:
+    """A digest of each module that the configuration names, with its package: custom rewards and plugins.
+
+    Those `of_scoring` decide what counts as correct.
+    """
     values = values_of(config)
     named = [(option.kind, str(values.get(option.path) or "")) for option in all_options() if option.kind]
     terms: list[Reward | RewardTerm] = [config.reward, *config.reward.terms]
     named += [("reward", term.type) for term in terms]
+    if of_scoring:
+        named = [(kind, name) for kind, name in named if kind in ("reward", "environment")]
     plugins = [name for kind, name in named if kind and name and is_plugin(kind, name)]
     modules = [split_path(name)[0] for name in plugins]
     modules += [term.custom_module for term in terms if term.type == "custom"]

@@ -245,6 +245,9 @@ def _require_attention(causal_lm: CausalLM, name: str) -> None:
     except (AttributeError, TypeError) as error:
         reason = "it has no attention (no num_attention_heads in its config.json).  Try: a model with attention"
         raise _unsupported(causal_lm, name, reason) from error
+    backbone: object = causal_lm.base_model
+    if backbone is causal_lm:
+        raise _unsupported(causal_lm, name, "its layers cannot be run without its head.  Try: another model")
 
 
 def _unsupported(causal_lm: CausalLM, name: str, error: object) -> BackendError:
@@ -277,20 +280,26 @@ def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> P
         # PEFT keeps a set, whose order in adapter_config.json would differ between equal runs.
         used = adapted.peft_config["default"]
         used.target_modules = sorted(used.target_modules)
-    except ValueError as error:
+    # PEFT looks for attributes that some kinds of experts lack.
+    except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}"
+            f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}  {_advise(causal_lm)}"
         ) from error
     if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
-        modules = adapted.named_modules()
-        linear = {path for path, module in modules if isinstance(module, nn.Linear) and "lora_" not in path}
-        attention = {path.removesuffix(".base_layer").rpartition(".") for path in linear}
-        names = sorted({name for parent, _, name in attention if "attn" in parent or "attention" in parent})
         raise ConfigError(
             f"{model.model} keeps its experts in one tensor, whose adapters cannot be merged here.  "
-            f'Try: [lora] target_modules = "{",".join(names)}"'
+            f"{_advise(causal_lm)}"
         )
     return adapted
+
+
+def _advise(causal_lm: CausalLM) -> str:
+    """The linear modules of the attention, which can be adapted in any model."""
+    modules = module_of(causal_lm).named_modules()
+    linear = {path for path, module in modules if isinstance(module, nn.Linear) and "lora_" not in path}
+    parts = {path.removesuffix(".base_layer").rpartition(".") for path in linear}
+    names = sorted({name for parent, _, name in parts if "attn" in parent or "attention" in parent})
+    return f'Try: [lora] target_modules = "{",".join(names)}"'
 
 
 @contextmanager
@@ -417,9 +426,9 @@ def _check_head(policy: Policy, name: str) -> None:
     ours_only: dict[str, object] = {} if policy.attention_fallback_reason else {"attend": attend}
     try:
         own = policy.causal_lm(input_ids=ids, use_cache=False, **ours_only).logits
+        ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
     except (TypeError, AttributeError) as error:
         raise _unsupported(policy.causal_lm, name, error) from error
-    ours = policy.head(policy.hidden(ids, torch.arange(4, device=policy.device)[None], attend))
     # NaN is equal to nothing, so it would count as a difference.
     if not ours.isfinite().all():
         raise BackendError(

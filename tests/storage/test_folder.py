@@ -15,6 +15,7 @@ from campaign.campaigns import FakeExecutor, campaign_config, run_with
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_model, write_tokenizer
 
+from retrain.analysis.change import comparable
 from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.config import dump_config, load_config
@@ -624,6 +625,27 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     reward.write_text("def score(response, reference):\n    return float(len(response) % 3)\n")
     printed = resumed(model, tmp_path, training__max_steps=8, **own)
     assert "Warning: the code of edited_score has changed since the checkpoint." in printed
+    # What the run was trained with is recorded, for comparisons with other runs.
+    code = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["code"]["edited_score"]
+    assert code.count("+") == 1
+    assert "has changed since the checkpoint" not in resumed(model, tmp_path, training__max_steps=10, **own)
+    assert json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["code"]["edited_score"] == code
+
+
+def test_evaluations_by_an_edited_reward_are_not_compared_with_those_before(model: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "held_out_score.py"
+    reward.write_text("def score(response, reference):\n    return 0.0\n")
+    own = {"reward__custom_module": "held_out_score", "plugins__search_paths": [str(tmp_path)]}
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    own |= {"eval__every": 2, "eval__source": "jsonl", "eval__path": str(held_out)}
+    train_quietly(fake_config(model, tmp_path, **own))
+    before = rows(tmp_path / "logs", "eval.jsonl")
+    assert comparable(before) == before and len(before) > 1
+    reward.write_text("def score(response, reference):\n    return 1.0\n")
+    resumed(model, tmp_path, training__max_steps=8, **own)
+    after = rows(tmp_path / "logs", "eval.jsonl")
+    assert len(comparable(after)) == len(after) - len([row for row in after if row["eval_pass_at_1"] == 0.0]) > 0
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "generation_config.json", "chat_template.jinja"])

@@ -642,7 +642,8 @@ def test_evaluations_by_an_edited_reward_are_not_compared_with_those_before(mode
     train_quietly(fake_config(model, tmp_path, **own))
     before = rows(tmp_path / "logs", "eval.jsonl")
     assert comparable(before) == before and len(before) > 1
-    reward.write_text("def score(response, reference):\n    return 1.0\n")
+    # Of another length: within a second, Python takes a file of the same length for the one that it has compiled.
+    reward.write_text("def score(response, reference):\n    return 1.0  # edited\n")
     resumed(model, tmp_path, training__max_steps=8, **own)
     after = rows(tmp_path / "logs", "eval.jsonl")
     assert len(comparable(after)) == len(after) - len([row for row in after if row["eval_pass_at_1"] == 0.0]) > 0

@@ -16,6 +16,7 @@ from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
 from retrain.data import digest_of, load_examples, reads_file
 from retrain.errors import CheckpointError, ConfigError
+from retrain.modeling.digest import digest_models
 from retrain.runtime.text import list_some, plural, shorten_path
 from retrain.runtime.version import version
 from retrain.storage.checkpoint import Checkpoints, read_state
@@ -130,13 +131,17 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
             f"{earlier.folder} was run by retrain {earlier.version}, and this is {version()}: their runs may not be "
             "comparable.  Try: that version, a new campaign, or --force-resume"
         )
+    digests: dict[str, dict[str, str]] = {}
+    """Of each model once; runs share them."""
     for run in runs:
         stored = run.folder / CONFIG_FILE
         # What ended before its first checkpoint is started anew.
         if not stored.is_file() or not _steps_taken(run.folder):
             continue
         trained, wanted = load_config(stored), with_absolute_paths(run.config)
-        differences = meaningful_differences(trained, wanted) + find_changed_models(read_state(run.folder), wanted)
+        if {wanted.model.model, wanted.teaching.student_model} - digests.keys() - {""}:
+            digests |= digest_models(wanted)
+        differences = meaningful_differences(trained, wanted) + find_changed_models(read_state(run.folder), digests)
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.
             differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume())
@@ -157,7 +162,7 @@ def find_edits(runs: Sequence[Run]) -> list[str]:
         # A run that failed at its first step has trained nothing; the edit may be the remedy.
         if not state.get("step"):
             continue
-        if state.get("data") and reads_file(section) and str(section) not in data:
+        if state.get("data") and reads_file(section.source) and str(section) not in data:
             data[str(section)] = digest_of(load_examples(section))
         now = {"code": code_digests(run.config), "data": data.get(str(section))}
         if name := find_edit(read_inputs(state, run.config), read_inputs(now, run.config)):

@@ -71,7 +71,7 @@ def check_files_of_problems(configs: Sequence[TrainConfig]) -> None:
             held_out = [held_out_section(config)] if config.eval.every else []
             sections |= {str(section): section for section in (config.data, *held_out)}
     for section in sections.values():
-        if reads_file(section):
+        if reads_file(section.source):
             load_examples(section)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from retrain.checks.preflight import models_of
+from retrain.checks.preflight import models_of, reads_weights
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
 from retrain.modeling.files import find_model, read_vocabulary_size
@@ -34,8 +34,7 @@ def check_template(config: TrainConfig, tokenizer: Tokenizer, where: str = "[mod
 
 
 def _check_ids(config: TrainConfig, encoder: PromptEncoder, encoded: Iterable[IntArray], what: str, where: str) -> None:
-    # A service and a plugin have models of their own, and the settings of a local one may be overridden.
-    if config.backend.backend != "local" or config.model.init_kwargs:
+    if not reads_weights(config):
         return
     name = models_of(config)[where]
     size = read_vocabulary_size(find_model(name))

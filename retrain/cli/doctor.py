@@ -37,7 +37,7 @@ from retrain.cli.train import DEFAULT_FILE, load_environment, read_config, stric
 from retrain.cli.trial import Trial, try_out
 from retrain.config import TrainConfig
 from retrain.config.flags import click_options, load_with_flags, overrides_from
-from retrain.data import load_examples
+from retrain.data import load_examples, reads_file
 from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
 from retrain.modeling.files import (
@@ -50,7 +50,6 @@ from retrain.modeling.files import (
     lacks_weights,
     suggest_restoring,
 )
-from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some, plural
@@ -341,7 +340,7 @@ def _check_rows(config: TrainConfig, where: str, path: str) -> Check:
     """Load a file of problems as the run would."""
     source = config.data.source if where == "[data] path" else config.held_out_source
     section = config.data.model_copy(update={"source": source, "path": path})
-    if is_plugin("data", source) or not REGISTRIES["data"].reads(source, "path"):
+    if not reads_file(source):
         return Check("files", where, "ok", path)
     try:
         count = len(load_examples(section))

@@ -32,6 +32,7 @@ from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
+from retrain.data import reads_file
 from retrain.errors import RetrainError
 from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
@@ -361,8 +362,7 @@ def _tables_with_files(config: TrainConfig) -> Iterator[str]:
         return
     held_out = {"[eval]": config.held_out_source} if config.eval.every else {}
     for table, source in ({"[data]": config.data.source} | held_out).items():
-        is_file = not is_plugin("data", source) and REGISTRIES["data"].reads(source, "path")
-        if is_file and known_context(config) is not None:
+        if reads_file(source) and known_context(config) is not None:
             yield table
 
 

@@ -77,9 +77,9 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
 
 
-def reads_file(section: schema.Data) -> bool:
-    """Whether a built-in source reads its examples from the file that `[data] path` names."""
-    return not is_plugin("data", section.source) and REGISTRIES["data"].reads(section.source, "path")
+def reads_file(source: str) -> bool:
+    """Whether a built-in source reads its examples from the file that `path` names."""
+    return not is_plugin("data", source) and REGISTRIES["data"].reads(source, "path")
 
 
 def held_out_section(config: TrainConfig) -> schema.Data:

@@ -180,7 +180,7 @@ def check_architecture(model: Model, lora: Lora) -> None:
         settings = AutoConfig.from_pretrained(resolve_model(model.model))
         with torch.device("meta"):
             causal_lm: CausalLM = AutoModelForCausalLM.from_config(settings)
-            _require_attention(causal_lm, model.model)
+            _require_parts(causal_lm, model.model)
             adapted = _with_adapter(causal_lm, model, lora, seed=0) if model.lora_rank else module_of(causal_lm)
             Policy(adapted, causal_lm.device, read_context(causal_lm, model.model), ())
             # A forward pass without numbers; some models need them.
@@ -224,7 +224,7 @@ def choose_dtype(name: str, device: torch.device, log: Callable[[str], None]) ->
 
 def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callable[[str], None]) -> Policy:
     """Add a fresh adapter to a loaded model, except in full fine-tuning, and check that it is supported."""
-    _require_attention(causal_lm, model.model)
+    _require_parts(causal_lm, model.model)
     causal_lm.eval().requires_grad_(not model.lora_rank)
     adapted = _with_adapter(causal_lm, model, lora, seed) if model.lora_rank else module_of(causal_lm)
     quantized = sum(layer.in_features * layer.out_features for layer in quantized_layers(adapted))
@@ -239,7 +239,7 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
     return policy
 
 
-def _require_attention(causal_lm: CausalLM, name: str) -> None:
+def _require_parts(causal_lm: CausalLM, name: str) -> None:
     try:
         int(causal_lm.config.get_text_config().num_attention_heads)
     except (AttributeError, TypeError) as error:

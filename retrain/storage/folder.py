@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import TextIO
 
@@ -167,7 +167,7 @@ def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -
     stored = with_absolute_paths(load_config(resumed / CONFIG_FILE))
     wanted = _with_seed(with_absolute_paths(config), stored.training.seed)
     differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted)})
-    differences += find_changed_models(checkpoint.state, wanted)
+    differences += find_changed_models(checkpoint.state, digest_models(wanted))
     if differences and not force:
         raise CheckpointError(
             f"{resumed} was trained with other settings:\n"
@@ -203,11 +203,11 @@ def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
     return meaningful_differences(trained, stored, moved)
 
 
-def find_changed_models(saved: JsonObject, wanted: TrainConfig) -> list[str]:
+def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Models whose files are not those that were trained, by what a checkpoint or trainer_state.json has recorded."""
     changed = []
     for name, trained in saved.get("models", {}).items():
-        now = digest_models(wanted).get(name, trained)
+        now = digests.get(name, trained)
         if files := sorted(file for file in trained.keys() | now.keys() if trained.get(file) != now.get(file)):
             changed.append(f"the model {name} has changed since: {list_some(files)}")
     return changed

@@ -103,6 +103,11 @@ _NORMED_FAMILIES = ("qwen3", "gemma3", "gemma3_text", "olmo2", "cohere2")
 _UNGATED_FAMILIES = ("gpt2", "gpt_neox", "phi", "opt", "gptj", "falcon")
 
 
+def has_experts(settings: Mapping[str, object]) -> bool:
+    """Whether the settings of a language model are those of a mixture of experts; some dense ones have zero experts."""
+    return any(value for key, value in settings.items() if key.endswith("experts"))
+
+
 def read_shape(config: JsonObject) -> Shape | None:
     """The shape in a config.json; None if it is not a dense decoder."""
     settings = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
@@ -112,7 +117,7 @@ def read_shape(config: JsonObject) -> Shape | None:
     def first(*names: str) -> int:
         return int(next(settings[name] for name in names if settings.get(name) is not None))
 
-    if any(settings.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(settings):
         return None
     try:
         hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")

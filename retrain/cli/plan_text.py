@@ -96,7 +96,7 @@ class Plan(TypedDict):
 def why_unknown(model: Model) -> str:
     """Why there is no memory plan for a model, and what would help."""
     if model["parameters_from"] == "its files":
-        return "only dense decoders are planned, not mixtures of experts"
+        return "only dense decoders with attention in every layer are planned, not mixtures of experts or hybrids"
     if find_model(model["name"]).found == "missing":
         return f"there is no folder {model['name']}"
     return f"the model's config.json is not on this machine.  Try: hf download {model['name']} config.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrain.builtin import PREFIX, resolve_model
-from retrain.capacity.memory import Shape, read_shape
+from retrain.capacity.memory import Shape, has_experts, read_shape
 from retrain.types import JsonObject
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -22,6 +22,8 @@ _SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-zA-Z])", re.IG
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 """Names of the context length in config.json; most families use the first."""
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Names of the list of layers in config.json, for models that have several kinds."""
 ADAPTER_SETTINGS = "adapter_config.json"
 MERGE_HINT = (
     "Try: merge it into its base with PEFT (merge_and_unload), save the result and the tokenizer of the base in one "
@@ -31,6 +33,9 @@ NO_WEIGHTS = "has no weights (no model.safetensors, no index, no pytorch_model.b
 NO_TOKENIZER = "has no tokenizer (no tokenizer.json, tokenizer.model, vocab.json, vocab.txt or the like)."
 # Some tokenizers, such as those of bytes, have only a tokenizer_config.json.
 _TOKENIZER_FILES = ("token*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "tekken.json")
+
+# Matrices at both ends of a model, beside those named "embed": not adapted.
+_EMBEDDINGS = ("lm_head", "wte", "wpe")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,7 +57,9 @@ class ModelFacts:
     parameters_from: str
     shapes: Shapes
     shape: Shape | None
-    """Shape of a dense decoder, from its config.json."""
+    """Shape of a dense decoder with attention in every layer, from its config.json."""
+    lists_linear_layers: bool = True
+    """Whether matrices in its files are linear layers: those of experts, or for images, may be something else."""
 
 
 def find_model(name: str) -> ModelFiles:
@@ -95,9 +102,11 @@ def read_facts(files: ModelFiles) -> ModelFacts:
     if files.folder is not None:
         for path in sorted(files.folder.glob("*.safetensors")):
             shapes |= _read_shapes(path)
-    shape = read_shape(_read_json(_find_settings(files)))
+    settings = _read_json(_find_settings(files))
+    shape = None if _is_hybrid(_read_text_settings(files)) else read_shape(settings)
     if shapes:
-        return ModelFacts(sum(map(math.prod, shapes.values())), "its files", shapes, shape)
+        plain = "text_config" not in settings and not is_mixture(files)
+        return ModelFacts(sum(map(math.prod, shapes.values())), "its files", shapes, shape, plain)
     if shape is not None:
         return ModelFacts(shape.parameters, "its config.json", {}, shape)
     size = _SIZE_IN_NAME.search(files.name.rpartition("/")[2])
@@ -113,9 +122,16 @@ def read_context_length(files: ModelFiles) -> int | None:
     return next((found for key in CONTEXT_KEYS if isinstance(found := settings.get(key), int)), None)
 
 
-def mentions_experts(files: ModelFiles) -> bool:
+def _is_hybrid(settings: JsonObject) -> bool:
+    """Whether some layers have no attention, or something beside it."""
+    kinds = [kind for key in _LAYER_KINDS for kind in settings.get(key) or ()]
+    plain = all(str(kind).endswith("attention") and kind != "linear_attention" for kind in kinds)
+    return not plain or any(key.startswith("mamba") for key in settings)
+
+
+def is_mixture(files: ModelFiles) -> bool:
     """Whether config.json is that of a mixture of experts."""
-    return any("experts" in key for key in _read_text_settings(files))
+    return has_experts(_read_text_settings(files))
 
 
 def read_vocabulary_size(files: ModelFiles) -> int | None:
@@ -200,10 +216,13 @@ def count_trainable(facts: ModelFacts, rank: int, target_modules: str) -> int | 
     if not facts.shapes:
         return facts.shape.adapter_parameters(rank, target_modules) if facts.shape is not None else None
     names = [name.strip() for name in target_modules.split(",")]
+    if names == ["all-linear"] and not facts.lists_linear_layers:
+        return None
     adapted = 0
     for key, shape in facts.shapes.items():
         layer = key.removesuffix(".weight").rpartition(".")[2]
-        chosen = layer != "lm_head" and "embed" not in layer if names == ["all-linear"] else layer in names
+        is_linear = layer not in _EMBEDDINGS and "embed" not in layer
+        chosen = is_linear if names == ["all-linear"] else layer in names
         if chosen and len(shape) == 2:
             adapted += rank * sum(shape)
     return adapted

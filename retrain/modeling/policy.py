@@ -5,29 +5,28 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
+from retrain.modeling.adapter import add_adapter
 from retrain.modeling.attention import ATTENTION_NAME, Attention, PackedAttention, Scoring, attending, register
 from retrain.modeling.causal_lm import CausalLM, module_of
-from retrain.modeling.files import CONTEXT_KEYS, MERGE_HINT, find_model, mentions_experts
+from retrain.modeling.files import CONTEXT_KEYS, MERGE_HINT, find_model, is_mixture
 from retrain.modeling.quantization import quantize_layers, quantized_layers
 from retrain.modeling.tokens import Tokenizer, explain_missing_model
 from retrain.modeling.torch_internals import cpu_computes_bf16
@@ -166,7 +165,7 @@ def last_hidden(causal_lm: CausalLM, token_ids: Tensor, positions: Tensor, **mor
 def load_policy(model: Model, lora: Lora, seed: int, device: torch.device, log: Callable[[str], None]) -> Policy:
     """Load the model onto a device and give it a fresh adapter."""
     register()
-    if mentions_experts(find_model(model.model)):
+    if is_mixture(find_model(model.model)):
         # Of these, many cannot be adapted, and they take long to load.
         check_architecture(model, lora)
     return adapt(_load_causal_lm(model, choose_dtype(model.dtype, device, log), device), model, lora, seed, log)
@@ -181,13 +180,25 @@ def check_architecture(model: Model, lora: Lora) -> None:
         with torch.device("meta"):
             causal_lm: CausalLM = AutoModelForCausalLM.from_config(settings)
             _require_parts(causal_lm, model.model)
-            adapted = _with_adapter(causal_lm, model, lora, seed=0) if model.lora_rank else module_of(causal_lm)
+            adapted = add_adapter(causal_lm, model, lora, seed=0) if model.lora_rank else module_of(causal_lm)
             Policy(adapted, causal_lm.device, read_context(causal_lm, model.model), ())
             # A forward pass without numbers; some models need them.
             with suppress(RuntimeError, NotImplementedError):
                 _check_cache(causal_lm, model.model)
     except (OSError, ValueError) as error:
-        raise ConfigError(explain_missing_model(model.model, error)) from error
+        raise ConfigError(_explain_unloaded(model.model, error)) from error
+
+
+def _explain_unloaded(name: str, error: Exception) -> str:
+    """Why a model could not be loaded; transformers answers with a list of all its classes if it reads images."""
+    with suppress(OSError, ValueError):
+        settings = AutoConfig.from_pretrained(resolve_model(name))
+        if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in settings.to_dict():
+            return (
+                f"{name} ({settings.model_type}) is not a model that transformers loads as a causal language model.  "
+                "Try: a text model, such as the one of its family without images"
+            )
+    return explain_missing_model(name, error)
 
 
 def read_context(causal_lm: CausalLM, name: str) -> int:
@@ -226,7 +237,7 @@ def adapt(causal_lm: CausalLM, model: Model, lora: Lora, seed: int, log: Callabl
     """Add a fresh adapter to a loaded model, except in full fine-tuning, and check that it is supported."""
     _require_parts(causal_lm, model.model)
     causal_lm.eval().requires_grad_(not model.lora_rank)
-    adapted = _with_adapter(causal_lm, model, lora, seed) if model.lora_rank else module_of(causal_lm)
+    adapted = add_adapter(causal_lm, model, lora, seed) if model.lora_rank else module_of(causal_lm)
     quantized = sum(layer.in_features * layer.out_features for layer in quantized_layers(adapted))
     total = quantized + sum(p.numel() for p in adapted.parameters())
     trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -252,85 +263,6 @@ def _require_parts(causal_lm: CausalLM, name: str) -> None:
 
 def _unsupported(causal_lm: CausalLM, name: str, error: object) -> BackendError:
     return BackendError(f"{name} ({type(causal_lm).__name__}) cannot be trained here: {error}")
-
-
-def _with_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> PeftModel:
-    targets: str | list[str] = lora.target_modules
-    if targets != "all-linear":
-        targets = [name.strip() for name in lora.target_modules.split(",") if name.strip()]
-        _check_targets(targets, causal_lm, model.model)
-    adapter = LoraConfig(
-        r=model.lora_rank,
-        lora_alpha=lora.alpha or 2 * model.lora_rank,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(derive_seed(seed, "adapter"))
-    try:
-        with warnings.catch_warnings():
-            # GPT-2 has transposed matrices; PEFT corrects for that but still warns.
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-            # PEFT has patterns for kinds of experts that a model may not have.
-            warnings.filterwarnings("ignore", message="The following (alpha|rank)_pattern keys did not match")
-            # The adapter has the model's precision; the optimizer keeps float32 masters.
-            with one_thread():
-                adapted = get_peft_model(causal_lm, adapter, autocast_adapter_dtype=False).eval()
-            _cast_adapter(adapted)
-        # PEFT keeps a set, whose order in adapter_config.json would differ between equal runs.
-        used = adapted.peft_config["default"]
-        used.target_modules = sorted(used.target_modules)
-    # PEFT looks for attributes that some kinds of experts lack.
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"[lora] target_modules = {lora.target_modules!r} does not fit {model.model}: {error}  {_advise(causal_lm)}"
-        ) from error
-    if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
-        raise ConfigError(
-            f"{model.model} keeps its experts in one tensor, whose adapters cannot be merged here.  "
-            f"{_advise(causal_lm)}"
-        )
-    return adapted
-
-
-def _advise(causal_lm: CausalLM) -> str:
-    """The linear modules of the attention, which can be adapted in any model."""
-    modules = module_of(causal_lm).named_modules()
-    linear = {path for path, module in modules if isinstance(module, nn.Linear) and "lora_" not in path}
-    parts = {path.removesuffix(".base_layer").rpartition(".") for path in linear}
-    names = sorted({name for parent, _, name in parts if "attn" in parent or "attention" in parent})
-    return f'Try: [lora] target_modules = "{",".join(names)}"'
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one CPU thread: hundreds of small matrices would each wait for threads on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _check_targets(targets: Sequence[str], causal_lm: CausalLM, name: str) -> None:
-    """Reject names that match no module; PEFT ignores them if another name matches."""
-    modules = dict(module_of(causal_lm).named_modules())
-    unknown = [target for target in targets if not any(f".{path}".endswith(f".{target}") for path in modules)]
-    if unknown:
-        linear = (path for path, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
-        known = sorted({path.rpartition(".")[2] for path in linear})
-        raise ConfigError(
-            f"[lora] target_modules: {name} has no module {', '.join(map(repr, unknown))}.  Try: {', '.join(known)}"
-        )
-
-
-def _cast_adapter(adapted: PeftModel) -> None:
-    """Give the adapter the model's precision; over a quantized matrix PEFT makes it in float32."""
-    dtype = next(adapted.get_base_model().parameters()).dtype
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
 
 
 def fresh_adapter(policy: Policy, seed: int) -> list[Tensor]:
@@ -365,7 +297,7 @@ def _load_causal_lm(model: Model, dtype: torch.dtype, device: torch.device) -> C
             raise
         raise ConfigError(f"[model] init_kwargs = {model.init_kwargs} does not fit {model.model}: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(explain_missing_model(model.model, error)) from error
+        raise ConfigError(_explain_unloaded(model.model, error)) from error
 
 
 def _load_onto(device: torch.device, model: Model, dtype: torch.dtype, attention: str | None) -> CausalLM:

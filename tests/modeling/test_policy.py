@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
+from retrain.modeling.files import count_trainable, find_model, read_facts
 from retrain.modeling.policy import check_architecture, load_policy
 
 CPU = torch.device("cpu")
@@ -95,3 +96,51 @@ def test_a_model_without_a_context_length_is_refused_with_what_to_add(tmp_path: 
     AutoConfig.for_model("bloom", vocab_size=128, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r'does not state its context length\. .*add "max_position_embeddings"'):
         check_architecture(Model(model=str(tmp_path)), Lora())
+
+
+def test_routers_that_are_linear_layers_are_not_adapted(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    settings = AutoConfig.for_model("phimoe", **sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    policy = load_policy(Model(model=str(tmp_path)), Lora(), 0, CPU, lambda line: None)
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in policy.adapter_state()}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_a_model_that_reads_images_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path)
+    for refuse in (lambda m: load_policy(m, Lora(), 0, CPU, print), lambda m: check_architecture(m, Lora())):
+        with pytest.raises(ConfigError, match=r"\(qwen2_5_vl\) is not a model that .* Try: a text model"):
+            refuse(Model(model=str(tmp_path)))
+
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "planned"),
+    [
+        ("gpt2", {}, True),
+        ("phi3", {}, True),
+        ("falcon", {"multi_query": True}, True),
+        ("qwen3_5_text", KINDS, False),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, False),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}, False),
+    ],
+)
+def test_trainable_parameters_are_those_of_the_run_or_unknown(
+    tmp_path: Path, family: str, own: dict[str, object], planned: bool
+) -> None:
+    settings = AutoConfig.for_model(family, **SIZES | HEADS | {"pad_token_id": 0}, **own)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    facts = read_facts(find_model(str(tmp_path)))
+    assert (facts.shape is not None) == planned
+    counted = count_trainable(facts, 4, "all-linear")
+    if "experts" in str(own):
+        assert counted is None
+    else:
+        policy = load_policy(Model(model=str(tmp_path), lora_rank=4), Lora(), 0, CPU, lambda line: None)
+        assert counted == sum(tensor.numel() for tensor in policy.adapter_state().values())

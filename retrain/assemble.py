@@ -48,6 +48,7 @@ from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBack
 from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import RunFolder
+from retrain.storage.inputs import RunInputs
 from retrain.teaching import build_teaching_scorer, check_context
 from retrain.tracking import ThrottledTracker, Tracker, Trackers
 from retrain.tracking.background import BackgroundTracker
@@ -104,11 +105,7 @@ class Parts:
     checkpoints: Checkpoints
     console: Console
     control: RunControl
-    code_digests: dict[str, str]
-    """Digests of the source files that the configuration names, as they were loaded; if they were edited during the
-    run, those of all versions, joined by +."""
-    model_digests: Mapping[str, Mapping[str, str]]
-    """Digests of the files of the models, by model and file."""
+    inputs: RunInputs
     total_examples: int | None = None
     """Where back pressure decides the number of steps: the examples of all epochs. None if max_steps ends the run."""
 
@@ -193,9 +190,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,
         control=overrides.control,
-        code_digests=code,
         # A model that had to be downloaded is there now.
-        model_digests=digest_models(config),
+        inputs=RunInputs(order.digest, code, digest_models(config)),
         total_examples=total,
     )
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -343,28 +343,22 @@ def resume(parts: Parts) -> RunState:
 
 def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
     """Report data, rewards and plugins that have been edited since the checkpoint."""
-    if saved.get("data_digest", parts.order.digest) != parts.order.digest:
-        parts.console.print(
-            "Warning: the data has changed since the checkpoint: the number of examples is the same, but "
-            "the examples or their order differ. The run continues with the current data."
-        )
+    for name in parts.inputs.add_earlier(saved):
+        if name == "the data":
+            parts.console.print(
+                "Warning: the data has changed since the checkpoint: the number of examples is the same, but "
+                "the examples or their order differ. The run continues with the current data."
+            )
+        else:
+            parts.console.print(
+                f"Warning: {name} has changed since the checkpoint. The run continues with the current code."
+            )
     evaluated, now = saved.get("held_out_digest"), parts.evaluator.digest
     if evaluated and now and evaluated != now:
         parts.console.print(
             "Warning: the held-out problems have changed since the checkpoint, so the evaluations before and after it "
             "are not compared."
         )
-    code = saved.get("code", {})
-    for name, digest in parts.code_digests.items():
-        # Before the first step, nothing was trained with it.
-        trained = code.get(name, digest) if saved["progress"]["step"] else digest
-        parts.code_digests[name] = trained
-        if trained.rpartition("+")[2] != digest:
-            parts.code_digests[name] = f"{trained}+{digest}"
-            parts.console.print(
-                f"Warning: the code of {name} has changed since the checkpoint. The run continues with the current "
-                "code."
-            )
 
 
 def warn_of_changed_steps(parts: Parts, step: int, max_steps: int) -> None:
@@ -394,10 +388,8 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "configured_batch_size": parts.config.training.batch_size,
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
-        "data_digest": parts.order.digest,
         "held_out_digest": parts.evaluator.digest,
-        "code": dict(parts.code_digests),
-        "models": dict(parts.model_digests),
+        **asdict(parts.inputs),
         "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),
@@ -418,9 +410,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
             "condition": parts.config.condition,
             "checkpoint": f"checkpoints/step_{state.step:06d}",
             "running_correct_rate": state.right / max(1, state.scored),
-            "data": parts.order.digest,
-            "code": dict(parts.code_digests),
-            "models": dict(parts.model_digests),
+            **asdict(parts.inputs),
             **read_notes(path),
         },
     )

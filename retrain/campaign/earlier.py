@@ -23,10 +23,10 @@ from retrain.storage.checkpoint import Checkpoints, read_state
 from retrain.storage.folder import (
     CONFIG_FILE,
     describe_differences,
-    find_changed_models,
     meaningful_differences,
     with_absolute_paths,
 )
+from retrain.storage.inputs import find_changed_models
 from retrain.storage.logs import MANIFEST
 
 

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TextIO
 
@@ -20,10 +20,10 @@ from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
+from retrain.storage.inputs import find_changed_models
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
-from retrain.types import JsonObject
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
@@ -201,16 +201,6 @@ def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
     trained = build_config(parse_toml(text, name), {}, name)
     moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
     return meaningful_differences(trained, stored, moved)
-
-
-def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Models whose files are not those that were trained, by what a checkpoint or trainer_state.json has recorded."""
-    changed = []
-    for name, trained in saved.get("models", {}).items():
-        now = digests.get(name, trained)
-        if files := sorted(file for file in trained.keys() | now.keys() if trained.get(file) != now.get(file)):
-            changed.append(f"the model {name} has changed since: {list_some(files)}")
-    return changed
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
+from retrain.storage.checkpoint import read_state
 from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.storage.recording import find_recordings
 
@@ -596,6 +597,11 @@ def test_a_resume_on_edited_data_is_a_warning(model: Path, run_folder: Path) -> 
     problems.write_text("".join(reversed(problems.read_text().splitlines(keepends=True))))
     printed = resumed(model, run_folder, training__max_steps=8)
     assert "Warning: the data has changed since the checkpoint: the number of examples is the same" in printed
+    # What the run was trained with is recorded, for comparisons with other runs.
+    data = read_state(run_folder / "logs")["data"]
+    assert data.count("+") == 1
+    assert "the data has changed" not in resumed(model, run_folder, training__max_steps=10)
+    assert read_state(run_folder / "logs")["data"] == data
 
 
 def test_a_resume_with_more_data_is_rejected_before_the_model_is_loaded(model: Path, run_folder: Path) -> None:
@@ -664,7 +670,10 @@ def test_a_model_whose_files_have_changed_since_the_checkpoint_is_refused(tmp_pa
         resumed(own, tmp_path, training__max_steps=8)
     forced = fake_config(own, tmp_path, resume__from=str(tmp_path / "logs"), training__max_steps=8)
     assert "Resuming from" in train_quietly(forced, force_resume=True)[1]
+    digests = read_state(tmp_path / "logs")["models"][str(own)]
+    assert [file for file, digest in digests.items() if "+" in digest] == [changed]
     assert "Resuming from" in resumed(own, tmp_path, training__max_steps=10)
+    assert read_state(tmp_path / "logs")["models"][str(own)] == digests
 
 
 def test_weights_of_a_large_model_are_compared_by_pieces_of_its_files(

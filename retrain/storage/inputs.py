@@ -1,0 +1,59 @@
+"""What a run has read: digests of its data, its user code and its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from retrain.runtime.text import list_some
+from retrain.types import JsonObject
+
+
+@dataclass
+class RunInputs:
+    """Digests as checkpoints and trainer_state.json have them; of what was edited during the run, all, joined by +."""
+
+    data: str
+    """Of the examples, in order; empty for those that are made on access."""
+    code: dict[str, str]
+    """Of the source files that the configuration names, as they were loaded."""
+    models: dict[str, dict[str, str]]
+    """By model and file."""
+
+    def add_earlier(self, saved: JsonObject) -> list[str]:
+        """Continue a run with what a checkpoint of it has recorded; return what was edited since."""
+        if not saved["progress"]["step"]:
+            return []  # nothing was trained with it
+        data, code, models = saved.get("data", saved.get("data_digest")), saved.get("code", {}), saved.get("models", {})
+        edited = ["the data"] if _differs(data, self.data) else []
+        edited += [f"the code of {name}" for name, digest in self.code.items() if _differs(code.get(name), digest)]
+        self.data = _join(data, self.data)
+        self.code = {name: _join(code.get(name), digest) for name, digest in self.code.items()}
+        for name, files in self.models.items():
+            trained = models.get(name, {})
+            self.models[name] = {file: _join(trained.get(file), digest) for file, digest in files.items()}
+        return edited
+
+
+def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Models whose files are not those that were last trained, by a checkpoint or trainer_state.json."""
+    changed = []
+    for name, trained in saved.get("models", {}).items():
+        now = digests.get(name, trained)
+        files = sorted(file for file in trained.keys() | now.keys() if _latest(trained.get(file)) != now.get(file))
+        if files:
+            changed.append(f"the model {name} has changed since: {list_some(files)}")
+    return changed
+
+
+def _latest(digest: str | None) -> str | None:
+    return digest and digest.rpartition("+")[2]
+
+
+def _differs(earlier: str | None, now: str) -> bool:
+    """Whether something was edited since it was recorded, if it was."""
+    return bool(earlier) and _latest(earlier) != now
+
+
+def _join(earlier: str | None, now: str) -> str:
+    return f"{earlier}+{now}" if _differs(earlier, now) else earlier or now

@@ -88,7 +88,8 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
         # A service reads no weights here.
         if config.backend.backend != "tinker":
             yield from find_damaged_weights(where, name)
-    yield from _missing_weights(config)
+        if reads_weights(config):
+            yield from find_missing_weights(where, name)
     yield from _replaced_models(config)
     yield from _missing_datasets(config)
     yield from _too_long(config)
@@ -134,12 +135,12 @@ def reads_weights(config: TrainConfig) -> bool:
     return config.backend.backend == "local" and not config.model.init_kwargs
 
 
-def _missing_weights(config: TrainConfig) -> Iterator[ConfigIssue]:
-    for where, name in models_of(config).items() if reads_weights(config) else ():
-        files = find_model(name)
-        # An adapter is reported as such.
-        if lacks_weights(files) and not find_base(files):
-            yield ConfigIssue(where, f"= {json.dumps(name)} {NO_WEIGHTS}.", "Try: copy or download it again")
+def find_missing_weights(where: str, name: str) -> Iterator[ConfigIssue]:
+    """An issue if the folder of a model, named by the option `where`, has no weights."""
+    files = find_model(name)
+    # An adapter is reported as such.
+    if lacks_weights(files) and not find_base(files):
+        yield ConfigIssue(where, f"= {json.dumps(name)} {NO_WEIGHTS}.", "Try: copy or download it again")
 
 
 def _replaced_models(config: TrainConfig) -> Iterator[ConfigIssue]:

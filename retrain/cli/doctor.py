@@ -21,6 +21,9 @@ import click
 
 from retrain.campaign.plan import split_conditions
 from retrain.checks.preflight import (
+    find_damaged_weights,
+    find_missing_model,
+    find_missing_weights,
     find_obstacles,
     hub_answers,
     hub_url,
@@ -41,14 +44,7 @@ from retrain.data import load_examples, reads_file
 from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
 from retrain.modeling.files import (
-    MERGE_HINT,
-    NO_WEIGHTS,
-    find_base,
-    find_damaged_files,
-    find_lacking_files,
     find_model,
-    lacks_weights,
-    suggest_restoring,
 )
 from retrain.runtime.packages import check_package, install_command, requirements
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
@@ -283,17 +279,10 @@ def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials
 def _check_model(name: str, reads: bool, what: str = "model", where: str = "[model] model") -> Check:
     """`reads`: whether its weights are read."""
     files = find_model(name)
-    if base := find_base(files):
-        found = f"{name} holds an adapter of {base}, not a model"
-        return Check("files", what, "missing", found, MERGE_HINT.removeprefix("Try: "))
-    if lacking := find_lacking_files(files):
-        found = f"{name} is incomplete: its index names {list_some(lacking)}"
-        return Check("files", what, "missing", found, "copy or download it again")
-    if reads and lacks_weights(files):
-        return Check("files", what, "missing", f"{name} {NO_WEIGHTS}", "copy or download it again")
-    if damaged := find_damaged_files(files):
-        fix = suggest_restoring(files).removeprefix("Try: ")
-        return Check("files", what, "missing", f"{name}: {list_some(damaged)}", fix)
+    finders = (find_missing_model, *((find_missing_weights,) if reads else ()), find_damaged_weights)
+    broken = next((issue for find in finders for issue in find(where, name)), None)
+    if broken is not None and files.folder is not None:
+        return Check("files", what, "missing", broken.text.removeprefix("= "), broken.hint.removeprefix("Try: "))
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":

@@ -173,6 +173,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     sampling = training_distribution(config)
     jsonl = JsonlTracker(folder.path)
     planning = PlanningMasks(detector, texts) if detector is not None else None
+    evaluator = _build_evaluator(config, scorer, held_out, sampling)
     return Parts(
         config=config,
         folder=folder,
@@ -184,14 +185,14 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         sepa=SEPAController(config.sepa),
         overlap=choose_overlap(config, backend, credit, planning, console.print),
         backpressure=_build_backpressure(config, console.print),
-        evaluator=_build_evaluator(config, scorer, held_out, sampling),
+        evaluator=evaluator,
         tracker=_build_log(config, folder, console, [jsonl]),
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,
         control=overrides.control,
         # A model that had to be downloaded is there now.
-        inputs=RunInputs(order.digest, code, digest_models(config)),
+        inputs=RunInputs(order.digest, code, digest_models(config), evaluator.digest),
         total_examples=total,
     )
 

@@ -33,7 +33,7 @@ from retrain.seeding import derive_seed, seed_everything
 from retrain.storage.checkpoint import publish_adapter, read_notes, record_failure, write_state_file
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
-from retrain.types import Datum, Group, JsonObject, StepMetrics
+from retrain.types import Datum, Group, StepMetrics
 
 # Reported by every backend; None where it has no value for a step.
 TRAINING_METRICS = ("loss", "ratio_mean", "ratio_max", "kl_sample_train", "grad_norm")
@@ -325,7 +325,8 @@ def resume(parts: Parts) -> RunState:
     saved = checkpoint.state
     parts.backend.load(checkpoint.path)
     parts.order.load_state_dict(saved["order"])
-    warn_of_edits(parts, saved)
+    for edit in parts.inputs.add_earlier(saved):
+        parts.console.print(f"Warning: {edit}")
     parts.sepa.load_state_dict(saved["sepa"])
     parts.backpressure.load_state_dict(saved["backpressure"])
     unknown = saved["progress"].keys() - {each.name for each in fields(RunState)}
@@ -339,26 +340,6 @@ def resume(parts: Parts) -> RunState:
     if saved["configured_batch_size"] != parts.config.training.batch_size:
         state.batch_size = parts.config.training.batch_size
     return state
-
-
-def warn_of_edits(parts: Parts, saved: JsonObject) -> None:
-    """Report data, rewards and plugins that have been edited since the checkpoint."""
-    for name in parts.inputs.add_earlier(saved):
-        if name == "the data":
-            parts.console.print(
-                "Warning: the data has changed since the checkpoint: the number of examples is the same, but "
-                "the examples or their order differ. The run continues with the current data."
-            )
-        else:
-            parts.console.print(
-                f"Warning: {name} has changed since the checkpoint. The run continues with the current code."
-            )
-    evaluated, now = saved.get("held_out_digest"), parts.evaluator.digest
-    if evaluated and now and evaluated != now:
-        parts.console.print(
-            "Warning: the held-out problems have changed since the checkpoint, so the evaluations before and after it "
-            "are not compared."
-        )
 
 
 def warn_of_changed_steps(parts: Parts, step: int, max_steps: int) -> None:
@@ -388,7 +369,6 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "configured_batch_size": parts.config.training.batch_size,
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
-        "held_out_digest": parts.evaluator.digest,
         **asdict(parts.inputs),
         "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),

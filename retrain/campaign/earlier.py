@@ -14,7 +14,7 @@ from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
-from retrain.data import digest_of, load_examples, reads_file
+from retrain.data import ExampleOrder, digest_of, held_out_section, load_examples, load_held_out, reads_file
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.runtime.text import list_some, plural, shorten_path
@@ -26,7 +26,7 @@ from retrain.storage.folder import (
     meaningful_differences,
     with_absolute_paths,
 )
-from retrain.storage.inputs import find_changed_models
+from retrain.storage.inputs import find_changed_models, latest
 from retrain.storage.logs import MANIFEST
 
 
@@ -133,6 +133,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         )
     digests: dict[str, dict[str, str]] = {}
     """Of each model once; runs share them."""
+    problems: dict[str, str] = {}
     for run in runs:
         stored = run.folder / CONFIG_FILE
         # What ended before its first checkpoint is started anew.
@@ -145,12 +146,26 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.
             differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume())
+            file = held_out_section(wanted)
+            key = f"{file} {wanted.eval.max_examples}"
+            if key not in problems:
+                problems[key] = _digest_held_out(wanted)
+            evaluated = latest(read_state(run.folder).get("held_out"))
+            if evaluated and problems[key] and evaluated != problems[key]:
+                differences.append(f"the held-out problems in {file.path} have changed since")
         if differences:
             raise CheckpointError(
                 f"{run.folder} was trained with other settings:\n"
                 + "\n".join(f"  {line}" for line in differences)
                 + "\nTry: restore them, start a new campaign, or --force-resume"
             )
+
+
+def _digest_held_out(config: TrainConfig) -> str:
+    """Of a file of held-out problems; "" if they are from elsewhere."""
+    if config.environment.provider or not reads_file(config.held_out_source):
+        return ""
+    return digest_of(load_held_out(config))
 
 
 def find_edits(runs: Sequence[Run]) -> list[str]:
@@ -162,9 +177,10 @@ def find_edits(runs: Sequence[Run]) -> list[str]:
         # A run that failed at its first step has trained nothing; the edit may be the remedy.
         if not state.get("step"):
             continue
-        if state.get("data") and reads_file(section.source) and str(section) not in data:
-            data[str(section)] = digest_of(load_examples(section))
-        now = {"code": code_digests(run.config), "data": data.get(str(section))}
+        used = f"{section} {run.config.training.max_examples}"
+        if state.get("data") and reads_file(section.source) and used not in data:
+            data[used] = ExampleOrder(load_examples(section), 0, run.config.training.max_examples).digest
+        now = {"code": code_digests(run.config), "data": data.get(used)}
         if name := find_edit(read_inputs(state, run.config), read_inputs(now, run.config)):
             edited.setdefault(name, []).append(run.name)
     return [

@@ -19,20 +19,40 @@ class RunInputs:
     """Of the source files that the configuration names, as they were loaded."""
     models: dict[str, dict[str, str]]
     """By model and file."""
+    held_out: str = ""
+    """Of the held-out problems; empty without evaluations."""
 
     def add_earlier(self, saved: JsonObject) -> list[str]:
-        """Continue a run with what a checkpoint of it has recorded; return what was edited since."""
+        """Continue a run with what a checkpoint of it has recorded; return what was edited since, in sentences."""
         if not saved["progress"]["step"]:
             return []  # nothing was trained with it
-        data, code, models = saved.get("data", saved.get("data_digest")), saved.get("code", {}), saved.get("models", {})
-        edited = ["the data"] if _differs(data, self.data) else []
-        edited += [f"the code of {name}" for name, digest in self.code.items() if _differs(code.get(name), digest)]
-        self.data = _join(data, self.data)
+        data, held_out = (
+            saved.get("data", saved.get("data_digest")),
+            saved.get("held_out", saved.get("held_out_digest")),
+        )
+        code, models = saved.get("code", {}), saved.get("models", {})
+        edits = []
+        if _differs(data, self.data):
+            edits.append(
+                "the data has changed since the checkpoint: the number of examples is the same, but the examples or "
+                "their order differ. The run continues with the current data."
+            )
+        if _differs(held_out, self.held_out):
+            edits.append(
+                "the held-out problems have changed since the checkpoint, so the evaluations before and after it are "
+                "not compared."
+            )
+        edits += [
+            f"the code of {name} has changed since the checkpoint. The run continues with the current code."
+            for name, digest in self.code.items()
+            if _differs(code.get(name), digest)
+        ]
+        self.data, self.held_out = _join(data, self.data), _join(held_out, self.held_out)
         self.code = {name: _join(code.get(name), digest) for name, digest in self.code.items()}
         for name, files in self.models.items():
             trained = models.get(name, {})
             self.models[name] = {file: _join(trained.get(file), digest) for file, digest in files.items()}
-        return edited
+        return edits
 
 
 def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -40,19 +60,20 @@ def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, st
     changed = []
     for name, trained in saved.get("models", {}).items():
         now = digests.get(name, trained)
-        files = sorted(file for file in trained.keys() | now.keys() if _latest(trained.get(file)) != now.get(file))
+        files = sorted(file for file in trained.keys() | now.keys() if latest(trained.get(file)) != now.get(file))
         if files:
             changed.append(f"the model {name} has changed since: {list_some(files)}")
     return changed
 
 
-def _latest(digest: str | None) -> str | None:
+def latest(digest: str | None) -> str | None:
+    """The digest of the version that was used last."""
     return digest and digest.rpartition("+")[2]
 
 
 def _differs(earlier: str | None, now: str) -> bool:
-    """Whether something was edited since it was recorded, if it was."""
-    return bool(earlier) and _latest(earlier) != now
+    """Whether something was edited since it was recorded, if it was and is still used."""
+    return bool(earlier and now) and latest(earlier) != now
 
 
 def _join(earlier: str | None, now: str) -> str:

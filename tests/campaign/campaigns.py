@@ -13,6 +13,7 @@ from retrain.campaign.run import run_campaign
 from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig
 from retrain.config.load import build_config
+from retrain.data import digest_of, load_held_out
 from retrain.modeling.digest import digest_models
 
 GRPO = {"advantage_mode": "grpo", "transform_mode": "none"}
@@ -65,6 +66,8 @@ def write_result(run: Run, rate: float, steps: int | None = None, status: str = 
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     used = {"code": code_digests(run.config), "models": digest_models(run.config)}
+    if run.config.eval.path:
+        used |= {"held_out": digest_of(load_held_out(run.config))}
     (run.folder / "trainer_state.json").write_text(json.dumps({"status": status, "step": done, **used}))
 
 

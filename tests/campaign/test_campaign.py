@@ -22,7 +22,7 @@ from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
 from retrain.config import dump_config, load_config
-from retrain.data import digest_of, load_examples
+from retrain.data import ExampleOrder, load_examples
 from retrain.errors import CheckpointError, ConfigError, RetrainError
 from retrain.storage.checkpoint import Checkpoints
 
@@ -548,12 +548,28 @@ def test_a_model_whose_files_have_changed_is_rejected(tmp_path: Path, monkeypatc
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
 
 
-def test_what_was_edited_between_sessions_is_a_warning(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+def test_held_out_problems_that_have_changed_are_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
+    problems = tmp_path / "held_out.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tables = {"eval": {"every": 2, "source": "jsonl", "path": str(problems)}}
+    assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables), monkeypatch) == 0
+    more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3])
+    problems.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    with pytest.raises(CheckpointError, match=r"the held-out problems in .*held_out.jsonl have changed since\n"):
+        run_with(FakeExecutor(), more, monkeypatch)
+    assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_what_was_edited_between_sessions_is_a_warning(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured, used: int
+) -> None:
     reward, problems = tmp_path / "edited.py", tmp_path / "problems.jsonl"
     reward.write_text("def score(response, reference):\n    return 1.0\n")
-    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     tables = {
         "data": {"source": "jsonl", "path": str(problems)},
+        "training": {"max_examples": used},
         "reward": {"type": "custom", "custom_module": "edited"},
         "plugins": {"search_paths": [str(tmp_path), str(TESTS)]},
     }
@@ -564,7 +580,8 @@ def test_what_was_edited_between_sessions_is_a_warning(tmp_path: Path, monkeypat
             path = run.folder / "trainer_state.json"
             if path.exists():
                 state = json.loads(path.read_text())
-                path.write_text(json.dumps({"data": digest_of(load_examples(config.data))} | state))
+                data = ExampleOrder(load_examples(config.data), 1, used).digest
+                path.write_text(json.dumps({"data": data} | state))
         assert run_with(FakeExecutor(), config, monkeypatch) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
 
@@ -573,7 +590,7 @@ def test_what_was_edited_between_sessions_is_a_warning(tmp_path: Path, monkeypat
     (line,) = warnings(3)
     assert line.startswith("Warning: the code of edited changed since grpo+none_s1")
     reward.write_text("def score(response, reference):\n    return 1.0\n")
-    problems.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    problems.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "2+2=", "answer": "4"}\n')
     assert any(line.startswith("Warning: the training data changed since grpo+none_s1") for line in warnings(4))
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
+from weakref import WeakKeyDictionary
 
 from retrain.config import TrainConfig
 from retrain.config.options import all_options, values_of
@@ -27,6 +29,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
 _ARGUMENTS = 2
 _IMPORTS = (ast.Import, ast.ImportFrom)
+# Digests of plugins that are imported here. Later runs of this process use the same module, whatever its file says.
+_IMPORTED: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 
 
 def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -77,10 +81,11 @@ def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str
     named += [("reward", term.type) for term in terms]
     if of_scoring:
         named = [(kind, name) for kind, name in named if kind in ("reward", "environment")]
-    plugins = [name for kind, name in named if kind and name and is_plugin(kind, name)]
-    modules = [split_path(name)[0] for name in plugins]
-    modules += [term.custom_module for term in terms if term.type == "custom"]
-    found = {module: _digest(module, config.plugins.search_paths) for module in filter(None, modules)}
+    plugins = {split_path(name)[0] for kind, name in named if kind and name and is_plugin(kind, name)}
+    rewards = {term.custom_module for term in terms if term.type == "custom"}
+    found = {module: _digest(module, config.plugins.search_paths) for module in sorted(plugins | rewards) if module}
+    for module in plugins & found.keys() & sys.modules.keys():
+        found[module] = _IMPORTED.setdefault(sys.modules[module], found[module])
     return {module: digest for module, digest in found.items() if digest}
 
 

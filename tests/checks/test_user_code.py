@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -124,3 +125,21 @@ def test_digests_change_with_the_module_and_its_package_and_not_with_their_place
         assert digests(**custom) == kept
     finally:
         sys.path.pop(0)
+
+
+def test_the_digest_of_a_plugin_is_that_of_the_code_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, {"algorithm.advantage_mode": "edited_later.advantage"})
+    source = Path("edited_later.py")
+    source.write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    before = code_digests(config)
+    source.write_text("LIMIT = 2  # not imported yet\n")
+    imported = code_digests(config)
+    assert list(before) == ["edited_later"] and imported != before
+    importlib.import_module("edited_later")
+    assert code_digests(config) == imported
+    # Another run of the same process, as in a campaign with share_model.
+    source.write_text("LIMIT = 3  # after it was imported\n")
+    assert code_digests(config) == imported
+    monkeypatch.delitem(sys.modules, "edited_later")
+    assert code_digests(config) != imported

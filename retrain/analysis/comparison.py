@@ -21,7 +21,7 @@ from retrain.analysis.runs import (
     problem_rates,
     read_manifest,
 )
-from retrain.analysis.scoring import CORRECT_RATES, SCORED, find_edit, find_unlike
+from retrain.analysis.scoring import CORRECT_RATES, SCORED, edited_inputs, find_unlike
 from retrain.analysis.stats import (
     Comparison,
     Interval,
@@ -175,10 +175,13 @@ def _find_unlike(runs: Sequence[RunRecord], measured: Measured, baseline: str | 
     configs = {run.condition: run.config for run in runs}
     first = baseline if baseline and baseline in configs else next(iter(measured.values))
     firsts = {run.seed: run.inputs for run in runs if run.condition == first}
+    edited: dict[str, list[str]] = {}
+    for run in runs if measured.metric in SCORED else ():
+        edited.setdefault(run.condition, []).extend(edited_inputs(firsts.get(run.seed, {}), run.inputs))
     edits = {
-        run.condition: f"{name} changed between their runs"
-        for run in runs
-        if measured.metric in SCORED and (name := find_edit(firsts.get(run.seed, {}), run.inputs))
+        name: f"{' and '.join(dict.fromkeys(inputs))} changed between their runs"
+        for name, inputs in edited.items()
+        if inputs
     }
     return edits | find_unlike(configs, first, measured.metric)
 
@@ -188,7 +191,7 @@ def _edited_between_seeds(runs: Sequence[RunRecord]) -> list[str]:
     firsts: dict[str, RunRecord] = {}
     found: dict[str, list[str]] = {}
     for run in runs:
-        if name := find_edit(firsts.setdefault(run.condition, run).inputs, run.inputs):
+        for name in edited_inputs(firsts.setdefault(run.condition, run).inputs, run.inputs):
             found.setdefault(name, []).append(run.path.name)
     return [
         f"{name[0].upper()}{name[1:]} changed between seeds: {list_some(paths)} had a different version than the first "

@@ -73,10 +73,9 @@ def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
     return found
 
 
-def find_edit(one: Inputs, other: Inputs) -> str:
-    """An input that is not the same; or ""."""
-    edited = (name for name, digest in one.items() if other.get(name, digest) != digest)
-    return next(edited, "").partition("\n")[0]
+def edited_inputs(one: Inputs, other: Inputs) -> list[str]:
+    """The inputs that both have and that are not the same."""
+    return [name.partition("\n")[0] for name, digest in one.items() if other.get(name, digest) != digest]
 
 
 def _evaluation_options(config: TrainConfig) -> Set[str]:

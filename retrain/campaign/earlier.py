@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from retrain.analysis.scoring import find_edit, read_inputs
+from retrain.analysis.scoring import edited_inputs, read_inputs
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.campaign.progress import DONE, finished_steps
@@ -181,7 +181,7 @@ def find_edits(runs: Sequence[Run]) -> list[str]:
         if state.get("data") and reads_file(section.source) and used not in data:
             data[used] = ExampleOrder(load_examples(section), 0, run.config.training.max_examples).digest
         now = {"code": code_digests(run.config), "data": data.get(used)}
-        if name := find_edit(read_inputs(state, run.config), read_inputs(now, run.config)):
+        for name in edited_inputs(read_inputs(state, run.config), read_inputs(now, run.config)):
             edited.setdefault(name, []).append(run.name)
     return [
         f"{name} changed since {list_some(names)} {'was' if len(names) == 1 else 'were'} trained; later runs may not "

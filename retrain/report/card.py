@@ -61,6 +61,9 @@ def _runs(data: JsonObject) -> list[str]:
     for run in data["runs"]:
         evals = [point for point in run["evals"] if point["y"] is not None]
         before = _interval(evals[0]) if len(evals) > 1 or (evals and evals[0]["x"] == 0) else "–"
+        if before != "–" and evals[0]["x"]:
+            # Earlier ones are not comparable with the last one.
+            before += f", step {evals[0]['x']}"
         after = _interval(evals[-1]) if evals and evals[-1]["x"] > 0 else "–"
         total = run["max_steps"] if run["max_steps"] is not None else "?"
         hours, tokens = (run[key][-1] if run[key] else 0.0 for key in ("hours", "tokens"))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from retrain.analysis.health import METRIC_KEYS, check_health
 from retrain.analysis.runs import RunRecord
+from retrain.analysis.scoring import read_inputs
 from retrain.config import TrainConfig, load_config
 from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
+from retrain.storage.checkpoint import read_state
 from retrain.storage.folder import CONFIG_FILE
 from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
@@ -124,9 +126,9 @@ class RunLog:
 
     def record(self, status: str = "") -> RunRecord:
         """The run for the statistics, without its steps."""
-        config = self.config
+        config, inputs = self.config, read_inputs(read_state(self.path), self.config)
         return RunRecord(
-            self.path, config.condition, config.training.seed, config, {}, self.evaluations, status, self.torn
+            self.path, config.condition, config.training.seed, config, {}, self.evaluations, status, self.torn, inputs
         )
 
     def rates(self) -> dict[int, JsonObject]:

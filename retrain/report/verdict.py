@@ -148,13 +148,22 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
     result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
     if not rows:
         return result | {"kind": "waiting", "sentence": "Waiting for the first step."}
-    return result | {"sentence": _change(rows, kind, metric) + _left_out(runs)}
+    return result | {"sentence": _change(rows, kind, metric) + (_unlike(runs) if held_out else "") + _left_out(runs)}
+
+
+def _unlike(runs: Sequence[RunRecord]) -> str:
+    """A sentence if the evaluations of several runs, whose means are shown, cannot be compared."""
+    last = [_scored(run)[-1] for run in runs]
+    reasons = {"problems": "on different problems", "sampling": "with different sampling options"}
+    reasons |= {"code": "by different versions of a reward"}
+    found = [text for key, text in reasons.items() if len({repr(row[key]) for row in last if key in row}) > 1]
+    return f" The runs were evaluated {' and '.join(found)}, so these rates do not compare." if found else ""
 
 
 def _left_out(runs: Sequence[RunRecord]) -> str:
     count = sum(len(run.evaluations) - len(comparable(list(run.evaluations.values()))) for run in runs)
     verb = "is" if count == 1 else "are"
-    what = "on other problems or with other sampling options"
+    what = "with other problems, sampling options or reward code"
     return f" {plural(count, 'earlier evaluation')} {what} {verb} left out." if count else ""
 
 

@@ -526,6 +526,7 @@ def test_inputs_that_changed_between_runs_with_the_same_seed_are_named(
     for inputs, told in (
         ({"code": {"mine": "edited"}}, "the code of mine changed"),
         ({"data": "2"}, "the training data changed"),
+        ({"code": {"mine": "edited"}, "data": "2"}, "the code of mine and the training data changed"),
         ({"models": {"m": {"config.json": "2"}}}, ""),
     ):
         write("b", 6, answers(0.8, 16), **inputs)

@@ -101,6 +101,29 @@ def test_the_verdict_carries_the_comparison_and_the_difference_of_each_seed(camp
     assert verdict["noise"] > 0
 
 
+def test_an_input_that_changed_between_runs_gives_no_winner(campaign: Path) -> None:
+    for path in campaign.iterdir():
+        state = {"status": "finished", "step": 6, "code": {"mine": path.name.partition("_")[0]}}
+        (path / "trainer_state.json").write_text(json.dumps(state))
+    verdict = collect([campaign])["verdict"]
+    assert verdict["rows"][0]["verdict"] == "significant_difference"
+    assert " is different from " in verdict["sentence"]
+    assert any("not measured alike: the code of mine changed between their runs" in note for note in verdict["notes"])
+
+
+def test_means_over_evaluations_that_do_not_compare_say_so(campaign: Path) -> None:
+    for path in campaign.iterdir():
+        rows = [json.loads(line) for line in (path / "eval.jsonl").read_text().splitlines()]
+        own = {"problems": path.name[-1], "code": {"mine": path.name.partition("_")[0]}}
+        (path / "eval.jsonl").write_text("".join(json.dumps(row | own) + "\n" for row in rows))
+    verdict = collect([campaign])["verdict"]
+    assert verdict["sentence"].endswith(
+        "The runs were evaluated on different problems and by different versions of a reward, so these rates do not "
+        "compare."
+    )
+    assert any("evaluated on different problems" in note for note in verdict["notes"])
+
+
 def test_the_verdict_of_one_run_is_before_and_after(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     verdict = collect([tmp_path / "a"])["verdict"]
@@ -120,7 +143,7 @@ def test_evaluations_on_other_problems_are_not_compared(tmp_path: Path) -> None:
     page = collect([tmp_path / "a"])
     assert page["verdict"]["kind"] == "training"
     assert page["verdict"]["sentence"].endswith(
-        "1 earlier evaluation on other problems or with other sampling options is left out."
+        "1 earlier evaluation with other problems, sampling options or reward code is left out."
     )
     assert page["runs"][0]["flips"] is None
     assert "held-out" not in next(check["value"] for check in page["runs"][0]["health"] if check["name"] == "learning")

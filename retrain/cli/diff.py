@@ -56,6 +56,7 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
       a, b     the two sides
       seeds    seeds that both have
       config   options that differ
+      inputs   code, models and data that were edited between runs
       steps    number of each side, shared, last_shared
       only_in  metrics that only one side has
       metrics  metric, first_step, step (that of a and b), a, b, largest,
@@ -95,6 +96,7 @@ def find_side(given: str) -> list[RunRecord]:
 def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> JsonObject:
     """Everything that `retrain diff` prints, under the keys that its help lists."""
     from retrain.analysis.runs import config_differences  # noqa: PLC0415  (slow to import)
+    from retrain.analysis.scoring import edited_inputs  # noqa: PLC0415
 
     seeds: list[int] = []
     if len(a) > 1 or len(b) > 1:
@@ -102,6 +104,7 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
         if not seeds:
             raise ConfigError("the two conditions have no seed in common, so their means cannot be compared.")
         a, b = ([run for run in side if run.seed in seeds] for side in (a, b))
+    pairs = [(x, y) for x in a for y in b if x.seed == y.seed or not seeds]
     one, other = mean_values(a), mean_values(b)
     # Evaluations are logged after the last step, too.
     trained = [[series for name, series in side.items() if not name.startswith("eval_")] for side in (one, other)]
@@ -120,6 +123,7 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
         "b": [str(run.path) for run in b],
         "seeds": seeds,
         "config": config,
+        "inputs": list(dict.fromkeys(name for x, y in pairs for name in edited_inputs(x.inputs, y.inputs))),
         "steps": {"a": len(steps[0]), "b": len(steps[1]), "shared": len(shared), "last_shared": shared[-1]},
         "only_in": {"a": sorted(one.keys() - other.keys()), "b": sorted(other.keys() - one.keys())},
         "metrics": [m for m in metrics if m is not None],
@@ -199,6 +203,8 @@ def _print(data: JsonObject) -> None:
     print_heading("Options that differ")
     rows = [(path, show_value(pair["a"]), show_value(pair["b"])) for path, pair in data["config"].items()]
     print_table(("option", "A", "B"), rows or [("none", "", "")])
+    for name in data["inputs"]:
+        click.echo(f"Edited between the runs: {name}.")
     differing = [m for m in data["metrics"] if m.first_step is not None and not m.metric.endswith(_TIMINGS)]
     differing.sort(key=lambda m: m.first_step or 0)
     print_heading("Metrics that differ, by the first step where they diverge; values at the last step that both have")

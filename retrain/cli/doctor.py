@@ -148,7 +148,7 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
         # An analysis of an adapter reads no other table, and needs the core packages only.
         trained = split_conditions(config, "the campaign") if config is not None else {}
         yield from _check_gpus(trained.values())
-        yield from _check_packages(list(trained.values()))
+        yield from _check_packages(list(trained.values()), config is None)
         yield from _check_keys(trained.values())
         trials = pending.result() if pending is not None else []
     if config is None:
@@ -165,7 +165,7 @@ def run_checks(config: TrainConfig | None) -> Iterator[Check]:
     yield from _check_disk(config)
 
 
-def _check_packages(configs: Sequence[TrainConfig]) -> Iterator[Check]:
+def _check_packages(configs: Sequence[TrainConfig], of_installation: bool) -> Iterator[Check]:
     known = requirements()
     by_command = {name: {use: False} for name, use in _PACKAGES_OF_COMMANDS.items()}
     by_option: dict[str, dict[str, bool]] = {}
@@ -186,7 +186,7 @@ def _check_packages(configs: Sequence[TrainConfig]) -> Iterator[Check]:
         elif needed:
             yield Check("packages", name, "missing", f"{problem}; needed by {why}", install_command(name))
         else:
-            fix = install_command(name) if core or not configs else ""
+            fix = install_command(name) if core or of_installation else ""
             yield Check("packages", name, "warning" if core else "unused", f"{problem}; for {why}", fix)
 
 

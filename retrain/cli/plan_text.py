@@ -163,10 +163,12 @@ def _time_rows(data: Plan) -> list[tuple[str, str]]:
     rows = [("per step", size)]
     if step["seconds"] is None:
         reason = "the model's shape is unknown" if data["memory"] is None else "the GPU is unknown.  Try: --gpu"
+        # --max-steps would shorten every run of a campaign.
+        hint = "Try: run it for 5 steps (--max-steps 5)" if campaign is None else "Try: start it, and plan again"
         if is_on_cpu(data["devices"]):
-            reason = "CPUs differ too much to estimate one.  Try: run it for 5 steps (--max-steps 5)"
+            reason = f"CPUs differ too much to estimate one.  {hint}"
         if data["backend"] != "local":
-            reason = f"the hardware of {data['backend']} is unknown.  Try: run it for 5 steps (--max-steps 5)"
+            reason = f"the hardware of {data['backend']} is unknown.  {hint}"
         unknown = f"unknown: no step of this size (batch_size, group_size, max_tokens) has been measured, and {reason}"
         by_gpu = ", ".join(f"{_format_step(seconds)} on {name}" for name, seconds in step["seconds_by_gpu"].items())
         rows.append(("seconds per step", f"{by_gpu}; by roofline, at {ROOFLINE_SHARE:.0%}" if by_gpu else unknown))

@@ -142,6 +142,8 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
     # The manifest covers failures and runs on other machines; the lock shows whether a local run is alive.
     if status == "running" and progress.status != "running" and not is_locked(folder):
         status = progress.status
+    if status == "finished" and not (folder / record["folder"]).is_dir():
+        status = "pending"  # removed, so that a resume starts it again
     return replace(
         progress,
         status=status,

@@ -268,6 +268,8 @@ def _try_adapter(config: TrainConfig) -> str:
         if problem:
             raise RetrainError(f"{path} {problem}  Try: put TINKER_API_KEY=tml-... into .env")
         return f"{path} is downloaded by the analysis"
+    if not Path(path).expanduser().exists():
+        return ""  # reported with the other files
     if config.squeeze.output_path:
         check_target(Path(path).expanduser(), Path(config.squeeze.output_path).expanduser())
     with Adapter(Path(path).expanduser()) as adapter:

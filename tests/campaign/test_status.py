@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from retrain.campaign.progress import (
     taking_turns,
 )
 from retrain.cli import run
-from retrain.cli.status import find_entries
+from retrain.cli.status import find_entries, read_campaign
 from retrain.cli.top import choose, draw
 from retrain.report.contents import collect
 from retrain.storage.folder import lock_folder
@@ -310,6 +311,18 @@ def test_campaigns_show_all_their_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert entry["runs"]["maxrl+none_s1"]["status"] == "failed"
     assert run(["status", str(tmp_path / "logs")]) == 0
     assert "campaign, failed, 3 of 4 runs done" in capsys.readouterr().out
+
+
+def test_a_run_whose_folder_was_removed_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path / "sweep"), monkeypatch)
+    done = read_campaign(tmp_path / "sweep").runs
+    assert {run.status for run in done.values()} == {"finished"}
+    shutil.rmtree(tmp_path / "sweep" / "runs" / next(iter(done)))
+    capsys.readouterr()
+    assert run(["status", str(tmp_path / "sweep")]) == 0
+    assert f", {len(done) - 1} of {len(done)} runs done" in capsys.readouterr().out
 
 
 def test_a_live_campaign_has_an_eta_and_a_dead_one_none(

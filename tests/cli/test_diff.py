@@ -52,6 +52,17 @@ def test_values_are_labelled_with_their_own_step(tmp_path: Path, capsys: pytest.
     assert "correct_rate step 3 step 3 0.4 0.5 0.1 at step 3" in lines
 
 
+def test_edited_inputs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write_run(tmp_path / name, [0.1]) for name in "ab")
+    for side, digest in ((a, "1"), (b, "2")):
+        state = {"status": "finished", "code": {"mine": digest, "other": "1"}, "data": digest}
+        (side / "trainer_state.json").write_text(json.dumps(state))
+    assert as_json(capsys, a, b)["inputs"] == ["the code of mine", "the training data"]
+    assert as_json(capsys, a, a)["inputs"] == []
+    assert run(["diff", str(a), str(b)]) == 0
+    assert "\nEdited between the runs: the code of mine.\n" in capsys.readouterr().out
+
+
 def test_texts_part_and_have_no_largest_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", [0.1]), write_run(tmp_path / "b", [0.1], algorithm__advantage_mode="maxrl")
     (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]

@@ -208,6 +208,15 @@ def test_what_a_configuration_names_and_is_not_there_is_missing(
     assert checks[name]["fix"]
 
 
+def test_a_missing_adapter_is_reported_once_and_nothing_else_is_to_be_installed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _write('[squeeze]\nadapter_path = "absent"\n')
+    _, checks = _examine(capsys)
+    assert [name for name, check in checks.items() if check["status"] == "missing"] == ["[squeeze] adapter_path"]
+    assert not [name for name, check in checks.items() if check["status"] == "unused" and check["fix"]]
+
+
 def test_what_was_tried_and_failed_is_missing_and_what_took_too_long_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         console=console,
         control=overrides.control,
         # A model that had to be downloaded is there now.
-        inputs=RunInputs(order.digest, code, digest_models(config), evaluator.digest),
+        inputs=RunInputs(order.digest, code, digest_models(config), evaluator.digest, folder.forced),
         total_examples=total,
     )
 

@@ -126,7 +126,7 @@ def compare_runs(
     metric = metric or default_metric(runs)
     runs, unlike = leave_out_unlike(runs, metric, baseline)
     measured = measure(runs, metric, last)
-    otherwise = _find_unlike(runs, measured, baseline)
+    otherwise = find_unlike_runs(runs, measured.metric, baseline or next(iter(measured.values)))
     says_better = higher_is_better is not None
     if not says_better:
         higher_is_better = better_direction(measured.metric)
@@ -170,20 +170,23 @@ def compare_runs(
     )
 
 
-def _find_unlike(runs: Sequence[RunRecord], measured: Measured, baseline: str | None) -> dict[str, str]:
-    """The conditions that are not measured as the baseline is, and why."""
+def find_unlike_runs(runs: Sequence[RunRecord], metric: str, baseline: str) -> dict[str, str]:
+    """The conditions of which a metric is not measured as that of the baseline, and why."""
     configs = {run.condition: run.config for run in runs}
-    first = baseline if baseline and baseline in configs else next(iter(measured.values))
-    firsts = {run.seed: run.inputs for run in runs if run.condition == first}
+    if baseline not in configs:
+        return {}  # it is rejected as unknown
+    firsts = {run.seed: run.inputs for run in runs if run.condition == baseline}
     edited: dict[str, list[str]] = {}
-    for run in runs if measured.metric in SCORED else ():
+    for run in runs if metric in SCORED else ():
         edited.setdefault(run.condition, []).extend(edited_inputs(firsts.get(run.seed, {}), run.inputs))
-    edits = {
+    found = {
         name: f"{' and '.join(dict.fromkeys(inputs))} changed between their runs"
         for name, inputs in edited.items()
         if inputs
     }
-    return edits | find_unlike(configs, first, measured.metric)
+    for name, option in find_unlike(configs, baseline, metric).items():
+        found[name] = f"{found[name]}, and {option}" if name in found else option
+    return found
 
 
 def _edited_between_seeds(runs: Sequence[RunRecord]) -> list[str]:

@@ -62,7 +62,7 @@ def describe_other_evaluation(one: TrainConfig, other: TrainConfig, of_same_prob
 
 
 def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
-    """What trainer_state.json says of the inputs of a run: user code, models and training data."""
+    """What trainer_state.json says of the inputs of a run: user code, models, data and options that were changed."""
     code, models, data = state.get("code") or {}, state.get("models") or {}, state.get("data")
     found = {f"the code of {name}": str(digest) for name, digest in code.items()}
     found |= {f"the files of {name}": repr(digests) for name, digests in models.items()}
@@ -70,7 +70,7 @@ def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
         # Other options name other data; only what they name may have been edited.
         named = repr((config.data, config.environment, config.training.max_examples))
         found[f"the training data\n{named}"] = str(data)
-    return found
+    return found | {"the options of a forced resume": repr(state.get("forced") or [])}
 
 
 def edited_inputs(one: Inputs, other: Inputs) -> list[str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from retrain.analysis.comparison import compare_runs, explanation_lines, fit_table
+from retrain.analysis.comparison import compare_runs, explanation_lines, find_unlike_runs, fit_table
 from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure, require_same_model
-from retrain.analysis.scoring import find_unlike
 from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
@@ -26,8 +25,7 @@ class EarlyStopping:
     """
 
     def __init__(self, runs: Sequence[Run], manifest: Manifest) -> None:
-        self.configs = {run.condition: run.config for run in runs}
-        self.conditions = list(self.configs)
+        self.conditions = list(dict.fromkeys(run.condition for run in runs))
         # Of all sessions: seeds that the file no longer has were tested, too.
         self.seeds = len({record["seed"] for record in manifest.table["runs"]})
         self.manifest = manifest
@@ -38,9 +36,9 @@ class EarlyStopping:
 
     def update(self) -> list[str]:
         """Test every undecided pair; returns a sentence for each new decision."""
-        values = self._measure()
+        runs = finished_runs(self.manifest)
+        values = self._measure(runs)
         baseline, *others = self.conditions
-        unlike = find_unlike(self.configs, baseline, self.table.get("metric", ""))
         sentences = []
         for name in others:
             if name in self.table["decisions"] or baseline not in values or name not in values:
@@ -51,6 +49,7 @@ class EarlyStopping:
             if decision.decided:
                 self.table["decisions"][name] = asdict(decision)
                 word = "better" if decision.better else "worse"
+                unlike = find_unlike_runs(runs, self.table["metric"], baseline)
                 differs = "differs from" if name in unlike else f"is {word} than"
                 sentences.append(
                     f"Decided after {decision.seeds} seeds: {name} {differs} {baseline} "
@@ -64,8 +63,7 @@ class EarlyStopping:
         decided = self.table["decisions"]
         return all(name in decided for name in others) if condition == baseline else condition in decided
 
-    def _measure(self) -> Mapping[str, Mapping[int, float]]:
-        runs = finished_runs(self.manifest)
+    def _measure(self, runs: Sequence[RunRecord]) -> Mapping[str, Mapping[int, float]]:
         if not runs:
             return {}
         # The same metric at every look: the choice must not depend on the results.

@@ -14,7 +14,7 @@ from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
-from retrain.data import ExampleOrder, digest_of, held_out_section, load_examples, load_held_out, reads_file
+from retrain.data import held_out_section
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.runtime.text import list_some, plural, shorten_path
@@ -26,7 +26,13 @@ from retrain.storage.folder import (
     meaningful_differences,
     with_absolute_paths,
 )
-from retrain.storage.inputs import find_changed_models, latest
+from retrain.storage.inputs import (
+    digest_file_of_data,
+    digest_file_of_held_out,
+    find_changed_models,
+    find_moved_files,
+    latest,
+)
 from retrain.storage.logs import MANIFEST
 
 
@@ -142,15 +148,17 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         trained, wanted = load_config(stored), with_absolute_paths(run.config)
         if {wanted.model.model, wanted.teaching.student_model} - digests.keys() - {""}:
             digests |= digest_models(wanted)
-        differences = meaningful_differences(trained, wanted) + find_changed_models(read_state(run.folder), digests)
+        state = read_state(run.folder)
+        moved = find_moved_files(state, trained, wanted)
+        differences = meaningful_differences(trained, wanted, moved) + find_changed_models(state, digests)
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.
-            differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume())
+            differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume() - moved)
             file = held_out_section(wanted)
             key = f"{file} {wanted.eval.max_examples}"
             if key not in problems:
-                problems[key] = _digest_held_out(wanted)
-            evaluated = latest(read_state(run.folder).get("held_out"))
+                problems[key] = digest_file_of_held_out(wanted)
+            evaluated = latest(state.get("held_out"))
             if evaluated and problems[key] and evaluated != problems[key]:
                 differences.append(f"the held-out problems in {file.path} have changed since")
         if differences:
@@ -159,13 +167,6 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
                 + "\n".join(f"  {line}" for line in differences)
                 + "\nTry: restore them, start a new campaign, or --force-resume"
             )
-
-
-def _digest_held_out(config: TrainConfig) -> str:
-    """Of a file of held-out problems; "" if they are from elsewhere."""
-    if config.environment.provider or not reads_file(config.held_out_source):
-        return ""
-    return digest_of(load_held_out(config))
 
 
 def find_edits(runs: Sequence[Run]) -> list[str]:
@@ -178,9 +179,9 @@ def find_edits(runs: Sequence[Run]) -> list[str]:
         if not state.get("step"):
             continue
         used = f"{section} {run.config.training.max_examples}"
-        if state.get("data") and reads_file(section.source) and used not in data:
-            data[used] = ExampleOrder(load_examples(section), 0, run.config.training.max_examples).digest
-        now = {"code": code_digests(run.config), "data": data.get(used)}
+        if state.get("data") and used not in data:
+            data[used] = digest_file_of_data(run.config)
+        now = {"code": code_digests(run.config), "data": data.get(used), "forced": state.get("forced")}
         for name in edited_inputs(read_inputs(state, run.config), read_inputs(now, run.config)):
             edited.setdefault(name, []).append(run.name)
     return [

@@ -59,7 +59,7 @@ def check_resumed(config: TrainConfig, file: str) -> None:
     from retrain.storage.folder import check_resume  # noqa: PLC0415
 
     if config.kind == "train":
-        checkpoint, _ = check_resume(config, force=False, log=lambda line: None)
+        checkpoint, *_ = check_resume(config, force=False, log=lambda line: None)
         examples = _load_at_hand(config)
         if examples:
             ExampleOrder(examples, 0, config.training.max_examples).check_state_dict(checkpoint.state["order"])

@@ -133,6 +133,8 @@ def read_campaign(folder: Path) -> Entry:
         return Entry(str(folder), "campaign", "unreadable", live, {}, str(error))
     if status == "running" and not live:
         status = "dead"
+    if status == "finished" and any(run.status == "pending" for run in runs.values()):
+        status = "interrupted"  # runs were removed
     return Entry(str(folder), "campaign", status, live, taking_turns(runs) if in_turn else runs, in_turn=in_turn)
 
 

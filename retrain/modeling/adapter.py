@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from retrain.config.schema import Lora, Model
 from retrain.errors import ConfigError
-from retrain.modeling.causal_lm import CausalLM, module_of
+from retrain.modeling.causal_lm import CausalLM, is_projection, module_of
+from retrain.modeling.quantization import QuantizedLinear
 from retrain.seeding import derive_seed
 
 
@@ -61,14 +62,12 @@ def add_adapter(causal_lm: CausalLM, model: Model, lora: Lora, seed: int) -> Pef
 
 def _find_routers(causal_lm: CausalLM) -> list[str] | None:
     """Names of linear layers that return more than a product, such as PhiMoE's routers: PEFT cannot adapt them."""
-    found: set[str] = set()
-    for path, module in module_of(causal_lm).named_modules():
-        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
-            with torch.no_grad():
-                output: object = module(module.weight.new_zeros(1, module.in_features))
-            if not isinstance(output, torch.Tensor):
-                found.add(path.rpartition(".")[2])
-    return sorted(found) or None
+    modules = module_of(causal_lm).named_modules()
+    linear = {path: module for path, module in modules if isinstance(module, nn.Linear)}
+    routers = (
+        path for path, module in linear.items() if not (isinstance(module, QuantizedLinear) or is_projection(module))
+    )
+    return sorted({path.rpartition(".")[2] for path in routers}) or None
 
 
 def _advise(causal_lm: CausalLM) -> str:

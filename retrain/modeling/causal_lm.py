@@ -127,3 +127,11 @@ def module_of(model: object) -> nn.Module:
     """The model as an `nn.Module`, which every CausalLM is."""
     assert isinstance(model, nn.Module)
     return model
+
+
+def is_projection(layer: nn.Module) -> bool:
+    """Whether a layer is linear and returns a product: Falcon's are a class of their own, some routers return more."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return isinstance(layer, nn.Linear)
+    with torch.no_grad():
+        return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), Tensor)

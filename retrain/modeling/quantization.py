@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from retrain.modeling.causal_lm import CausalLM, module_of
+from retrain.modeling.causal_lm import CausalLM, is_projection, module_of
 from retrain.runtime.packages import missing
 
 PACKAGE = "bitsandbytes"
@@ -131,7 +131,7 @@ def quantize_layers(causal_lm: CausalLM, kind: str, device: torch.device) -> Non
         require_package()
     model, head = module_of(causal_lm), causal_lm.get_output_embeddings()
     for name, layer in list(model.named_modules()):
-        if layer is not head and (type(layer) is nn.Linear or isinstance(layer, Conv1D)):
+        if layer is not head and (is_projection(layer) or isinstance(layer, Conv1D)):
             model.set_submodule(name, QuantizedLinear(layer, kind, device))
 
 

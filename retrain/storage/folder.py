@@ -20,7 +20,7 @@ from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
 from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
-from retrain.storage.inputs import find_changed_models
+from retrain.storage.inputs import find_changed_models, find_moved_files
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
@@ -44,6 +44,8 @@ class RunFolder:
             self.path = self.path.resolve()
         self.log = log
         self.checkpoint: Checkpoint | None = None
+        self.forced: list[str] = []
+        """Options that --force-resume changes, in words."""
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
         self._new = [each for each in (self.path / LOCK_FILE, self.path, *self.path.parents) if not each.exists()]
         """What did not exist before, inside out; removed again by a run that is rejected before it begins."""
@@ -138,8 +140,11 @@ class RunFolder:
         self.log(f"{self.path} held {held}; it is now {aside}{resume}.")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
-        self.checkpoint, stored = check_resume(config, force, self.log)
+        self.checkpoint, stored, differences = check_resume(config, force, self.log)
         self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
+        self.forced = [f"{line} at step {self.checkpoint.step}" for line in differences]
+        for line in self.forced:
+            self.log(f"Warning: --force-resume: {line}. Comparisons with other runs will say so.")
         return self._with_own_adapter(_with_seed(config, stored.training.seed), stored)
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
@@ -155,9 +160,11 @@ class RunFolder:
         return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": str(moved)})})
 
 
-def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -> tuple[Checkpoint, TrainConfig]:
-    """The checkpoint to resume from and the settings it was trained with; raises if there is none, they differ, or
-    log_dir holds another run."""
+def check_resume(
+    config: TrainConfig, force: bool, log: Callable[[str], None]
+) -> tuple[Checkpoint, TrainConfig, list[str]]:
+    """The checkpoint to resume from, the settings it was trained with and, if forced, how they differ; raises if there
+    is none, they differ, or log_dir holds another run."""
     resumed = Path(config.resume.from_).expanduser()
     if not resumed.is_dir():
         raise CheckpointError(f"there is no folder {resumed} to resume from.")
@@ -166,17 +173,18 @@ def check_resume(config: TrainConfig, force: bool, log: Callable[[str], None]) -
     checkpoint = Checkpoints(resumed, config.training.keep, log).newest()
     stored = with_absolute_paths(load_config(resumed / CONFIG_FILE))
     wanted = _with_seed(with_absolute_paths(config), stored.training.seed)
-    differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted)})
-    differences += find_changed_models(checkpoint.state, digest_models(wanted))
-    if differences and not force:
+    moved = find_moved_files(checkpoint.state, stored, wanted)
+    differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted, moved)})
+    changed = find_changed_models(checkpoint.state, digest_models(wanted))
+    if (differences or changed) and not force:
         raise CheckpointError(
             f"{resumed} was trained with other settings:\n"
-            + "\n".join(f"  {line}" for line in differences)
+            + "\n".join(f"  {line}" for line in (*differences, *changed))
             + "\nA run with mixed settings cannot be compared with any other.  "
             "Try: keep the old settings, start a new run, or use --force-resume."
         )
     _require_free(Path(config.logging.log_dir).expanduser(), resumed)
-    return checkpoint, stored
+    return checkpoint, stored, differences
 
 
 def _require_free(target: Path, resumed: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from retrain.config import TrainConfig
+from retrain.data import ExampleOrder, digest_of, held_out_section, load_examples, load_held_out, reads_file
 from retrain.runtime.text import list_some
 from retrain.types import JsonObject
 
@@ -21,16 +24,20 @@ class RunInputs:
     """By model and file."""
     held_out: str = ""
     """Of the held-out problems; empty without evaluations."""
+    forced: list[str] = field(default_factory=list)
+    """Options that --force-resume changed, with both values and the step; no digests."""
 
     def add_earlier(self, saved: JsonObject) -> list[str]:
         """Continue a run with what a checkpoint of it has recorded; return what was edited since, in sentences."""
         if not saved["progress"]["step"]:
+            self.forced = []
             return []  # nothing was trained with it
         data, held_out = (
             saved.get("data", saved.get("data_digest")),
             saved.get("held_out", saved.get("held_out_digest")),
         )
         code, models = saved.get("code", {}), saved.get("models", {})
+        self.forced = [*saved.get("forced", []), *self.forced]
         edits = []
         if _differs(data, self.data):
             edits.append(
@@ -53,6 +60,34 @@ class RunInputs:
             trained = models.get(name, {})
             self.models[name] = {file: _join(trained.get(file), digest) for file, digest in files.items()}
         return edits
+
+
+def digest_file_of_data(config: TrainConfig) -> str:
+    """The digest of training data from a file, as a run records it; "" if there is none."""
+    if config.environment.provider or not reads_file(config.data.source) or not _is_file(config.data.path):
+        return ""
+    return ExampleOrder(load_examples(config.data), 0, config.training.max_examples).digest
+
+
+def digest_file_of_held_out(config: TrainConfig) -> str:
+    """The digest of held-out problems from a file, as a run records it; "" if there is none."""
+    if config.environment.provider or not config.eval.every or not reads_file(config.held_out_source):
+        return ""
+    return digest_of(load_held_out(config)) if _is_file(held_out_section(config).path) else ""
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).expanduser().is_file()
+
+
+def find_moved_files(saved: JsonObject, trained: TrainConfig, wanted: TrainConfig) -> set[str]:
+    """Options that name another file with the content that was recorded: a project that was moved or copied."""
+    moved = set()
+    if trained.data.path != wanted.data.path and saved.get("data"):
+        moved |= {"data.path"} if latest(saved["data"]) == digest_file_of_data(wanted) else set()
+    if trained.eval.path != wanted.eval.path and saved.get("held_out"):
+        moved |= {"eval.path"} if latest(saved["held_out"]) == digest_file_of_held_out(wanted) else set()
+    return moved
 
 
 def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -418,6 +418,28 @@ def test_a_baseline_continues_while_one_condition_is_open(tmp_path: Path, monkey
     assert counts["maxrl+none"] < 8
 
 
+def test_conditions_with_an_edited_reward_are_not_called_better(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    reward = tmp_path / "edited.py"
+    reward.write_text("def score(response, reference):\n    return 1.0\n")
+
+    def edit_and_rate(run: Run) -> float:
+        reward.write_text(f"def score(response, reference):\n    return 1.0  # {run.condition}\n")
+        return clearly_better(run)
+
+    tables = {
+        "reward": {"type": "custom", "custom_module": "edited"},
+        "plugins": {"search_paths": [str(tmp_path), str(TESTS)]},
+    }
+    config = campaign_config(tmp_path / "logs", tables, seeds=list(range(1, 9)), stop_when="decided")
+    assert run_with(FakeExecutor(edit_and_rate), config, monkeypatch) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Decided after 5 seeds: maxrl+none differs from grpo+none" in printed
+    assert "not measured alike: the code of edited changed between their runs" in printed
+    assert "is better" not in printed and "improvement" not in printed
+
+
 def test_conditions_with_other_rewards_are_not_called_better(
     tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -553,10 +575,15 @@ def test_held_out_problems_that_have_changed_are_rejected(tmp_path: Path, monkey
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     tables = {"eval": {"every": 2, "source": "jsonl", "path": str(problems)}}
     assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables), monkeypatch) == 0
-    more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3])
+    more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3, 4])
     problems.write_text('{"prompt": "1+2=", "answer": "3"}\n')
     with pytest.raises(CheckpointError, match=r"the held-out problems in .*held_out.jsonl have changed since\n"):
         run_with(FakeExecutor(), more, monkeypatch)
+    # The same problems in another place, as in a project that was copied to another machine.
+    copied = tmp_path / "copied.jsonl"
+    copied.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    elsewhere = campaign_config(tmp_path / "logs", {"eval": tables["eval"] | {"path": str(copied)}}, seeds=[1, 2, 3])
+    assert run_with(FakeExecutor(), elsewhere, monkeypatch) == 0
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
 
 

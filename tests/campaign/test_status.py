@@ -322,7 +322,8 @@ def test_a_run_whose_folder_was_removed_is_not_done(
     shutil.rmtree(tmp_path / "sweep" / "runs" / next(iter(done)))
     capsys.readouterr()
     assert run(["status", str(tmp_path / "sweep")]) == 0
-    assert f", {len(done) - 1} of {len(done)} runs done" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"campaign, interrupted, {len(done) - 1} of {len(done)} runs done" in printed and "To resume: " in printed
 
 
 def test_a_live_campaign_has_an_eta_and_a_dead_one_none(

@@ -527,6 +527,7 @@ def test_inputs_that_changed_between_runs_with_the_same_seed_are_named(
         ({"code": {"mine": "edited"}}, "the code of mine changed"),
         ({"data": "2"}, "the training data changed"),
         ({"code": {"mine": "edited"}, "data": "2"}, "the code of mine and the training data changed"),
+        ({"forced": ["[training] lr: 1 -> 2 at step 3"]}, "the options of a forced resume changed"),
         ({"models": {"m": {"config.json": "2"}}}, ""),
     ):
         write("b", 6, answers(0.8, 16), **inputs)

@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from retrain.builtin import resolve_model
 from retrain.config.schema import Lora, Model
 from retrain.errors import BackendError, ConfigError
+from retrain.modeling.causal_lm import is_projection
 from retrain.modeling.files import count_trainable, find_model, read_facts
 from retrain.modeling.policy import check_architecture, load_policy
+from retrain.modeling.quantization import QuantizedLinear
 
 CPU = torch.device("cpu")
 
@@ -144,3 +146,16 @@ def test_trainable_parameters_are_those_of_the_run_or_unknown(
     else:
         policy = load_policy(Model(model=str(tmp_path), lora_rank=4), Lora(), 0, CPU, lambda line: None)
         assert counted == sum(tensor.numel() for tensor in policy.adapter_state().values())
+
+
+@pytest.mark.parametrize("family", ["falcon", "gpt2", "phi3"])
+def test_a_quantized_model_has_no_other_projections(tmp_path: Path, family: str) -> None:
+    settings = AutoConfig.for_model(family, **SIZES | HEADS | {"pad_token_id": 0})
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    model = Model(model=str(tmp_path), quantization="int8", lora_rank=4)
+    policy = load_policy(model, Lora(), 0, CPU, lambda line: None)
+    assert policy.quantization == "int8"
+    head, layers = policy.causal_lm.get_output_embeddings(), [m for m in policy.adapted.modules() if is_projection(m)]
+    assert {type(layer) for layer in layers if layer is not head and layer.in_features > 4 < layer.out_features} == {
+        QuantizedLinear
+    }

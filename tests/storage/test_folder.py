@@ -354,6 +354,12 @@ def test_insisting_resumes_all_the_same(model: Path, run_folder: Path) -> None:
     assert run_command(changed, "--resume", str(logs), "--force-resume") == 0
     assert [row["step"] for row in rows(logs)] == [0, 1, 2, 3, 4]
     assert load_config(logs / "config.toml").training.lr == 1e-3
+    # Recorded for comparisons, and kept by later resumes.
+    forced = ["[training] lr: 4e-05 -> 0.001 at step 4"]
+    assert read_state(logs)["forced"] == forced
+    longer = fake_config(model, run_folder, training__lr=1e-3, training__max_steps=6)
+    assert run_command(longer, "--resume", str(logs)) == 0
+    assert read_state(logs)["forced"] == forced
 
 
 def test_insisting_on_another_batch_size_uses_it(model: Path, run_folder: Path) -> None:
@@ -610,6 +616,15 @@ def test_a_resume_with_more_data_is_rejected_before_the_model_is_loaded(model: P
     with pytest.raises(CheckpointError, match="the data now has"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("e2e.fakes.build", lambda *_: pytest.fail("the backend was built"))
         resumed(model, run_folder, training__max_steps=8)
+
+
+def test_data_that_was_moved_is_not_another_setting(model: Path, run_folder: Path) -> None:
+    moved = str((run_folder / "problems.jsonl").rename(run_folder / "moved.jsonl"))
+    printed = resumed(model, run_folder, training__max_steps=8, data__path=moved)
+    assert "Resuming from" in printed and "changed" not in printed
+    (run_folder / "other.jsonl").write_text("".join(reversed(Path(moved).read_text().splitlines(keepends=True))))
+    with pytest.raises(CheckpointError, match=r"\[data\] path: .* -> "):
+        resumed(model, run_folder, training__max_steps=10, data__path=str(run_folder / "other.jsonl"))
 
 
 def test_a_resume_on_edited_held_out_problems_is_a_warning(model: Path, tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def check_flat(who: str, batch: TokenBatch, values: object) -> FloatArray:
 
 
 def _as_numbers(who: str, where: str, values: object) -> FloatArray:
+    if values is None:
+        raise PluginError(f"{who} returned None at {where}.  Try: return an array")
     try:
         array: FloatArray = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:

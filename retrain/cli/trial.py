@@ -166,8 +166,6 @@ def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     if config.environment.provider:
         yield ENVIRONMENT, _try_environment
     else:
-        if is_plugin("data", config.data.source):
-            yield "[data] source", _try_source
         if any(kind == "custom" or is_plugin("reward", kind) for kind in _rewards(config)):
             yield "[reward]", _try_reward
         if "judge" in _rewards(config):
@@ -194,6 +192,8 @@ def _machine_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
         files = find_model(name)
         if (files.folder is not None and not find_base(files)) or config.backend.backend == "tinker":
             yield f"{where}, tokenizer", partial(_try_tokenizer, name, where)
+    if not config.environment.provider and is_plugin("data", config.data.source):
+        yield "[data] source", _try_source
     for table in _tables_with_files(config):
         yield f"{table}, prompts", lambda c, table=table: _try_prompts(c, table)  # type: ignore[misc]
 
@@ -227,10 +227,11 @@ def _try_loss(config: TrainConfig) -> str:
 
 
 def _try_source(config: TrainConfig) -> str:
-    from retrain.data import build_source  # noqa: PLC0415
+    from retrain.data import load_examples, load_held_out  # noqa: PLC0415
 
-    build_source(config.data, config.plugins.search_paths)
-    return f"{config.data.source} loaded"
+    found = f"{config.data.source} loaded: {_count(load_examples(config.data, config.plugins.search_paths))}"
+    held_out = load_held_out(config)
+    return f"{found}, {len(held_out):,} held out" if held_out else found
 
 
 def _try_hub_source(config: TrainConfig) -> str:

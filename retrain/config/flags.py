@@ -103,7 +103,7 @@ def _click_option(option: Option, in_help: bool) -> ConfigFlag:
 
 
 def _make_flag(option: Option) -> ConfigFlag:
-    spellings = dict.fromkeys([option.flag, f"--{option.path}"])
+    spellings = dict.fromkeys([option.flag, f"--{option.path}", f"--{option.path.replace('_', '-')}"])
     if option.type_name == "bool":
         declarations = [f"{spelling}/--no-{spelling[2:]}" for spelling in spellings]
         return ConfigFlag([_name(option), *declarations], default=None, help=option.description)

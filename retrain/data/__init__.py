@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from retrain.data.order import Endless, ExampleOrder, Lazy, count_examples, count_shared, count_steps, digest_of
+from retrain.data.order import (
+    Endless,
+    ExampleOrder,
+    Lazy,
+    check_example,
+    count_examples,
+    count_shared,
+    count_steps,
+    digest_of,
+)
 from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES, is_plugin
 from retrain.types import Example
@@ -71,7 +80,7 @@ def load_examples(section: schema.Data, search_paths: Sequence[str] = ()) -> Seq
                 "Try: return list(...)"
             )
         # A custom sequence may read its rows lazily.
-        _check_each(who, examples)
+        examples = _checked(who, examples)
     if not len(examples):
         raise PluginError(f"{who} has no examples (split {section.split!r}).")
     return [replace(example, meta={}) for example in examples] if section.remove_unused_columns else examples
@@ -101,9 +110,7 @@ def load_held_out(config: TrainConfig) -> Sequence[Example]:
     return held_out[: config.eval.max_examples]
 
 
-def _check_each(who: str, examples: Sequence[object]) -> None:
-    for index, example in enumerate(examples):
-        if not isinstance(example, Example):
-            raise PluginError(
-                f"{who} returned a {type(example).__name__} as example {index}; expected a retrain.types.Example."
-            )
+def _checked(who: str, examples: Sequence[Example]) -> Sequence[Example]:
+    """The same sequence, unless references have to be written as text."""
+    converted = [check_example(who, index, example) is not example for index, example in enumerate(examples)]
+    return [check_example(who, *numbered) for numbered in enumerate(examples)] if any(converted) else examples

@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
@@ -53,12 +54,29 @@ class Endless(Sequence[Example]):
         rng = random.Random(f"{self._seed}:{index}")
         with blaming(f"data source {self._origin!r}", f"at example {index}"):
             example: object = self._draw(rng)
-        if not isinstance(example, Example):
-            raise PluginError(
-                f"data source {self._origin!r} returned a {type(example).__name__} as example {index}; "
-                "expected a retrain.types.Example."
-            )
+        return check_example(f"data source {self._origin!r}", index, example)
+
+
+def check_example(who: str, index: int, example: object) -> Example:
+    """An example of a custom source, with a number as its reference written as text; raises for anything else."""
+    if not isinstance(example, Example):
+        raise PluginError(
+            f"{who} returned a {type(example).__name__} as example {index}; expected a retrain.types.Example."
+        )
+    reference: object = example.reference
+    if isinstance(reference, str):
         return example
+    if isinstance(reference, int | float) and not isinstance(reference, bool) and math.isfinite(reference):
+        return replace(example, reference=write_number(reference))
+    raise PluginError(
+        f"{who} returned {type(reference).__name__} {reference!r:.40} as the reference of example {index}; "
+        "expected text or a number."
+    )
+
+
+def write_number(value: float) -> str:
+    """A number as an answer: 27.0 in a numeric column is the answer 27."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class Lazy(Sequence[Example]):

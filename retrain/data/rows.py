@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrain.data.order import write_number
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.rewards.match import last_boxed
 from retrain.types import Example
@@ -133,10 +134,8 @@ def read_answer(value: object, field: str, named: bool) -> str:
     """The reference answer of a row; of a solution, its final answer. Raises BadRow."""
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"has {value} in {field!r}, where text or a number belongs")
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # 27.0 in a numeric column is the answer 27
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        return write_number(value)
     if not isinstance(value, str):
         raise BadRow(f"has {_kind(value)} in {field!r}, where text or a number belongs")
     if not value.strip():

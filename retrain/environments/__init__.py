@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any, Protocol, runtime_checkable
 
 from retrain.config import schema
@@ -32,6 +33,7 @@ __all__ = [
     "build_environment",
     "evaluation_only",
     "load_split",
+    "run_rollout",
 ]
 
 Message = Mapping[str, Any]
@@ -130,6 +132,15 @@ def build_environment(section: schema.Environment, search_paths: Sequence[str], 
     if not isinstance(environment, Environment):
         raise PluginError(f"{who} returned {environment!r}, which lacks an examples or a rollout method.")
     return environment
+
+
+async def run_rollout(environment: Environment, example: Example, chat: Chat) -> Outcome:
+    """Run one example once; an environment that forgot `async` is told so."""
+    running: object = environment.rollout(example, chat)
+    if not isawaitable(running):
+        raise TypeError(f"rollout returned {type(running).__name__} at once.  Try: async def rollout(...)")
+    outcome: Outcome = await running
+    return outcome
 
 
 def load_split(environment: Environment, section: schema.Environment, split: str) -> Sequence[Example]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from retrain.environments import ChatOver, Environment, Log, ManagedEnvironment, Outcome
+from retrain.environments import ChatOver, Environment, Log, ManagedEnvironment, Outcome, run_rollout
 from retrain.environments.chat import Limits, PolicyChat
 from retrain.environments.remote import RemoteEnvironment, RolloutTimeout
 from retrain.environments.template import ChatTemplate
@@ -168,7 +168,7 @@ class EnvironmentRunner:
     async def _play(self, example: Example, chat: PolicyChat) -> Score:
         """Run one rollout and score it, whatever the environment raises."""
         try:
-            return _score(await self.environment.rollout(example, chat), chat, self.rules.correct_from)
+            return _score(await run_rollout(self.environment, example, chat), chat, self.rules.correct_from)
         except ChatOver:
             return _score(Outcome(0.0), chat, self.rules.correct_from)
         except RolloutTimeout as late:

@@ -27,6 +27,7 @@ from retrain.environments import (
     Tool,
     build_environment,
     load_split,
+    run_rollout,
 )
 from retrain.environments.chat import clean
 from retrain.environments.liveness import Liveness
@@ -198,7 +199,7 @@ class EnvironmentWorker:
         number, (place, seed) = request.number, request.arguments
         try:
             chat = WorkerChat(self, number, seed)
-            outcome = outcome_fields(await self.environment.rollout(self._example(*place), chat))
+            outcome = outcome_fields(await run_rollout(self.environment, self._example(*place), chat))
             self.replies.send("outcome", number, **outcome)
         except ChatOver as over:
             self.replies.send("over", number, detail=str(over))

@@ -192,6 +192,7 @@ ENTROPY = (
     [
         (ENTROPY.format("[1.0]"), "returned 1 values for 2 tokens at group 0, completion 0"),
         (ENTROPY.format("[1.0] * (len(e) - 1) + [float('nan')]"), "returned nan at group 0, completion 0, token 1"),
+        (ENTROPY.format("None"), "returned None at group 0, completion 0"),
         (ENTROPY.format("'high'"), "returned str, not numbers, at group 0, completion 0"),
         (ENTROPY.format("[10**400] * len(e)"), "returned list, not numbers, at group 0, completion 0"),
         (ENTROPY.format("1 / 0"), r"raised ZeroDivisionError.* at group 0, completion 0"),

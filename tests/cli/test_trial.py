@@ -184,7 +184,9 @@ def test_a_server_to_start_needs_its_command(folder: Path, monkeypatch: pytest.M
 
 def test_plug_ins_are_imported_and_looked_at(folder: Path) -> None:
     (folder / "tried_parts.py").write_text(
-        "class Source:\n    def __init__(self, section): pass\n    def load(self): return []\n"
+        "from retrain.types import Example\n"
+        "class Source:\n    def __init__(self, section): pass\n    def load(self): return [Example('1+1=', 2)]\n"
+        "class Absent(Source):\n    def load(self): return open('corpus.txt').read()\n"
         "def score(response, reference): return 1.0\ndef advantage(rewards): return rewards\nnothing = 5\n"
     )
     sound = outcomes(
@@ -198,6 +200,9 @@ def test_plug_ins_are_imported_and_looked_at(folder: Path) -> None:
         "[data] source": "",
         "[reward]": "",
     }
+    assert sound["[data] source"][0] == "tried_parts.Source loaded: 1 example"
+    absent = outcomes(data__source="tried_parts.Absent")["[data] source"]
+    assert "raised FileNotFoundError" in absent[1] and "in load" in absent[1]
     broken = outcomes(
         algorithm__transform_mode="tried_parts.nothing",
         data__source="tried_parts.nothing",

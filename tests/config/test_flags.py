@@ -170,6 +170,7 @@ def test_completion_offers_choices_names_and_files() -> None:
         (["--max-steps", "2"], 2),
         (["--max-steps", "2", "--campaign-max-steps", "3"], 3),
         (["--training.max_steps", "4"], 4),
+        (["--training.max-steps", "4"], 4),
     ],
 )
 def test_a_flag_for_the_steps_of_training_sets_those_of_a_campaign(

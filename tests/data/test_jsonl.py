@@ -181,6 +181,8 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
         "    def load(self): return [Example(self.data.split, '1')]\n"
         "class Empty(Source):\n"
         "    def load(self): return []\n"
+        "class Numbers(Source):\n"
+        "    def load(self): return [Example('a', value) for value in (5, 2.5, 27.0, 'text')]\n"
         "class Raw(Source):\n"
         "    def load(self): return [{'prompt': 'a'}]\n"
         "class Shapeless:\n"
@@ -189,6 +191,8 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
     )
     paths = [str(tmp_path)]
     assert load_examples(Data(source="my_source.Source", split="dev"), paths)[0].prompt == "dev"
+    numbers = load_examples(Data(source="my_source.Numbers"), paths)
+    assert [example.reference for example in numbers] == ["5", "2.5", "27", "text"]
     for name, message in [
         ("Empty", "has no examples"),
         ("Raw", "returned a dict as example 0; expected a retrain.types.Example"),
@@ -208,6 +212,10 @@ def test_a_source_of_ones_own_is_found_by_dotted_path(tmp_path):
         ("return (Example('a', 'b') for _ in range(3))", "returned a generator from load.*Try: return list", None),
         ("return None", "returned a NoneType from load", None),
         ("return [Example('a', 'b'), {'prompt': 'c'}]", r"returned a dict as example 1", None),
+        ("return [Example('a', ['b'])]", r"returned list \['b'\] as the reference of example 0; expected text", None),
+        ("return [Example('a', None)]", "returned NoneType None as the reference of example 0", None),
+        ("return [Example('a', float('nan'))]", "returned float nan as the reference of example 0", None),
+        ("return [Example('a', True)]", "returned bool True as the reference of example 0", None),
         ("return Lazy()", r"raised ZeroDivisionError\(.*\) in load", ZeroDivisionError),
     ],
 )

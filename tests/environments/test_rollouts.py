@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from retrain.advantages import CreditAssigner
 from retrain.config.schema import Algorithm, TrainConfig
 from retrain.datums import build_datums
-from retrain.environments import Chat, ChatOver, Outcome, turns
+from retrain.environments import Chat, ChatOver, Environment, Outcome, run_rollout, turns
 from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
 from retrain.inference_engine import Turns
@@ -141,6 +141,18 @@ def test_advantages_land_on_sampled_tokens_only() -> None:
         assert not datum.mask_T.all() and datum.mask_T.any()
         assert np.all(np.sign(datum.advantages_T[datum.mask_T]) == sign)
         assert not datum.advantages_T[~datum.mask_T].any()
+
+
+def test_an_environment_that_is_not_asynchronous_is_told_so() -> None:
+    class Plain:
+        def examples(self, split: str) -> list[Example]:
+            return []
+
+        def rollout(self, example: Example, chat: Chat) -> Outcome:
+            return Outcome(1.0)
+
+    with pytest.raises(TypeError, match=r"rollout returned Outcome at once\.  Try: async def rollout"):
+        asyncio.run(run_rollout(cast("Environment", Plain()), Example("a", "b"), cast("Chat", None)))
 
 
 def fails(when: str) -> Rollout:

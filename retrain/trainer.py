@@ -30,7 +30,7 @@ from retrain.runtime.control import raise_if_stopped
 from retrain.runtime.interrupts import Interrupts
 from retrain.schedules.learning_rate import learning_rate
 from retrain.seeding import derive_seed, seed_everything
-from retrain.storage.checkpoint import publish_adapter, read_notes, record_failure, write_state_file
+from retrain.storage.checkpoint import mark_running, publish_adapter, read_notes, record_failure, write_state_file
 from retrain.storage.recording import write_recording
 from retrain.tracking.console import Console
 from retrain.types import Datum, Group, StepMetrics
@@ -91,6 +91,7 @@ def train(
     with Interrupts() as interrupts, assemble(config, force_resume, console, overrides) as parts:
         state = resume(parts)
         parts.folder.settle()
+        mark_running(parts.folder.path)
         try:
             parts.tracker.start(parts.config)
             return run_or_save(parts, state, interrupts)

@@ -164,7 +164,7 @@ def compare_series(
         return None
     gaps = {step: _gap(one[step], other[step]) for step in shared}
     differing = [step for step in shared if gaps[step] > tolerance]
-    numbers = [step for step in shared if gaps[step] != float("inf")]
+    numbers = [step for step in differing if gaps[step] != float("inf")]
     widest = max(numbers, key=lambda step: gaps[step]) if numbers else None
     last = shared[-1]
     return MetricDifference(
@@ -173,8 +173,8 @@ def compare_series(
         step=last,
         a=_printable(one[last]),
         b=_printable(other[last]),
-        largest=gaps[widest] if widest is not None and differing else None,
-        largest_step=widest if differing else None,
+        largest=gaps[widest] if widest is not None else None,
+        largest_step=widest,
     )
 
 

@@ -14,6 +14,7 @@ from retrain.config.flags import click_options, load_with_flags, overrides_from
 from retrain.config.options import paths_where
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
+from retrain.storage.checkpoint import read_state
 
 if TYPE_CHECKING:
     from retrain.analysis.replay import Difference
@@ -44,6 +45,8 @@ def command(log_dir: str, as_json: bool, **parameters: object) -> int:
         for difference in differences:
             click.echo(json.dumps(asdict(difference)))
         return 0
+    for line in read_state(Path(log_dir)).get("forced", []):
+        click.echo(f"Note: --force-resume: {line}. Earlier steps are computed with the later options, too.")
     click.echo(f"{recorded.condition} -> {wanted.condition}, {plural(len(differences), 'recorded step')}")
     click.echo(f"{'step':>6}{'tokens':>9}{'mean |A|':>19}{'mean |dA|':>11}{'sign flips':>12}{'on planning':>19}")
     for difference in [*differences, *([total(differences)] if len(differences) > 1 else [])]:

@@ -157,6 +157,8 @@ def run_config(config: TrainConfig, force_resume: bool = False) -> int:
         is_set = rank != options_by_path()["model.lora_rank"].default
         squeeze(config.squeeze, _echo, rank if is_set else 0, config.model.base_url)
         return 0
+    if force_resume and not config.resume.from_:
+        _echo("Note: --force-resume is not used: there is no --resume.")
     if text := explain_finished(config):
         _echo(text)
         return 0

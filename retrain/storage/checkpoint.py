@@ -151,6 +151,14 @@ def record_failure(log_dir: Path, reason: str) -> None:
     write_state_file(log_dir, state | {"status": "failed", "error": reason})
 
 
+def mark_running(log_dir: Path) -> None:
+    """Note in trainer_state.json that a run continues: killed before its next checkpoint, it is not what it was."""
+    state = read_state(log_dir)
+    if state:
+        state.pop("error", None)
+        write_state_file(log_dir, state | {"status": "running"})
+
+
 def read_notes(checkpoint: Path) -> JsonObject:
     """A backend's notes on a checkpoint for trainer_state.json, e.g. where a service keeps the weights."""
     path = checkpoint / NOTES

@@ -173,8 +173,15 @@ def check_resume(
     checkpoint = Checkpoints(resumed, config.training.keep, log).newest()
     stored = with_absolute_paths(load_config(resumed / CONFIG_FILE))
     wanted = _with_seed(with_absolute_paths(config), stored.training.seed)
-    moved = find_moved_files(checkpoint.state, stored, wanted)
-    differences = sorted({*_find_edits(checkpoint, stored), *meaningful_differences(stored, wanted, moved)})
+    # Paths change in config.toml when files move. The model is none: its name may be that of other weights.
+    paths = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
+    moved = find_moved_files(checkpoint.state, stored, wanted) | (options_by_path().keys() - paths)
+    differences = sorted(
+        {
+            *meaningful_differences(_trained_with(checkpoint, stored), wanted, paths),
+            *meaningful_differences(stored, wanted, moved),
+        }
+    )
     changed = find_changed_models(checkpoint.state, digest_models(wanted))
     if (differences or changed) and not force:
         raise CheckpointError(
@@ -197,18 +204,12 @@ def _require_free(target: Path, resumed: Path) -> None:
         )
 
 
-def _find_edits(checkpoint: Checkpoint, stored: TrainConfig) -> list[str]:
-    """Options that were edited in config.toml since the checkpoint, but for paths, which change when files move.
-
-    The model is compared: its name may be that of other weights.
-    """
+def _trained_with(checkpoint: Checkpoint, stored: TrainConfig) -> TrainConfig:
+    """The settings of a checkpoint; config.toml may have been edited since, or written by a run that did not get on."""
     text = checkpoint.state.get("config")
-    if not text:
-        return []  # written by an older version
     name = f"the configuration in {checkpoint.path}"
-    trained = build_config(parse_toml(text, name), {}, name)
-    moved = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
-    return meaningful_differences(trained, stored, moved)
+    # Older versions wrote none.
+    return build_config(parse_toml(text, name), {}, name) if text else stored
 
 
 def restore_config(folder: Path, log: Callable[[str], None]) -> None:

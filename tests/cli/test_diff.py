@@ -68,6 +68,12 @@ def test_texts_part_and_have_no_largest_difference(tmp_path: Path, capsys: pytes
     (row,) = [row for row in as_json(capsys, a, b)["metrics"] if row["metric"] == "condition"]
     names = {"a": "grpo+none", "b": "maxrl+none", "largest": None, "largest_step": None}
     assert row == {"metric": "condition", "first_step": 0, "step": 0, **names}
+    c, d = (write_run(tmp_path / name, [0.1, 0.2]) for name in "cd")
+    rows = [json.loads(line) for line in (d / "metrics.jsonl").read_text().splitlines()]
+    rows[1]["condition"] = "maxrl+none"
+    (d / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = [row for row in as_json(capsys, c, d)["metrics"] if row["metric"] == "condition"]
+    assert row == {"metric": "condition", "first_step": 1, "step": 1, **names}
 
 
 def test_conditions_are_means_over_shared_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

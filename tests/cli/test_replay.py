@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from retrain.analysis.replay import Difference, replay
+from retrain.cli import run
 from retrain.cli.replay import total
-from retrain.config import TrainConfig, load_config
+from retrain.config import TrainConfig, dump_config, load_config
 from retrain.errors import ConfigError
 from retrain.storage.recording import write_recording
 from retrain.types import Completion, Example, Group, Score
@@ -66,6 +67,17 @@ def test_steps_that_were_not_recorded_open_the_gate_of_both_sides(tmp_path: Path
     record_step_three(tmp_path, [*before, {"step": 3, "correct_rate": 0.5, "sepa_lambda": 0.5}])
     assert replayed(tmp_path, sepa_config()).changed == 0.0
     assert replayed(tmp_path, sepa_config(**{"sepa.correct_rate_gate": 0.9})).changed > 0.01
+
+
+def test_a_run_whose_options_were_changed_by_force_is_replayed_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_step_three(tmp_path, [{"step": 3, "correct_rate": 0.5}])
+    (tmp_path / "config.toml").write_text(dump_config(sepa_config()))
+    changed = '[algorithm] advantage_mode: "grpo" -> "maxrl" at step 4'
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"status": "finished", "forced": [changed]}))
+    assert run(["replay", str(tmp_path)]) == 0
+    assert f"Note: --force-resume: {changed}. Earlier steps are computed" in capsys.readouterr().out
 
 
 def test_a_campaign_names_a_run_to_replay(tmp_path: Path) -> None:

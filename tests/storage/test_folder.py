@@ -17,11 +17,12 @@ from e2e.tiny import write_model, write_tokenizer
 
 from retrain.analysis.change import comparable
 from retrain.builtin import resolve_model
+from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
-from retrain.storage.checkpoint import read_state
+from retrain.storage.checkpoint import read_state, record_failure
 from retrain.storage.folder import RunFolder, lock_folder, meaningful_differences, step_aside, with_absolute_paths
 from retrain.storage.recording import find_recordings
 
@@ -711,8 +712,27 @@ def test_a_configuration_that_was_edited_since_the_checkpoint_is_refused(run_fol
     edited = load_config(written, {"resume.from": str(run_folder / "logs"), "training.max_steps": 6})
     with pytest.raises(CheckpointError, match=r"\[training\] lr: 4e-05 -> 0\.5"):
         train_quietly(edited)
+    # With the settings of the checkpoint, nothing is mixed.
+    restored = {"resume.from": str(run_folder / "logs"), "training.max_steps": 5, "training.lr": 4e-5}
+    assert "--force-resume" not in train_quietly(load_config(written, restored))[1]
+    assert read_state(run_folder / "logs")["forced"] == []
+    written.write_text(written.read_text().replace("lr = 4e-05", "lr = 0.5"))
     _, printed = train_quietly(edited, force_resume=True)
-    assert "Resuming from" in printed
+    assert "Warning: --force-resume: [training] lr: 4e-05 -> 0.5 at step 5." in printed
+
+
+def test_a_finished_run_that_is_extended_is_not_finished(
+    model: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = run_folder / "logs"
+    assert read_state(logs)["status"] == "finished"
+    record_failure(logs, "cured")
+    seen = []
+    # A process that is killed before its next checkpoint leaves this.
+    monkeypatch.setattr("retrain.trainer.run_or_save", lambda *_: seen.append(read_state(logs)))
+    resumed(model, run_folder, training__max_steps=8)
+    assert seen[0]["status"] == "running" and "error" not in seen[0]
+    assert read_progress(logs).status == "dead"
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(model: Path, run_folder: Path) -> None:

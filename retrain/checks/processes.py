@@ -33,7 +33,7 @@ def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os
 def check_single_process(config: TrainConfig) -> None:
     """Raise if weights are to be sharded in a single-process run."""
     if needs_launch(config):
-        what = f"--resume {shlex.quote(config.resume.from_)}" if config.resume.from_ else "config.toml"
+        what = f"--resume {shlex.quote(config.resume.from_)}" if config.resume.from_ else "FILE"
         raise ConfigError(
             f"[distributed] fsdp = true needs several processes.  Try: retrain launch --processes 2 {what}"
         )

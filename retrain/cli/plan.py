@@ -120,7 +120,7 @@ def command(
       sampling            merging (copies, in-place or never), completions_at_once,
                           frees_cache
       training            micro_batch_tokens, recomputed_layers, prompt_tokens
-      largest_batch_size  the largest batch_size that fits
+      largest_batch_size  the largest batch_size sampled at once
       step                completions, turns (maximum per completion), tokens
                           (maximum; of one turn if turns is null), seconds,
                           seconds_from,

@@ -79,9 +79,9 @@ def command(logs: tuple[str, ...], as_json: bool) -> int:
       runs         by name: status, step, max_steps, condition, seed,
                    correct_rate, mean_reward, held_out, step_seconds,
                    quiet_seconds, turns, activity, eta_seconds, health,
-                   error, and for runs of a campaign: attempts,
+                   error, attempts, and for runs of a campaign:
                    elapsed_seconds (otherwise null)
-    health is a list of checks: name, level, value, rule, first step.
+    health is a list of checks: name, level, value, rule, step (the first).
     """
     entries = [entry for folder in logs or ("logs",) for entry in find_entries(Path(folder).expanduser())]
     if as_json:

@@ -32,10 +32,9 @@ class RunInputs:
         if not saved["progress"]["step"]:
             self.forced = []
             return []  # nothing was trained with it
-        data, held_out = (
-            saved.get("data", saved.get("data_digest")),
-            saved.get("held_out", saved.get("held_out_digest")),
-        )
+        # Older checkpoints have other names for these two.
+        data = saved.get("data", saved.get("data_digest"))
+        held_out = saved.get("held_out", saved.get("held_out_digest"))
         code, models = saved.get("code", {}), saved.get("models", {})
         self.forced = [*saved.get("forced", []), *self.forced]
         edits = []
@@ -76,10 +75,6 @@ def digest_file_of_held_out(config: TrainConfig) -> str:
     return digest_of(load_held_out(config)) if _is_file(held_out_section(config).path) else ""
 
 
-def _is_file(path: str) -> bool:
-    return Path(path).expanduser().is_file()
-
-
 def find_moved_files(saved: JsonObject, trained: TrainConfig, wanted: TrainConfig) -> set[str]:
     """Options that name another file with the content that was recorded: a project that was moved or copied."""
     moved = set()
@@ -104,6 +99,10 @@ def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, st
 def latest(digest: str | None) -> str | None:
     """The digest of the version that was used last."""
     return digest and digest.rpartition("+")[2]
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).expanduser().is_file()
 
 
 def _differs(earlier: str | None, now: str) -> bool:

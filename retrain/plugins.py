@@ -43,6 +43,8 @@ class Part:
     """Packages that it needs."""
     two_splits: bool = False
     """Whether all data splits but `train` are the same held-out set."""
+    id_is_module: bool = False
+    """Whether the `id` in its table names a Python module, of the user or installed."""
     server_flags: Mapping[str, str] = field(default_factory=dict)
     """For a server, its flags that correspond to options of `[inference]` about sampling in this process."""
 
@@ -324,7 +326,7 @@ REGISTRIES: dict[str, Registry] = {
             "environment provider",
             {
                 "builtin": "retrain.environments.builtin:load",
-                "verifiers": Part("retrain.environments.verifiers:load", packages=("verifiers",)),
+                "verifiers": Part("retrain.environments.verifiers:load", packages=("verifiers",), id_is_module=True),
                 "reasoning_gym": Part("retrain.environments.reasoning_gym:load", packages=("reasoning-gym",)),
             },
         ),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from retrain.data.order import is_same_digest
+
 Row = Mapping[str, Any]
 """A row of eval.jsonl or metrics.jsonl."""
 
@@ -41,9 +43,14 @@ class Change:
 def comparable(evaluations: Sequence[Row]) -> list[Row]:
     """The evaluations on the same problems, with the same sampling and rewards as the last one; a resume may change
     them."""
-    last = evaluations[-1] if evaluations else {}
-    # Older versions did not store them.
-    return [row for row in evaluations if all(row.get(key, last.get(key)) == last.get(key) for key in SETUP)]
+    return [row for row in evaluations if not find_other_setup(row, evaluations[-1])]
+
+
+def find_other_setup(one: Row, last: Row) -> list[str]:
+    """In what an evaluation is not like a later one, of `SETUP`. Older versions did not store all of it."""
+    found = [key for key in SETUP if key in one and one[key] != last.get(key)]
+    is_same = "problems" in last and is_same_digest(str(one.get("problems")), str(last["problems"]))
+    return [key for key in found if key != "problems" or not is_same]
 
 
 def paired_change(first: Row, last: Row, k: int = 1) -> Change | None:

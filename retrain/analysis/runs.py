@@ -19,6 +19,7 @@ from retrain.analysis.scoring import Inputs, describe_other_evaluation, find_unl
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
+from retrain.data.order import is_same_digest
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import read_state
@@ -358,7 +359,7 @@ def require_same_evaluation(runs: Sequence[RunRecord], metric: str, step: int) -
                 f"{run.path} was evaluated differently from {runs[0].path}: {other}.  "
                 "Try: retrain compare FOLDER --metric correct_rate"
             )
-    differing = next((path for path, problems in named if problems != named[0][1]), None)
+    differing = next((path for path, problems in named if not is_same_digest(problems, named[0][1])), None)
     if differing is not None:
         raise ConfigError(
             f"{differing} and {named[0][0]} were evaluated on different problems at step {step}.  "

@@ -9,6 +9,7 @@ from retrain.config.options import free_on_resume, options_by_path, paths_where,
 from retrain.config.schema import AS_IN_TRAINING
 from retrain.config.toml import show_value
 from retrain.config.unused import why_unused
+from retrain.data.order import is_same_digest
 from retrain.plugins import REGISTRIES
 from retrain.types import JsonObject
 
@@ -75,7 +76,9 @@ def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
 
 def edited_inputs(one: Inputs, other: Inputs) -> list[str]:
     """The inputs that both have and that are not the same."""
-    return [name.partition("\n")[0] for name, digest in one.items() if other.get(name, digest) != digest]
+    return [
+        name.partition("\n")[0] for name, digest in one.items() if not is_same_digest(other.get(name, digest), digest)
+    ]
 
 
 def _evaluation_options(config: TrainConfig) -> Set[str]:

@@ -14,7 +14,7 @@ from retrain.checks.user_code import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign
-from retrain.data import held_out_section
+from retrain.data import held_out_section, is_same_digest
 from retrain.errors import CheckpointError, ConfigError
 from retrain.modeling.digest import digest_models
 from retrain.runtime.text import list_some, plural, shorten_path
@@ -159,7 +159,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
             if key not in problems:
                 problems[key] = digest_file_of_held_out(wanted)
             evaluated = latest(state.get("held_out"))
-            if evaluated and problems[key] and evaluated != problems[key]:
+            if evaluated and problems[key] and not is_same_digest(evaluated, problems[key]):
                 differences.append(f"the held-out problems in {file.path} have changed since")
         if differences:
             raise CheckpointError(

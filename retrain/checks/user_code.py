@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary
 from retrain.config import TrainConfig
 from retrain.config.options import all_options, values_of
 from retrain.config.schema import Reward, RewardTerm
+from retrain.environments.verifiers.modules import module_name
 from retrain.errors import ConfigIssue
-from retrain.plugins import is_plugin, split_path
+from retrain.plugins import REGISTRIES, is_plugin, split_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
@@ -83,7 +84,10 @@ def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str
         named = [(kind, name) for kind, name in named if kind in ("reward", "environment")]
     plugins = {split_path(name)[0] for kind, name in named if kind and name and is_plugin(kind, name)}
     rewards = {term.custom_module for term in terms if term.type == "custom"}
-    found = {module: _digest(module, config.plugins.search_paths) for module in sorted(plugins | rewards) if module}
+    id_is_module = REGISTRIES["environment"].facts(config.environment.provider).id_is_module
+    named_by_id = {module_name(config.environment.id)} if id_is_module else set()
+    modules = sorted(plugins | rewards | named_by_id)
+    found = {module: _digest(module, config.plugins.search_paths) for module in modules if module}
     for module in plugins & found.keys() & sys.modules.keys():
         found[module] = _IMPORTED.setdefault(sys.modules[module], found[module])
     return {module: digest for module, digest in found.items() if digest}

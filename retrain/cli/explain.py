@@ -36,7 +36,7 @@ from retrain.config.flags import click_options
 from retrain.config.options import all_options, options_by_path, values_of
 from retrain.config.toml import format_value
 from retrain.errors import RetrainError
-from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts
+from retrain.modeling.files import ModelFacts, count_trainable, find_model, read_facts, why_shape_is_unknown
 from retrain.runtime.text import format_bytes, format_duration, plural
 from retrain.types import JsonObject
 
@@ -367,9 +367,7 @@ def _print_files(files: Sequence[str]) -> None:
 
 
 def _summary(data: JsonObject) -> list[tuple[str, str]]:
-    adapter, model, engine, step, memory, time = (
-        data["adapter"], data["model"], data["engine"], data["step"], data["memory"], data["time"],
-    )  # fmt: skip
+    adapter, model, engine, step, time = (data[key] for key in ("adapter", "model", "engine", "step", "time"))
     if adapter is not None:
         found = {True: "found", False: "MISSING", None: "to be downloaded"}[adapter["exists"]]
         return [
@@ -393,7 +391,7 @@ def _summary(data: JsonObject) -> list[tuple[str, str]]:
         ("steps", f"{time['steps']:,} per run" if time["steps"] is not None else UNKNOWN_STEPS),
         *([("seed", "drawn at the start")] if data["draws_seed"] else []),
         ("time", _describe_time(time)),
-        *(_memory_rows(memory) if memory is not None else [("memory", f"managed by {engine['backend']}")]),
+        *_memory_rows(data),
     ]
 
 
@@ -434,12 +432,15 @@ def _describe_time(time: JsonObject) -> str:
     return f"{time['step_seconds']} s per step{per_run}, from {time['from']}"
 
 
-def _memory_rows(memory: dict[str, int | None]) -> list[tuple[str, str]]:
+def _memory_rows(data: JsonObject) -> list[tuple[str, str]]:
+    memory = data["memory"]
+    if memory is None:
+        return [("memory", f"managed by {data['engine']['backend']}")]
     if memory["total_bytes"] is None:
-        return [("memory", f"unknown; weights: {format_bytes(memory['weights_bytes'])}")]
+        reason = why_shape_is_unknown(find_model(data["model"]["name"]))
+        return [("weights", format_bytes(memory["weights_bytes"])), ("memory", f"unknown: {reason}")]
     parts = [(f"  {label}", format_bytes(memory[f"{part}_bytes"])) for part, label in MEMORY_LABELS.items()]
-    recomputed = memory["recomputed_layers"]
-    layers = f", {plural(recomputed, 'layer')} recomputed" if recomputed else ""
+    layers = f", {plural(memory['recomputed_layers'], 'layer')} recomputed" if memory["recomputed_layers"] else ""
     freed = f"; {CACHE_IS_FREED}" if memory["frees_cache"] else ""
     return [
         ("memory", f"{format_bytes(memory['total_bytes'])}{freed}; `retrain plan` shows what fits a GPU"),

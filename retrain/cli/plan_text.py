@@ -9,7 +9,7 @@ import click
 from retrain.capacity.roofline import ROOFLINE_SHARE
 from retrain.cli.console import print_heading, print_table
 from retrain.cli.estimate import CACHE_IS_FREED, MEMORY_LABELS, UNKNOWN_STEPS
-from retrain.modeling.files import find_model
+from retrain.modeling.files import find_model, why_shape_is_unknown
 from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.text import format_bytes, format_duration, plural
 
@@ -93,15 +93,6 @@ class Plan(TypedDict):
     cost: Cost | None
 
 
-def why_unknown(model: Model) -> str:
-    """Why there is no memory plan for a model, and what would help."""
-    if model["parameters_from"] == "its files":
-        return "only dense decoders with attention in every layer are planned, not mixtures of experts or hybrids"
-    if find_model(model["name"]).found == "missing":
-        return f"there is no folder {model['name']}"
-    return f"the model's config.json is not on this machine.  Try: hf download {model['name']} config.json"
-
-
 def print_plan(data: Plan) -> None:
     """Print the plan as text."""
     gpu, backend, memory, training = data["gpu"], data["backend"], data["memory"], data["training"]
@@ -115,7 +106,7 @@ def print_plan(data: Plan) -> None:
     if backend != "local":
         click.echo(f"  managed by {backend}")
     elif memory is None or training is None:
-        click.echo(f"  unknown: {why_unknown(data['model'])}")
+        click.echo(f"  unknown: {why_shape_is_unknown(find_model(data['model']['name']))}")
     else:
         fits = "" if memory["fits"] is None else "  fits" if memory["fits"] else "  DOES NOT FIT"
         rows = [(label, format_bytes(memory[part])) for part, label in MEMORY_LABELS.items()]

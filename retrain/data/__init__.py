@@ -19,6 +19,7 @@ from retrain.data.order import (
     count_shared,
     count_steps,
     digest_of,
+    is_same_digest,
 )
 from retrain.errors import PluginError, blaming
 from retrain.plugins import REGISTRIES, is_plugin
@@ -38,6 +39,7 @@ __all__ = [
     "count_steps",
     "digest_of",
     "held_out_section",
+    "is_same_digest",
     "load_examples",
     "load_held_out",
     "reads_file",

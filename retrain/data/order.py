@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
+from numbers import Real
 from typing import TYPE_CHECKING, overload
 
 from retrain.errors import CheckpointError, ConfigError, PluginError, blaming
@@ -66,7 +68,8 @@ def check_example(who: str, index: int, example: object) -> Example:
     reference: object = example.reference
     if isinstance(reference, str):
         return example
-    if isinstance(reference, int | float) and not isinstance(reference, bool) and math.isfinite(reference):
+    # Numbers of numpy, as pandas has them, are no int.
+    if isinstance(reference, Real) and not isinstance(reference, bool) and math.isfinite(reference):
         return replace(example, reference=write_number(reference))
     raise PluginError(
         f"{who} returned {type(reference).__name__} {reference!r:.40} as the reference of example {index}; "
@@ -74,7 +77,7 @@ def check_example(who: str, index: int, example: object) -> Example:
     )
 
 
-def write_number(value: float) -> str:
+def write_number(value: Real | float) -> str:
     """A number as an answer: 27.0 in a numeric column is the answer 27."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
@@ -182,11 +185,22 @@ def count_examples(training: schema.Training, examples: Sequence[Example]) -> in
 
 
 def digest_of(examples: Iterable[Example]) -> str:
-    """A digest of prompts and references, in order."""
-    found = hashlib.blake2b(digest_size=16)
+    """A digest of prompts and references, in order, and, after a ~, of their other fields, if there are any."""
+    asked, others = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    has_others = False
     for example in examples:
-        found.update(json.dumps([example.prompt, example.reference], default=str).encode())
-    return found.hexdigest()
+        asked.update(json.dumps([example.prompt, example.reference], default=str).encode())
+        fields = [(str(name), value) for name, value in example.meta.items()]
+        # An object may be written differently in every process.
+        others.update(json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True).encode())
+        has_others = has_others or bool(fields)
+    return f"{asked.hexdigest()}~{others.hexdigest()}" if has_others else asked.hexdigest()
+
+
+def is_same_digest(one: str, other: str) -> bool:
+    """Whether two digests, or two series of them joined by +, are the same; older ones are without other fields."""
+    pairs = list(zip_longest(one.split("+"), other.split("+"), fillvalue=""))
+    return all(a == b or (("~" in a) != ("~" in b) and a.split("~")[0] == b.split("~")[0]) for a, b in pairs)
 
 
 def count_shared(examples: Sequence[Example], held_out: Sequence[Example]) -> int:

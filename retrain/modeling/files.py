@@ -122,6 +122,20 @@ def read_context_length(files: ModelFiles) -> int | None:
     return next((found for key in CONTEXT_KEYS if isinstance(found := settings.get(key), int)), None)
 
 
+def why_shape_is_unknown(files: ModelFiles) -> str:
+    """Why `read_facts` finds no shape, and what would help."""
+    path, settings = _find_settings(files), _read_text_settings(files)
+    if files.found == "missing":
+        return f"there is no folder {files.name}"
+    if not path.is_file():
+        if files.folder is not None:
+            return f"{files.name} has no config.json"
+        return f"the model's config.json is not on this machine.  Try: hf download {files.name} config.json"
+    if has_experts(settings) or _is_hybrid(settings):
+        return "only dense decoders with attention in every layer are planned, not mixtures of experts or hybrids"
+    return f"{path} does not state the sizes of a decoder that retrain knows, or is damaged"
+
+
 def _is_hybrid(settings: JsonObject) -> bool:
     """Whether some layers have no attention, or something beside it."""
     kinds = [kind for key in _LAYER_KINDS for kind in settings.get(key) or ()]

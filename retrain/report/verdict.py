@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from retrain.analysis.change import Change, Row, comparable, noise_between, paired_change
+from retrain.analysis.change import Change, Row, comparable, find_other_setup, noise_between, paired_change
 from retrain.analysis.runs import RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
@@ -156,7 +156,8 @@ def _unlike(runs: Sequence[RunRecord]) -> str:
     last = [_scored(run)[-1] for run in runs]
     reasons = {"problems": "on different problems", "sampling": "with different sampling options"}
     reasons |= {"code": "by different versions of a reward"}
-    found = [text for key, text in reasons.items() if len({repr(row[key]) for row in last if key in row}) > 1]
+    differing = {key for row in last for key in find_other_setup(last[0], row)}
+    found = [text for key, text in reasons.items() if key in differing]
     return f" The runs were evaluated {' and '.join(found)}, so these rates do not compare." if found else ""
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retrain.config import TrainConfig
-from retrain.data import ExampleOrder, digest_of, held_out_section, load_examples, load_held_out, reads_file
+from retrain.data import (
+    ExampleOrder,
+    digest_of,
+    held_out_section,
+    is_same_digest,
+    load_examples,
+    load_held_out,
+    reads_file,
+)
 from retrain.runtime.text import list_some
 from retrain.types import JsonObject
 
@@ -32,9 +40,7 @@ class RunInputs:
         if not saved["progress"]["step"]:
             self.forced = []
             return []  # nothing was trained with it
-        # Older checkpoints have other names for these two.
-        data = saved.get("data", saved.get("data_digest"))
-        held_out = saved.get("held_out", saved.get("held_out_digest"))
+        data, held_out = _recorded(saved)
         code, models = saved.get("code", {}), saved.get("models", {})
         self.forced = [*saved.get("forced", []), *self.forced]
         edits = []
@@ -77,12 +83,17 @@ def digest_file_of_held_out(config: TrainConfig) -> str:
 
 def find_moved_files(saved: JsonObject, trained: TrainConfig, wanted: TrainConfig) -> set[str]:
     """Options that name another file with the content that was recorded: a project that was moved or copied."""
-    moved = set()
-    if trained.data.path != wanted.data.path and saved.get("data"):
-        moved |= {"data.path"} if latest(saved["data"]) == digest_file_of_data(wanted) else set()
-    if trained.eval.path != wanted.eval.path and saved.get("held_out"):
-        moved |= {"eval.path"} if latest(saved["held_out"]) == digest_file_of_held_out(wanted) else set()
+    (data, held_out), moved = _recorded(saved), set()
+    if trained.data.path != wanted.data.path and _is_still(data, digest_file_of_data(wanted)):
+        moved.add("data.path")
+    if trained.eval.path != wanted.eval.path and _is_still(held_out, digest_file_of_held_out(wanted)):
+        moved.add("eval.path")
     return moved
+
+
+def _recorded(saved: JsonObject) -> tuple[str, str]:
+    """The digests of the data and of the held-out problems; older checkpoints have other names for them."""
+    return saved.get("data", saved.get("data_digest")) or "", saved.get("held_out", saved.get("held_out_digest")) or ""
 
 
 def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -107,7 +118,11 @@ def _is_file(path: str) -> bool:
 
 def _differs(earlier: str | None, now: str) -> bool:
     """Whether something was edited since it was recorded, if it was and is still used."""
-    return bool(earlier and now) and latest(earlier) != now
+    return bool(earlier and now) and not _is_still(earlier, now)
+
+
+def _is_still(earlier: str | None, now: str) -> bool:
+    return bool(earlier and now) and is_same_digest(latest(earlier) or "", now)
 
 
 def _join(earlier: str | None, now: str) -> str:

@@ -570,18 +570,21 @@ def test_a_model_whose_files_have_changed_is_rejected(tmp_path: Path, monkeypatc
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0
 
 
-def test_held_out_problems_that_have_changed_are_rejected(tmp_path: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    "edited", ['{"prompt": "1+2=", "answer": "3", "want": "a"}\n', '{"prompt": "1+1=", "answer": "2", "want": "b"}\n']
+)
+def test_held_out_problems_that_have_changed_are_rejected(tmp_path: Path, monkeypatch: Patch, edited: str) -> None:
     problems = tmp_path / "held_out.jsonl"
-    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    problems.write_text('{"prompt": "1+1=", "answer": "2", "want": "a"}\n')
     tables = {"eval": {"every": 2, "source": "jsonl", "path": str(problems)}}
     assert run_with(FakeExecutor(), campaign_config(tmp_path / "logs", tables), monkeypatch) == 0
     more = campaign_config(tmp_path / "logs", tables, seeds=[1, 2, 3, 4])
-    problems.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    problems.write_text(edited)
     with pytest.raises(CheckpointError, match=r"the held-out problems in .*held_out.jsonl have changed since\n"):
         run_with(FakeExecutor(), more, monkeypatch)
     # The same problems in another place, as in a project that was copied to another machine.
     copied = tmp_path / "copied.jsonl"
-    copied.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    copied.write_text('{"prompt": "1+1=", "answer": "2", "want": "a"}\n')
     elsewhere = campaign_config(tmp_path / "logs", {"eval": tables["eval"] | {"path": str(copied)}}, seeds=[1, 2, 3])
     assert run_with(FakeExecutor(), elsewhere, monkeypatch) == 0
     assert run_with(FakeExecutor(), more, monkeypatch, force=True) == 0

@@ -143,3 +143,14 @@ def test_the_digest_of_a_plugin_is_that_of_the_code_in_use(monkeypatch: pytest.M
     assert code_digests(config) == imported
     monkeypatch.delitem(sys.modules, "edited_later")
     assert code_digests(config) != imported
+
+
+def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("my_env.py").write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    config = load_config(None, {"environment.provider": "verifiers", "environment.id": "me/my-env@1.0"})
+    before = code_digests(config)
+    assert list(before) == ["my_env"] and code_digests(config, of_scoring=True) == before
+    Path("my_env.py").write_text("LIMIT = 2  # edited\n")
+    assert code_digests(config) != before
+    assert code_digests(load_config(None, {"environment.provider": "builtin", "environment.id": "me/my-env"})) == {}

@@ -154,6 +154,30 @@ def test_a_campaign_takes_its_steps_over_its_workers(capsys: pytest.CaptureFixtu
     assert "60 steps, 4 runs at a time, stepping in turn" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_experts": 8}, "only dense decoders with attention in every layer are planned"),
+        ({"layer_types": ["conv", "full_attention"]}, "not mixtures of experts or hybrids"),
+        ({"vocab_size": None}, "config.json does not state the sizes of a decoder"),
+        (None, "./bare has no config.json"),
+    ],
+)
+def test_why_a_model_is_not_planned(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, object] | None, reason: str
+) -> None:
+    Path("bare").mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    if settings is not None:
+        Path("bare/config.json").write_text(json.dumps(sizes | settings))
+    write('[model]\nmodel = "./bare"\n')
+    for command in (["plan", "--gpu", "H100"], ["explain"]):
+        run(command)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"unknown: {reason}" in printed or reason in printed
+        assert "hf download" not in printed
+
+
 def test_without_the_models_files_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     write('[model]\nmodel = "somebody/mystery"\n')
     data = plan(capsys, "--gpu", "H100")

@@ -1,14 +1,18 @@
 import json
 import sys
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config.schema import Data
-from retrain.data import ExampleOrder, build_source, load_examples
+from retrain.data import ExampleOrder, build_source, digest_of, is_same_digest, load_examples
+from retrain.data.order import check_example
 from retrain.data.rows import final_answer
 from retrain.errors import ConfigError, PluginError
+from retrain.types import Example
 
 
 @pytest.fixture
@@ -258,3 +262,30 @@ def test_an_endless_source_is_named_when_a_draw_goes_wrong(tmp_path, monkeypatch
         load_examples(Data(source="endless_source.Source", split="zero"))[2]
     with pytest.raises(PluginError, match=r"'endless_source.Source' returned a str as example 0"):
         ExampleOrder(load_examples(Data(source="endless_source.Source")), seed=1).take(1)
+
+
+def test_other_fields_are_part_of_a_digest_and_older_digests_lack_them():
+    plain, one, other = (
+        digest_of([Example("a", "1", meta=meta), Example("b", "2")]) for meta in ({}, {"want": "x"}, {"want": "y"})
+    )
+    assert is_same_digest(one, digest_of([Example("a", "1", meta={"want": "x"}), Example("b", "2")]))
+    assert not is_same_digest(one, other)
+    # What an older version recorded had only prompts and references.
+    assert is_same_digest(plain, one) and is_same_digest(other, plain)
+    assert not is_same_digest(plain, digest_of([Example("a", "2"), Example("b", "2")]))
+    assert is_same_digest(f"{plain}+{one}", f"{plain}+{one}")
+    assert not is_same_digest(f"{plain}+{one}", plain) and not is_same_digest(f"{one}+{other}", f"{other}+{one}")
+    # Objects are not written: they may differ between processes.
+    assert digest_of([Example("a", "1", meta={"of": object()})]) == digest_of(
+        [Example("a", "1", meta={"of": object()})]
+    )
+
+
+def test_a_number_of_numpy_is_an_answer():
+    for value, text in (
+        (np.int64(5), "5"),
+        (np.float32(2.5), "2.5"),
+        (np.float64(27.0), "27"),
+        (Fraction(1, 2), "1/2"),
+    ):
+        assert check_example("a source", 0, Example("a", value)).reference == text

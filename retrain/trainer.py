@@ -91,7 +91,8 @@ def train(
     with Interrupts() as interrupts, assemble(config, force_resume, console, overrides) as parts:
         state = resume(parts)
         parts.folder.settle()
-        mark_running(parts.folder.path)
+        if not parts.folder.only_evaluates:
+            mark_running(parts.folder.path)
         try:
             parts.tracker.start(parts.config)
             return run_or_save(parts, state, interrupts)
@@ -104,6 +105,8 @@ def run_or_save(parts: Parts, state: RunState, interrupts: Interrupts) -> TrainR
     try:
         return run_steps(parts, state, interrupts)
     except BaseException as error:
+        if parts.folder.only_evaluates:
+            raise  # it is still the finished run that it was
         late = parts.backend.capabilities.reports_late
         rejected = isinstance(error, DisagreementError) and (late or not error.state_intact)
         # Between steps the state is complete and worth keeping, unless it counts a step that was rejected.
@@ -408,6 +411,7 @@ def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | Non
     if parts.evaluator.every:
         # One step further: a sampler that lags by one step then has the last update.
         last = parts.evaluator.run(parts.backend.sampler(state.step + 1))
+        parts.folder.replace_evaluation()
         parts.jsonl.log_evaluation(state.step, last)
         parts.console.log_evaluation(last)
     return last, save(parts, state, "finished")

@@ -153,13 +153,14 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         differences = meaningful_differences(trained, wanted, moved) + find_changed_models(state, digests)
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.
-            differences += describe_differences(trained, wanted, paths_where("held_out") & free_on_resume() - moved)
+            otherwise = describe_differences(trained, wanted, paths_where("held_out") & free_on_resume() - moved)
+            differences += otherwise
             file = held_out_section(wanted)
             key = f"{file} {wanted.eval.max_examples}"
             if key not in problems:
                 problems[key] = digest_file_of_held_out(wanted)
             evaluated = latest(state.get("held_out"))
-            if evaluated and problems[key] and not is_same_digest(evaluated, problems[key]):
+            if not otherwise and evaluated and problems[key] and not is_same_digest(evaluated, problems[key]):
                 differences.append(f"the held-out problems in {file.path} have changed since")
         if differences:
             raise CheckpointError(

@@ -96,7 +96,6 @@ def find_side(given: str) -> list[RunRecord]:
 def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0) -> JsonObject:
     """Everything that `retrain diff` prints, under the keys that its help lists."""
     from retrain.analysis.runs import config_differences  # noqa: PLC0415  (slow to import)
-    from retrain.analysis.scoring import edited_inputs  # noqa: PLC0415
 
     seeds: list[int] = []
     if len(a) > 1 or len(b) > 1:
@@ -123,11 +122,23 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
         "b": [str(run.path) for run in b],
         "seeds": seeds,
         "config": config,
-        "inputs": list(dict.fromkeys(name for x, y in pairs for name in edited_inputs(x.inputs, y.inputs))),
+        "inputs": list(dict.fromkeys(name for pair in pairs for name in _find_edited(*pair))),
         "steps": {"a": len(steps[0]), "b": len(steps[1]), "shared": len(shared), "last_shared": shared[-1]},
         "only_in": {"a": sorted(one.keys() - other.keys()), "b": sorted(other.keys() - one.keys())},
         "metrics": [m for m in metrics if m is not None],
     }
+
+
+def _find_edited(one: RunRecord, other: RunRecord) -> list[str]:
+    """Inputs that are not the same, and the problems of the last evaluations."""
+    from retrain.analysis.change import find_other_setup  # noqa: PLC0415
+    from retrain.analysis.scoring import edited_inputs  # noqa: PLC0415
+
+    found = edited_inputs(one.inputs, other.inputs)
+    if one.evaluations and other.evaluations:
+        last = (list(run.evaluations.values())[-1] for run in (one, other))
+        found += ["the held-out problems"] if "problems" in find_other_setup(*last) else []
+    return found
 
 
 def mean_values(runs: Sequence[RunRecord]) -> Values:

@@ -9,6 +9,8 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from functools import cached_property
 from itertools import zip_longest
 from numbers import Real
@@ -191,10 +193,14 @@ def digest_of(examples: Iterable[Example]) -> str:
     for example in examples:
         asked.update(json.dumps([example.prompt, example.reference], default=str).encode())
         fields = [(str(name), value) for name, value in example.meta.items()]
-        # An object may be written differently in every process.
-        others.update(json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True).encode())
+        others.update(json.dumps(fields, default=_write_value, skipkeys=True).encode())
         has_others = has_others or bool(fields)
     return f"{asked.hexdigest()}~{others.hexdigest()}" if has_others else asked.hexdigest()
+
+
+def _write_value(value: object) -> str:
+    """A value that JSON has not. Other objects may be written differently in every process."""
+    return str(value) if isinstance(value, Real | Decimal | date | bytes) else type(value).__name__
 
 
 def is_same_digest(one: str, other: str) -> bool:

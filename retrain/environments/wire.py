@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retrain.config import schema
+from retrain.data.order import digest_of
 from retrain.environments import Message, Outcome, Reply, Tool, ToolCall
 from retrain.errors import BackendError, ConfigError, MissingExtraError, PluginError, RetrainError, RolloutError
 from retrain.isolation.framing import frame
@@ -64,15 +65,16 @@ def restore_error(reply: WireReply, unknown: type[RetrainError]) -> RetrainError
 
 
 def example_fields(example: Example) -> list[object]:
-    """An example without its meta, which only the environment needs."""
+    """An example with a digest of its meta, which only the environment needs."""
     prompt = example.prompt if isinstance(example.prompt, str) else [dict(message) for message in example.prompt]
-    return [prompt, example.reference, example.id]
+    return [prompt, example.reference, example.id, digest_of([example]).partition("~")[2]]
 
 
 def read_example(fields: Sequence[Any], place: tuple[str, int | None, int]) -> Example:
-    """The example, with its location in the environment as meta."""
-    prompt, reference, id = fields
-    return Example(prompt if isinstance(prompt, str) else tuple(prompt), reference, id, {"place": place})
+    """The example, with its location in the environment as meta; the digest shows whether its own was edited."""
+    prompt, reference, id, digest = fields
+    meta = {"place": place} | ({"digest": digest} if digest else {})
+    return Example(prompt if isinstance(prompt, str) else tuple(prompt), reference, id, meta)
 
 
 def turn_fields(messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, object]:

@@ -19,7 +19,14 @@ from retrain.modeling.digest import digest_models
 from retrain.runtime.permissions import is_writable_folder, nearest_existing
 from retrain.runtime.text import list_some
 from retrain.seeding import fresh_seed
-from retrain.storage.checkpoint import STATE_FILE, Checkpoint, Checkpoints, explain_write_error, replace_file
+from retrain.storage.checkpoint import (
+    STATE_FILE,
+    Checkpoint,
+    Checkpoints,
+    explain_write_error,
+    read_state,
+    replace_file,
+)
 from retrain.storage.inputs import find_changed_models, find_moved_files
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
@@ -44,6 +51,8 @@ class RunFolder:
             self.path = self.path.resolve()
         self.log = log
         self.checkpoint: Checkpoint | None = None
+        self.only_evaluates = False
+        """Whether a finished run is only evaluated again; until that has succeeded, the run stays as it is."""
         self.forced: list[str] = []
         """Options that --force-resume changes, in words."""
         self.resumed = Path(config.resume.from_).expanduser() if config.resume.from_ else None
@@ -81,17 +90,33 @@ class RunFolder:
             if self.checkpoint is not None and self.resumed is not None:
                 if self.resumed.resolve() != self.path.resolve():
                     _copy_logs(self.resumed, self.path)
+                else:
+                    self.only_evaluates = self._is_finished(self.checkpoint.step)
                 self._tell_replaced_evaluation(self.checkpoint.step)
-                changed = cut_logs(self.path, self.checkpoint.state["log_sizes"], self.checkpoint.step)
+                names = [name for name in FILES if name != EVALS or not self.only_evaluates]
+                changed = cut_logs(self.path, self.checkpoint.state["log_sizes"], self.checkpoint.step, names)
                 restore_logs(self.path, changed, self.checkpoint.step, self.config.condition, self.log)
                 drop_recordings(self.path, self.checkpoint.step)
                 Checkpoints(self.path, self.config.training.keep, self.log).drop_after(self.checkpoint.step)
             elif any(_is_not_empty(self.path / name) for name in (*RUN_FILES, MANIFEST)):
                 self._step_aside_earlier_run()
-            replace_file(self.path / CONFIG_FILE, self.settings())
+            if not self.only_evaluates:
+                replace_file(self.path / CONFIG_FILE, self.settings())
         except OSError as error:
             raise explain_write_error(error, self.path) from error
         self._warn_about_adapter_path()
+
+    def replace_evaluation(self) -> None:
+        """Make room for the new evaluation of a finished run, with its options."""
+        if self.only_evaluates:
+            assert self.checkpoint is not None
+            cut_logs(self.path, self.checkpoint.state["log_sizes"], self.checkpoint.step, [EVALS])
+            replace_file(self.path / CONFIG_FILE, self.settings())
+
+    def _is_finished(self, steps: int) -> bool:
+        """Whether the run in the folder has finished, and no steps are added."""
+        stored = load_config(self.path / CONFIG_FILE)
+        return read_state(self.path).get("status") == "finished" and not _is_longer(self.config, stored, steps)
 
     def settings(self) -> str:
         """The configuration as TOML, for config.toml and for checkpoints; a run started from it is a new run."""

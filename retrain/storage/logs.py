@@ -67,13 +67,13 @@ def is_evaluation(row: Mapping[str, object]) -> bool:
     return has_step(row) and are_numbers and are_counts
 
 
-def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int) -> list[str]:
-    """Truncate the files to their sizes at a checkpoint after `steps` steps; later steps will be rewritten.
+def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int, names: Iterable[str] = FILES) -> list[str]:
+    """Truncate these files to their sizes at a checkpoint after `steps` steps; later steps will be rewritten.
 
     Returns the names of files that are shorter than that or were changed since; they are left as they are.
     """
     changed = []
-    for name in FILES:
+    for name in names:
         path, size = log_dir / name, sizes.get(name, 0)
         held = path.stat().st_size if path.exists() else 0
         if held < size or (size and not _ends_at(path, size, steps, name in (METRICS, STEPS))):

@@ -59,6 +59,10 @@ def test_edited_inputs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (side / "trainer_state.json").write_text(json.dumps(state))
     assert as_json(capsys, a, b)["inputs"] == ["the code of mine", "the training data"]
     assert as_json(capsys, a, a)["inputs"] == []
+    for side, problems in ((a, "1"), (b, "2")):
+        row = {"step": 1, "eval_pass_at_1": 0.5, "problems": problems}
+        (side / "eval.jsonl").write_text(json.dumps(row) + "\n")
+    assert as_json(capsys, a, b)["inputs"][-1] == "the held-out problems"
     assert run(["diff", str(a), str(b)]) == 0
     assert "\nEdited between the runs: the code of mine.\n" in capsys.readouterr().out
 

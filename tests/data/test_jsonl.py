@@ -275,6 +275,7 @@ def test_other_fields_are_part_of_a_digest_and_older_digests_lack_them():
     assert not is_same_digest(plain, digest_of([Example("a", "2"), Example("b", "2")]))
     assert is_same_digest(f"{plain}+{one}", f"{plain}+{one}")
     assert not is_same_digest(f"{plain}+{one}", plain) and not is_same_digest(f"{one}+{other}", f"{other}+{one}")
+    assert len({digest_of([Example("a", "1", meta={"of": np.int64(n)})]) for n in (1, 2)}) == 2
     # Objects are not written: they may differ between processes.
     assert digest_of([Example("a", "1", meta={"of": object()})]) == digest_of(
         [Example("a", "1", meta={"of": object()})]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from campaign.campaigns import FakeExecutor, campaign_config, run_with
@@ -652,6 +653,29 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     assert code.count("+") == 1
     assert "has changed since the checkpoint" not in resumed(model, tmp_path, training__max_steps=10, **own)
     assert json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["code"]["edited_score"] == code
+
+
+def test_a_finished_run_keeps_its_evaluation_until_there_is_a_new_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out, other = tmp_path / "held_out.jsonl", tmp_path / "other.jsonl"
+    held_out.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    other.write_text('{"prompt": "1 + 2?", "answer": "3"}\n')
+    own = {"eval__every": 2, "eval__source": "jsonl"}
+    train_quietly(fake_config(model, tmp_path, **own, eval__path=str(held_out)))
+    logs = tmp_path / "logs"
+    kept = {name: (logs / name).read_bytes() for name in ("eval.jsonl", "config.toml", "trainer_state.json")}
+    for error in (KeyError("column"), KeyboardInterrupt()):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr("retrain.evaluate.Evaluator.run", Mock(side_effect=error))
+            resumed(model, tmp_path, **own, eval__path=str(other), training__max_steps=4)
+        assert {name: (logs / name).read_bytes() for name in kept} == kept
+    before = rows(logs, "eval.jsonl")
+    resumed(model, tmp_path, **own, eval__path=str(other), training__max_steps=4)
+    after = rows(logs, "eval.jsonl")
+    assert after[:-1] == before[:-1] and after[-1]["step"] == before[-1]["step"]
+    assert after[-1]["problems"] != before[-1]["problems"]
+    assert load_config(logs / "config.toml").eval.path == str(other)
 
 
 def test_evaluations_by_an_edited_reward_are_not_compared_with_those_before(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from retrain.config import build_config
 from retrain.config.schema import Environment
+from retrain.data import digest_of, is_same_digest
 from retrain.environments import build_environment, load_split
 from retrain.environments.runner import RolloutScore
 from retrain.environments.tasks import EnvironmentTasks
@@ -57,6 +59,14 @@ def test_an_id_names_a_module(id: str, module: str) -> None:
 def test_what_is_no_id_is_rejected(id: str) -> None:
     with pytest.raises(ConfigError, match="is not an environment id"):
         module_name(id)
+
+
+def test_all_data_of_a_task_is_part_of_the_digest_and_the_same_when_loaded_again() -> None:
+    section = Environment(provider="verifiers", id="primeintellect/wordle")
+    loaded = [list(load_split(build("primeintellect/wordle"), section, "train")[:3]) for _ in range(2)]
+    assert len({digest_of(examples) for examples in loaded}) == 1
+    edited = [replace(example, meta={**example.meta, "answer": "other"}) for example in loaded[0]]
+    assert loaded[0][0].meta["answer"] and not is_same_digest(digest_of(edited), digest_of(loaded[0]))
 
 
 @pytest.mark.slow

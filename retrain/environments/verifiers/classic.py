@@ -99,7 +99,8 @@ class ClassicEnvironment:
             prompt = row["prompt"]
             if not isinstance(prompt, str):
                 prompt = tuple(self._message(message, index) for message in prompt)
-            example = Example(prompt, str(row.get("answer") or ""), f"{prefix}{index}")
+            # All of the row, by which an edit is noticed.
+            example = Example(prompt, str(row.get("answer") or ""), f"{prefix}{index}", dict(row))
             self.rows[example.id] = row
             examples.append(example)
         return examples

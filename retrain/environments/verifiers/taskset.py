@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, get_args, get_origin
 
@@ -204,7 +205,11 @@ def _outcome(episode: Any) -> Outcome:
 
 
 def _example(task: Any, id: str, who: str) -> Example:
-    data = task.data
+    """The example of a task, with all of its data, by which an edit is noticed."""
+    return replace(_ask(task.data, id, who), meta=task.data.model_dump(mode="json"))
+
+
+def _ask(data: Any, id: str, who: str) -> Example:
     if data.prompt is None:
         # The environment starts the conversation itself.
         return Example(data.description or data.name or f"task {id}", _reference(data), id)

@@ -51,6 +51,8 @@ class RunFolder:
             self.path = self.path.resolve()
         self.log = log
         self.checkpoint: Checkpoint | None = None
+        self.stored = config
+        """The settings of the run to resume, as they are in its folder."""
         self.only_evaluates = False
         """Whether a finished run is only evaluated again; until that has succeeded, the run stays as it is."""
         self.forced: list[str] = []
@@ -115,8 +117,7 @@ class RunFolder:
 
     def _is_finished(self, steps: int) -> bool:
         """Whether the run in the folder has finished, and no steps are added."""
-        stored = load_config(self.path / CONFIG_FILE)
-        return read_state(self.path).get("status") == "finished" and not _is_longer(self.config, stored, steps)
+        return read_state(self.path).get("status") == "finished" and not _is_longer(self.config, self.stored, steps)
 
     def settings(self) -> str:
         """The configuration as TOML, for config.toml and for checkpoints; a run started from it is a new run."""
@@ -124,10 +125,9 @@ class RunFolder:
 
     def _tell_replaced_evaluation(self, steps: int) -> None:
         """Say that the evaluation at the end of a shorter run is dropped: an uninterrupted run would not have it."""
-        assert self.resumed is not None
-        every, stored = self.config.eval.every, load_config(self.resumed / CONFIG_FILE)
+        every = self.config.eval.every
         for step in steps_after(self.path / EVALS, steps):
-            if (not every or step % every) and _is_longer(self.config, stored, step):
+            if (not every or step % every) and _is_longer(self.config, self.stored, step):
                 what = "replaced by those of the longer run" if every else "removed: [eval] every is 0"
                 self.log(f"The evaluation after step {step}, the end of the earlier run, is {what}.")
 
@@ -165,12 +165,12 @@ class RunFolder:
         self.log(f"{self.path} held {held}; it is now {aside}{resume}.")
 
     def _find_checkpoint(self, config: TrainConfig, force: bool) -> TrainConfig:
-        self.checkpoint, stored, differences = check_resume(config, force, self.log)
+        self.checkpoint, self.stored, differences = check_resume(config, force, self.log)
         self.log(f"Resuming from {self.checkpoint.path} at step {self.checkpoint.step}.")
         self.forced = [f"{line} at step {self.checkpoint.step}" for line in differences]
         for line in self.forced:
             self.log(f"Warning: --force-resume: {line}. Comparisons with other runs will say so.")
-        return self._with_own_adapter(_with_seed(config, stored.training.seed), stored)
+        return self._with_own_adapter(_with_seed(config, self.stored.training.seed), self.stored)
 
     def _with_own_adapter(self, config: TrainConfig, stored: TrainConfig) -> TrainConfig:
         """Point adapter_path into the renamed run folder, if it was inside the old one."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from retrain.advantages import CreditAssigner
 from retrain.advantages.sepa import SEPAController, why_off
 from retrain.backends import Backend, Closeable
+from retrain.checks.code_digest import code_digests
 from retrain.checks.preflight import check_before_loading, known_context
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
-from retrain.checks.user_code import code_digests
 from retrain.checks.vocabulary import check_prompt_tokens
 from retrain.config import TrainConfig
 from retrain.config.schema import AS_IN_TRAINING

@@ -37,6 +37,8 @@ class Evaluation:
     """Completions whose scoring failed."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code that scored them."""
+    problems: str = ""
+    """A digest of the examples."""
 
     @property
     def pass_at_1(self) -> float:
@@ -87,7 +89,7 @@ class Evaluation:
         options = asdict(self.sampling)
         del options["seed"], options["first"]
         code = {"code": dict(self.code)} if self.code else {}
-        return {"problems": digest_of(example for example, _ in self.answers), "sampling": options, **code}
+        return {"problems": self.problems, "sampling": options, **code}
 
 
 class Evaluator:
@@ -134,6 +136,7 @@ class Evaluator:
             seconds=time.perf_counter() - started,
             errors=rollouts.errors,
             code=self.code,
+            problems=self.digest,
         )
 
 

@@ -49,8 +49,14 @@ def comparable(evaluations: Sequence[Row]) -> list[Row]:
 def find_other_setup(one: Row, last: Row) -> list[str]:
     """In what an evaluation is not like a later one, of `SETUP`. Older versions did not store all of it."""
     found = [key for key in SETUP if key in one and one[key] != last.get(key)]
-    is_same = "problems" in last and is_same_digest(str(one.get("problems")), str(last["problems"]))
-    return [key for key in found if key != "problems" or not is_same]
+    return [key for key in found if key == "sampling" or not _have_same_digests(one[key], last.get(key))]
+
+
+def _have_same_digests(one: object, other: object) -> bool:
+    """Whether two digests, or digests by name, are the same; older ones are of less."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same_digest(one[name], other[name]) for name in one)
+    return isinstance(one, str) and isinstance(other, str) and is_same_digest(one, other)
 
 
 def paired_change(first: Row, last: Row, k: int = 1) -> Change | None:

@@ -10,7 +10,7 @@ from retrain.analysis.scoring import edited_inputs, read_inputs
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run
 from retrain.campaign.progress import DONE, finished_steps
-from retrain.checks.user_code import code_digests
+from retrain.checks.code_digest import code_digests
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, options_by_path, paths_where
 from retrain.config.schema import Campaign

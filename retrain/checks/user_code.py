@@ -1,14 +1,12 @@
 """Code of the user that a configuration names, examined without importing it.
 
 Custom rewards: the module exists, and the function has the expected signature. The training process never imports a
-reward's module, and its worker processes, which report what cannot be seen in the source, start seconds later. And
-digests of the files of rewards and plugins, by which a resume notices edits.
+reward's module, and its worker processes, which report what cannot be seen in the source, start seconds later.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
 import json
 import sys
@@ -16,22 +14,15 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
-from weakref import WeakKeyDictionary
 
 from retrain.config import TrainConfig
-from retrain.config.options import all_options, values_of
 from retrain.config.schema import Reward, RewardTerm
-from retrain.environments.verifiers.modules import module_name
 from retrain.errors import ConfigIssue
-from retrain.plugins import REGISTRIES, is_plugin, split_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
 _ARGUMENTS = 2
 _IMPORTS = (ast.Import, ast.ImportFrom)
-# Digests of plugins that are imported here. Later runs of this process use the same module, whatever its file says.
-_IMPORTED: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 
 
 def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -69,40 +60,6 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
     """The Python file of a module; None if there is none, or if only an import can find it."""
     spec = _find_spec(module, search_paths)
     return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
-
-
-def code_digests(config: TrainConfig, of_scoring: bool = False) -> dict[str, str]:
-    """A digest of each module that the configuration names, with its package: custom rewards and plugins.
-
-    Those `of_scoring` decide what counts as correct.
-    """
-    values = values_of(config)
-    named = [(option.kind, str(values.get(option.path) or "")) for option in all_options() if option.kind]
-    terms: list[Reward | RewardTerm] = [config.reward, *config.reward.terms]
-    named += [("reward", term.type) for term in terms]
-    if of_scoring:
-        named = [(kind, name) for kind, name in named if kind in ("reward", "environment")]
-    plugins = {split_path(name)[0] for kind, name in named if kind and name and is_plugin(kind, name)}
-    rewards = {term.custom_module for term in terms if term.type == "custom"}
-    id_is_module = REGISTRIES["environment"].facts(config.environment.provider).id_is_module
-    named_by_id = {module_name(config.environment.id)} if id_is_module else set()
-    modules = sorted(plugins | rewards | named_by_id)
-    found = {module: _digest(module, config.plugins.search_paths) for module in modules if module}
-    for module in plugins & found.keys() & sys.modules.keys():
-        found[module] = _IMPORTED.setdefault(sys.modules[module], found[module])
-    return {module: digest for module, digest in found.items() if digest}
-
-
-def _digest(module: str, search_paths: Sequence[str]) -> str:
-    """A digest of the source of a module, or of all modules of its package; empty if there is none."""
-    file = find_source(module.partition(".")[0], search_paths) or find_source(module, search_paths)
-    if file is None:
-        return ""
-    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
-    found = hashlib.blake2b(digest_size=16)
-    for each in files:
-        found.update(each.read_bytes())
-    return found.hexdigest()
 
 
 def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:

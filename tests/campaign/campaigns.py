@@ -10,7 +10,7 @@ from typing import Any
 from retrain.campaign.plan import Run, plan_runs
 from retrain.campaign.processes import RunExit, prepare_folder
 from retrain.campaign.run import run_campaign
-from retrain.checks.user_code import code_digests
+from retrain.checks.code_digest import code_digests
 from retrain.config import TrainConfig
 from retrain.config.load import build_config
 from retrain.data import digest_of, load_held_out

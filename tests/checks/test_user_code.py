@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-from retrain.checks.user_code import code_digests, find_reward_issues
+from retrain.checks.user_code import find_reward_issues
 from retrain.cli import run
 from retrain.config import load_config
 from retrain.errors import PluginError
@@ -105,52 +104,3 @@ def test_the_command_line_reports_it_before_anything_is_loaded(
     )
     assert run(["--model", "builtin:tiny", "--max-tokens", "8", "--data.source", "arithmetic"]) == 2
     assert "there is no such module" in capsys.readouterr().err
-
-
-def test_digests_change_with_the_module_and_its_package_and_not_with_their_place(tmp_path: Path) -> None:
-    def digests(**reward: object) -> dict[str, str]:
-        return code_digests(load_config(None, {f"reward.{key}": value for key, value in reward.items()}))
-
-    custom, plugin = {"type": "custom", "custom_module": "package.grading"}, {"terms": [{"type": "mine.score"}]}
-    Path("package/__init__.py").write_text("")
-    before = digests(**custom)
-    assert list(before) == ["package.grading"] and list(digests(**plugin)) == ["mine"]
-    Path("package/helper.py").write_text("LIMIT = 1\n")
-    assert digests(**custom) != before
-    kept = digests(**custom)
-    Path("elsewhere").mkdir()
-    Path("package").rename("elsewhere/package")
-    sys.path.insert(0, str(Path("elsewhere").resolve()))
-    try:
-        assert digests(**custom) == kept
-    finally:
-        sys.path.pop(0)
-
-
-def test_the_digest_of_a_plugin_is_that_of_the_code_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(None, {"algorithm.advantage_mode": "edited_later.advantage"})
-    source = Path("edited_later.py")
-    source.write_text("LIMIT = 1\n")
-    monkeypatch.syspath_prepend(Path.cwd())
-    before = code_digests(config)
-    source.write_text("LIMIT = 2  # not imported yet\n")
-    imported = code_digests(config)
-    assert list(before) == ["edited_later"] and imported != before
-    importlib.import_module("edited_later")
-    assert code_digests(config) == imported
-    # Another run of the same process, as in a campaign with share_model.
-    source.write_text("LIMIT = 3  # after it was imported\n")
-    assert code_digests(config) == imported
-    monkeypatch.delitem(sys.modules, "edited_later")
-    assert code_digests(config) != imported
-
-
-def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("my_env.py").write_text("LIMIT = 1\n")
-    monkeypatch.syspath_prepend(Path.cwd())
-    config = load_config(None, {"environment.provider": "verifiers", "environment.id": "me/my-env@1.0"})
-    before = code_digests(config)
-    assert list(before) == ["my_env"] and code_digests(config, of_scoring=True) == before
-    Path("my_env.py").write_text("LIMIT = 2  # edited\n")
-    assert code_digests(config) != before
-    assert code_digests(load_config(None, {"environment.provider": "builtin", "environment.id": "me/my-env"})) == {}

@@ -1,0 +1,119 @@
+"""Digests of rewards, plugins and what they import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from retrain.checks.code_digest import code_digests
+from retrain.config import load_config
+from retrain.data import is_same_digest
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def score(response, reference): ...\n")
+    Path("package").mkdir()
+    Path("package/grading.py").write_text("def score(response, reference): ...\n")
+
+
+def test_digests_change_with_the_module_and_its_package_and_not_with_their_place(tmp_path: Path) -> None:
+    def digests(**reward: object) -> dict[str, str]:
+        return code_digests(load_config(None, {f"reward.{key}": value for key, value in reward.items()}))
+
+    custom, plugin = {"type": "custom", "custom_module": "package.grading"}, {"terms": [{"type": "mine.score"}]}
+    Path("package/__init__.py").write_text("")
+    before = digests(**custom)
+    assert list(before) == ["package.grading"] and list(digests(**plugin)) == ["mine"]
+    Path("package/helper.py").write_text("LIMIT = 1\n")
+    assert digests(**custom) != before
+    kept = digests(**custom)
+    Path("elsewhere").mkdir()
+    Path("package").rename("elsewhere/package")
+    sys.path.insert(0, str(Path("elsewhere").resolve()))
+    try:
+        assert digests(**custom) == kept
+    finally:
+        sys.path.pop(0)
+
+
+def test_the_digest_of_a_reward_changes_with_modules_that_it_imports() -> None:
+    folder = Path("project")
+    options = {"reward.type": "custom", "reward.custom_module": "grading", "plugins.search_paths": [str(folder)]}
+    config = load_config(None, options)
+    files = {
+        "grading.py": "import torch, helpers\ndef score(response, reference):\n    from lib import rules\n",
+        "helpers.py": "from package.deep import one, two\n",
+        "lib/rules.py": "LIMIT = 1\n",  # a namespace package
+        "package/__init__.py": "",
+        "package/deep/__init__.py": "from . import one\nfrom ..near import LIMIT\n",
+        "package/deep/one.py": "import grading, helpers  # a circle\n",
+        "package/near.py": "LIMIT = 1\n",
+        "package/other.py": "LIMIT = 1\n",  # not imported
+        "torch.py": "LIMIT = 1\n",  # before the installed one
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    before = code_digests(config)
+    assert code_digests(config) == before
+    changed = set()
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}# edited\n")
+        if code_digests(config) != before:
+            changed.add(name)
+        (folder / name).write_text(text)
+    assert changed == files.keys() - {"package/other.py"}
+    # Folders of earlier versions have a digest of the module alone.
+    assert is_same_digest(before["grading"].split("~")[0], before["grading"]) and "~" in before["grading"]
+
+
+def test_imports_are_followed_within_seconds_in_a_large_folder() -> None:
+    for number in range(600):
+        Path(f"part{number}.py").write_text(
+            f"import part{(number + 1) % 600}, part{(number * 7) % 600}\n" + "x = 1\n" * 500
+        )
+    Path("helper.py").write_text("import part0\n")
+    Path("broken.py").write_text("def (\n")
+    Path("grading.py").write_text("import broken, helper, part1\ndef score(response, reference): return 1.0\n")
+    options = {"reward.type": "custom", "reward.custom_module": "grading", "plugins.search_paths": ["."]}
+    config = load_config(None, options)
+    started = time.perf_counter()
+    before = code_digests(config)
+    assert time.perf_counter() - started < 10.0
+    Path("helper.py").write_text("import part0  # edited\n")
+    assert code_digests(config) != before
+
+
+def test_the_digest_of_a_plugin_is_that_of_the_code_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, {"algorithm.advantage_mode": "edited_later.advantage"})
+    source = Path("edited_later.py")
+    source.write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    before = code_digests(config)
+    source.write_text("LIMIT = 2  # not imported yet\n")
+    imported = code_digests(config)
+    assert list(before) == ["edited_later"] and imported != before
+    importlib.import_module("edited_later")
+    assert code_digests(config) == imported
+    # Another run of the same process, as in a campaign with share_model.
+    source.write_text("LIMIT = 3  # after it was imported\n")
+    assert code_digests(config) == imported
+    monkeypatch.delitem(sys.modules, "edited_later")
+    assert code_digests(config) != imported
+
+
+def test_the_module_of_an_environment_id_has_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("my_env.py").write_text("LIMIT = 1\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    config = load_config(None, {"environment.provider": "verifiers", "environment.id": "me/my-env@1.0"})
+    before = code_digests(config)
+    assert list(before) == ["my_env"] and code_digests(config, of_scoring=True) == before
+    Path("my_env.py").write_text("LIMIT = 2  # edited\n")
+    assert code_digests(config) != before
+    assert code_digests(load_config(None, {"environment.provider": "builtin", "environment.id": "me/my-env"})) == {}

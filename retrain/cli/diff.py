@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def command(a: str, b: str, tolerance: float, as_json: bool) -> int:
       metrics  metric, first_step, step (that of a and b), a, b, largest,
                largest_step
     """
+    if math.isnan(tolerance):
+        raise click.BadParameter("nan is not a number.", param_hint="--tolerance")
     data = diff(find_side(a), find_side(b), tolerance)
     if as_json:
         print_json({**data, "metrics": [asdict(metric) for metric in data["metrics"]]})

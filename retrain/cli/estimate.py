@@ -24,7 +24,7 @@ from retrain.plugins import REGISTRIES, is_plugin
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.logs import MANIFEST
-from retrain.types import Example
+from retrain.types import Example, JsonObject
 
 MEMORY_LABELS = {
     "weights": "weights",
@@ -167,6 +167,20 @@ class MeasuredTime:
         if self.step is None or steps is None:
             return None
         return self.step * steps + (self.evaluation or 0.0) * count_evaluations(config, steps)
+
+
+def estimate_time(config: TrainConfig) -> JsonObject:
+    """Seconds per step, evaluation and run, from earlier steps of the same size."""
+    measured, steps = measure_time(config), steps_per_run(config)
+    seconds = measured.of_run(config, steps)
+    return {
+        "steps": steps,
+        "evaluations": count_evaluations(config, steps) if steps is not None else None,
+        "step_seconds": round(measured.step, 3) if measured.step is not None else None,
+        "evaluation_seconds": round(measured.evaluation, 3) if measured.evaluation is not None else None,
+        "run_seconds": round(seconds, 1) if seconds is not None else None,
+        "from": measured.source,
+    }
 
 
 def measure_time(config: TrainConfig) -> MeasuredTime:

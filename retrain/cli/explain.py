@@ -11,10 +11,9 @@ from pathlib import Path
 import click
 
 from retrain.campaign.plan import Run, find_limits, name_conditions, runs_at_once, split_conditions
-from retrain.capacity.cost import count_evaluations
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
-from retrain.checks.preflight import find_obstacles
+from retrain.checks.preflight import check_files_of_problems, find_obstacles
 from retrain.checks.processes import LAUNCH_NOTE, needs_launch
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
@@ -23,10 +22,10 @@ from retrain.cli.estimate import (
     MEMORY_LABELS,
     UNKNOWN_STEPS,
     check_resumed,
+    estimate_time,
     find_assumptions,
     list_runs,
     max_turns,
-    measure_time,
     memory_plan,
     steps_per_run,
 )
@@ -183,7 +182,7 @@ def find_changes(config: TrainConfig) -> list[JsonObject]:
 
 
 def find_blockers(config: TrainConfig, file: str) -> list[str]:
-    """Why the configuration cannot run here: unsupported choices, missing models, files and keys, a resume."""
+    """Why the configuration cannot run here: unsupported choices, missing models, files and keys, rows, a resume."""
     found: dict[str, list[str]] = {}
     conditions = split_conditions(config, file)
     for name, one in conditions.items():
@@ -191,6 +190,8 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
             found.setdefault(str(problem), []).append(name)
     blockers = name_conditions(found, len(conditions))
     try:
+        if not blockers and config.kind != "squeeze":
+            check_files_of_problems(list(conditions.values()))
         check_resumed(config, file)
     except RetrainError as error:
         blockers.append(str(error))
@@ -268,20 +269,6 @@ def estimate_memory(config: TrainConfig, facts: ModelFacts) -> dict[str, int | N
         "micro_batch_tokens": plan.training.micro_batch_tokens,
         "recomputed_layers": plan.training.recomputed_layers,
         "prompt_tokens": work.prompt_tokens,
-    }
-
-
-def estimate_time(config: TrainConfig) -> JsonObject:
-    """Seconds per step, evaluation and run, from earlier steps of the same size."""
-    measured, steps = measure_time(config), steps_per_run(config)
-    seconds = measured.of_run(config, steps)
-    return {
-        "steps": steps,
-        "evaluations": count_evaluations(config, steps) if steps is not None else None,
-        "step_seconds": round(measured.step, 3) if measured.step is not None else None,
-        "evaluation_seconds": round(measured.evaluation, 3) if measured.evaluation is not None else None,
-        "run_seconds": round(seconds, 1) if seconds is not None else None,
-        "from": measured.source,
     }
 
 

@@ -32,6 +32,7 @@ def test_two_runs_part_at_the_first_step_that_differs(tmp_path: Path, capsys: py
     assert data["config"]["training.seed"] == {"a": 42, "b": 7}
     tolerant = {row["metric"]: row for row in as_json(capsys, a, b, "--tolerance", "0.5")["metrics"]}
     assert tolerant["correct_rate"]["first_step"] is None
+    assert run(["diff", str(a), str(b), "--tolerance", "nan"]) == 2
 
 
 def test_the_evaluation_after_the_last_step_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

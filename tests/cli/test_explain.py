@@ -110,6 +110,22 @@ def test_flags_of_training_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["step"]["completions"] == 16
 
 
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("", "train.jsonl has no rows."),
+        ('{"question": "1 + 1"}\n', "line 1"),
+        ('{"question": "1 + 1", "answer": "2"}', ""),
+    ],
+)
+def test_rows_that_cannot_be_used_are_blockers(capsys: pytest.CaptureFixture[str], rows: str, problem: str) -> None:
+    _write(starter("quickstart"))
+    Path("train.jsonl").write_text(rows)
+    flags = ("--data-source", "jsonl", "--data-path", "train.jsonl", "--eval-every", "0")
+    blockers = _explain(capsys, *flags)["blockers"]
+    assert [problem in text for text in blockers] == ([True] if problem else [])
+
+
 def test_turns_and_back_pressure_are_not_hidden_in_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     flags = ["--environment.provider", "builtin", "--environment-id", "guess-number", "--backpressure-enabled"]

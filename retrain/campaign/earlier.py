@@ -182,8 +182,9 @@ def find_edits(runs: Sequence[Run]) -> list[str]:
         used = f"{section} {run.config.training.max_examples}"
         if state.get("data") and used not in data:
             data[used] = digest_file_of_data(run.config)
-        now = {"code": code_digests(run.config), "data": data.get(used), "forced": state.get("forced")}
-        for name in edited_inputs(read_inputs(state, run.config), read_inputs(now, run.config)):
+        now = {"code": code_digests(run.config), "data": data.get(used)}
+        before = {key: state.get(key) for key in now}
+        for name in edited_inputs(read_inputs(before, run.config), read_inputs(now, run.config)):
             edited.setdefault(name, []).append(run.name)
     return [
         f"{name} changed since {list_some(names)} {'was' if len(names) == 1 else 'were'} trained; later runs may not "

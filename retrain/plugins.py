@@ -43,6 +43,8 @@ class Part:
     """Packages that it needs."""
     two_splits: bool = False
     """Whether all data splits but `train` are the same held-out set."""
+    endless: bool = False
+    """Whether a data source has examples without end."""
     id_is_module: bool = False
     """Whether the `id` in its table names a Python module, of the user or installed."""
     server_flags: Mapping[str, str] = field(default_factory=dict)
@@ -264,7 +266,9 @@ REGISTRIES: dict[str, Registry] = {
                 "gsm8k": Part(
                     "retrain.data.gsm8k:Gsm8kSource", ("subset", "split"), from_hub=True, packages=("datasets",)
                 ),
-                "arithmetic": Part("retrain.data.arithmetic:ArithmeticSource", ("split",), two_splits=True),
+                "arithmetic": Part(
+                    "retrain.data.arithmetic:ArithmeticSource", ("split",), two_splits=True, endless=True
+                ),
                 "jsonl": Part("retrain.data.jsonl:JsonlSource", ("path", *_ROW_OPTIONS), requires=("path",)),
                 "hub": Part(
                     "retrain.data.hub:HubSource",

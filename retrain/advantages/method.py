@@ -159,7 +159,7 @@ def load_advantage(choice: Choice) -> AdvantageFn:
             )
         raise PluginError(
             f"advantage plugin {name!r} must be callable as f(rewards_G{''.join(f', {key}=…' for key in params)}), "
-            f"but its signature is {_signature(function)}."
+            f"but its signature is {_signature(function)}.  Try: give other parameters in [algorithm.advantage_params]"
         )
     return cast(AdvantageFn, partial(function, **params)) if params else cast(AdvantageFn, function)
 

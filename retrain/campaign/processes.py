@@ -15,6 +15,7 @@ from typing import IO, Protocol
 from retrain.campaign.plan import Run
 from retrain.config import dump_config
 from retrain.errors import CheckpointError
+from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
@@ -149,7 +150,8 @@ def has_checkpoint(folder: Path) -> bool:
 def read_error(path: Path) -> str:
     """The last lines of stderr."""
     try:
-        text = path.read_bytes()[-_ERROR_CHARACTERS:].decode("utf-8", "replace")
+        # More than is shown: a secret at the cut is redacted as a whole.
+        text = redact(path.read_bytes()[-16 * _ERROR_CHARACTERS :].decode("utf-8", "replace"))[-_ERROR_CHARACTERS:]
     except OSError:
         return ""
     return "\n".join([line for line in text.splitlines() if line.strip()][-_ERROR_LINES:])

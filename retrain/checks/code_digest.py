@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from retrain.config.schema import Reward, RewardTerm
 from retrain.environments.verifiers.modules import module_name
 from retrain.plugins import REGISTRIES, is_plugin, split_path
 
+_INSTALLED = {"site-packages", "dist-packages"}
 # Imports are followed to this many files, so a folder with a large project does not delay a run.
 _MOST_FILES = 200
 # Digests of plugins that are imported here. Later runs of this process use the same module, whatever its file says.
@@ -55,10 +58,19 @@ def _digest(module: str, search_paths: Sequence[str]) -> str:
         outermost, file = module, find_source(module, search_paths)
     if file is None:
         return ""
-    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
     own = {path: _name(path, file, outermost) for path in files}
     imported = [] if _is_installed(file) else _follow_imports(own, search_paths)
     return "~".join(_digest_files(files) for files in (own, imported) if files)
+
+
+def _list_sources(package: Path) -> list[Path]:
+    """The modules of a package, without hidden files, as editors make them, and environments inside it."""
+    found = []
+    for folder, inside, names in os.walk(package):
+        inside[:] = [name for name in inside if not name.startswith(".") and name not in _INSTALLED]
+        found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")]
+    return sorted(found)
 
 
 def _name(path: Path, outermost: Path, name: str) -> str:
@@ -69,12 +81,12 @@ def _name(path: Path, outermost: Path, name: str) -> str:
 
 def _follow_imports(own: Mapping[Path, str], search_paths: Sequence[str]) -> list[Path]:
     """Source files of the user that these modules import, and so on, in the order in which they are met."""
-    queue = [(name, path) for path, name in own.items()]
-    seen = set(own.values())
+    queue = [(name, path) for path, name in own.items()][:_MOST_FILES]
+    seen, found = set(own.values()), list[Path]()
     for name, path in queue:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imported_names(path.read_bytes(), package):
-            if imported in seen or len(queue) >= len(own) + _MOST_FILES:
+        for imported in _imported_names(_read(path), package):
+            if imported in seen or len(found) >= _MOST_FILES:
                 continue
             seen.add(imported)
             outermost = imported.partition(".")[0]
@@ -82,7 +94,8 @@ def _follow_imports(own: Mapping[Path, str], search_paths: Sequence[str]) -> lis
             source = None if is_known else find_source(imported, search_paths)
             if source is not None and source not in own and not _is_installed(source):
                 queue.append((imported, source))
-    return [path for _, path in queue[len(own) :]]
+                found.append(source)
+    return found
 
 
 @lru_cache(maxsize=4 * _MOST_FILES)
@@ -92,7 +105,8 @@ def _imported_names(source: bytes, package: str) -> tuple[str, ...]:
     What is imported from a module may be a module as well.
     """
     try:
-        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        with warnings.catch_warnings(action="ignore"):  # about escape sequences, for example
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     except (SyntaxError, ValueError, RecursionError):
         return ()
     names = []
@@ -107,11 +121,19 @@ def _imported_names(source: bytes, package: str) -> tuple[str, ...]:
 
 def _is_installed(file: Path) -> bool:
     """Whether a file belongs to an installed package, which is replaced rather than edited."""
-    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    return not _INSTALLED.isdisjoint(file.parts)
 
 
 def _digest_files(files: Iterable[Path]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for each in files:
-        found.update(each.read_bytes())
+        found.update(_read(each))
     return found.hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """The content of a source file; empty if it cannot be read, which only matters if it is imported."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

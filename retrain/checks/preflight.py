@@ -23,6 +23,7 @@ from retrain.config.reasons import needs_judge, trains_complete_steps
 from retrain.config.schema import Data
 from retrain.data import build_source, held_out_section, load_examples, reads_file
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
+from retrain.data.order import endless_epochs
 from retrain.errors import ConfigError, ConfigIssue
 from retrain.modeling.files import (
     MERGE_HINT,
@@ -93,6 +94,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from _replaced_models(config)
     yield from _missing_datasets(config)
     yield from _too_long(config)
+    yield from _endless_epochs(config)
     yield from _unsupported_sampling(config)
     yield from _impossible_overlap(config)
 
@@ -116,7 +118,7 @@ def find_missing_model(where: str, name: str) -> Iterator[ConfigIssue]:
     if base:
         # transformers would load the base with the adapter, and training would replace the adapter.
         yield ConfigIssue(where, f"= {json.dumps(name)} holds an adapter of {base}, not a model.", MERGE_HINT)
-    elif lacking := find_lacking_files(files):
+    elif found == "folder" and (lacking := find_lacking_files(files)):
         text = f"= {json.dumps(name)} is incomplete: its index names {list_some(lacking)}."
         yield ConfigIssue(where, text, "Try: copy or download it again")
     elif found == "missing":
@@ -136,8 +138,11 @@ def reads_weights(config: TrainConfig) -> bool:
 
 
 def find_missing_weights(where: str, name: str) -> Iterator[ConfigIssue]:
-    """An issue if the folder of a model, named by the option `where`, has no weights."""
+    """An issue if a model, named by the option `where`, lacks weights that will not be downloaded."""
     files = find_model(name)
+    if files.found == "cache" and is_offline() and (lacking := find_lacking_files(files)):
+        text = f"= {json.dumps(name)} is incomplete in the cache of the Hugging Face Hub, which cannot be reached"
+        yield ConfigIssue(where, f"{text}: it lacks {list_some(lacking)}.", f"Try: HF_HUB_OFFLINE=0 hf download {name}")
     # An adapter is reported as such.
     if lacks_weights(files) and not find_base(files):
         yield ConfigIssue(where, f"= {json.dumps(name)} {NO_WEIGHTS}.", "Try: copy or download it again")
@@ -237,6 +242,13 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
             f"= {config.training.max_tokens} and a prompt do not fit the model's context of {context}.",
             f"Try: max_tokens = {context // 2}",
         )
+
+
+def _endless_epochs(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Passes over examples without end; of a plugin or an environment, that is seen once it is loaded."""
+    training, is_endless = config.training, REGISTRIES["data"].facts(config.data.source).endless
+    if training.epochs and not training.max_examples and is_endless and not config.environment.provider:
+        yield ConfigIssue("[training] epochs", *endless_epochs(training))
 
 
 def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:

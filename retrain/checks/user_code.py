@@ -65,8 +65,9 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
 def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
     paths = [str(Path(folder).expanduser().resolve()) for folder in (*search_paths, *sys.path)]
     parts, spec = module.split("."), None
-    for count in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:count]), paths)
+    for part in parts:
+        # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
+        spec = PathFinder.find_spec(part, paths)
         if spec is None:
             return None
         paths = list(spec.submodule_search_locations or [])

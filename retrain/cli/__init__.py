@@ -10,14 +10,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from io import TextIOWrapper
 from types import TracebackType
 
 import click
 from click.shell_completion import CompletionItem
 
 from retrain.errors import ConfigError, RetrainError
-from retrain.isolation.redaction import redact
+from retrain.isolation.redaction import redact, redact_output
 from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.threads import limit_openmp_spinning
 
@@ -157,9 +156,7 @@ def _suggest_file(word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 the run failed, 2 invalid input, 130 interrupted."""
     sys.excepthook = _show_bug
-    if isinstance(sys.stdout, TextIOWrapper):
-        # As for standard error: texts of rewards and data may have characters that the output cannot encode.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    redact_output()
     limit_openmp_spinning()
     sys.exit(run(arguments))
 

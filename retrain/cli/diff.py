@@ -135,10 +135,12 @@ def diff(a: Sequence[RunRecord], b: Sequence[RunRecord], tolerance: float = 0.0)
 def _find_edited(one: RunRecord, other: RunRecord) -> list[str]:
     """Inputs that are not the same, and the problems of the last evaluations."""
     from retrain.analysis.change import find_other_setup  # noqa: PLC0415
-    from retrain.analysis.scoring import edited_inputs  # noqa: PLC0415
+    from retrain.analysis.scoring import describe_other_evaluation, edited_inputs  # noqa: PLC0415
 
     found = edited_inputs(one.inputs, other.inputs)
-    if one.evaluations and other.evaluations:
+    # Other options name other problems.
+    is_asked_alike = not describe_other_evaluation(one.config, other.config, of_same_problems=False)
+    if one.evaluations and other.evaluations and is_asked_alike:
         last = (list(run.evaluations.values())[-1] for run in (one, other))
         found += ["the held-out problems"] if "problems" in find_other_setup(*last) else []
     return found

@@ -44,6 +44,7 @@ from retrain.data import load_examples, reads_file
 from retrain.errors import ConfigIssue, RetrainError
 from retrain.isolation.redaction import redact
 from retrain.modeling.files import (
+    find_lacking_files,
     find_model,
 )
 from retrain.runtime.packages import check_package, install_command, requirements
@@ -283,6 +284,11 @@ def _check_model(name: str, reads: bool, what: str = "model", where: str = "[mod
     broken = next((issue for find in finders for issue in find(where, name)), None)
     if broken is not None and files.folder is not None:
         return Check("files", what, "missing", broken.text.removeprefix("= "), broken.hint.removeprefix("Try: "))
+    if files.found == "cache" and reads and (lacking := find_lacking_files(files)) and not is_offline():
+        text, fix = f"{name} is incomplete in the cache: it lacks {list_some(lacking)}", f"hf download {name}"
+        if hub_answers():
+            return Check("files", what, "warning", f"{text}, which the run downloads", fix)
+        return Check("files", what, "missing", f"{text}, and {hub_url()} cannot be reached", fix)
     if files.folder is not None:
         return Check("files", what, "ok", f"{name} ({files.folder})")
     if files.found == "missing":

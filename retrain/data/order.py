@@ -175,13 +175,16 @@ def count_steps(training: schema.Training, examples: Sequence[Example]) -> int:
     return math.ceil(count_examples(training, examples) / training.batch_size)
 
 
+def endless_epochs(training: schema.Training) -> tuple[str, str]:
+    """What is wrong with epochs over examples without end, and the remedy."""
+    problem = f"= {training.epochs} counts passes, and these examples have no end."
+    return problem, "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
+
+
 def count_examples(training: schema.Training, examples: Sequence[Example]) -> int:
     """Examples that a run's epochs draw from these."""
     if isinstance(examples, Endless) and not training.max_examples:
-        raise ConfigError(
-            f"[training] epochs = {training.epochs} counts passes, and these examples have no end.  "
-            "Try: max_examples = 1000, or epochs = 0.0 with max_steps"
-        )
+        raise ConfigError(f"[training] epochs {'  '.join(endless_epochs(training))}")
     count = min(len(examples), training.max_examples or len(examples))
     return max(1, math.ceil(training.epochs * count))
 

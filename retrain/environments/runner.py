@@ -82,6 +82,8 @@ class EnvironmentRunner:
     ) -> Rollouts:
         """One group per example, in order, all rollouts concurrently."""
         started = time.perf_counter()
+        # All at once: a rollout may block the process that they come from.
+        examples = list(examples)
         loop = self.loop or self._open()
         jobs = [example for example in examples for _ in range(sampling.n)]
         queue = TurnQueue(sampling, len(jobs), self.rules.timeout_s, self.progress)

@@ -14,6 +14,7 @@ from retrain.checks.preflight import (
     find_damaged_weights,
     find_missing_model,
     find_missing_tokenizer,
+    find_missing_weights,
     has_wandb_key,
     is_offline,
     use_cache_if_unreachable,
@@ -129,19 +130,20 @@ def check_before_loading(run: RunSettings, arguments: Mapping[str, Any], log: Ca
     if "wandb" in ([trackers] if isinstance(trackers, str) else trackers or []) and not has_wandb_key():
         raise ConfigError(f"report_to = {trackers!r} needs a key of wandb, and there is none.  {WANDB_HINT}")
     checkpoint = choose_checkpoint(arguments.get("output_dir") or OUTPUT, arguments.get("resume_from_checkpoint"))
-    issues = tuple(_find_issues(run))
+    issues = tuple(_find_issues(run, arguments))
     from_hub = find_model(run.model_name_or_path).found in ("cache", "download") or bool(_dataset_of_hub(run))
     if not issues and from_hub and use_cache_if_unreachable(log):
-        issues = tuple(_find_issues(run))
+        issues = tuple(_find_issues(run, arguments))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
     return checkpoint
 
 
-def _find_issues(run: RunSettings) -> Iterator[ConfigIssue]:
-    for find in (find_missing_model, find_damaged_weights):
-        yield from find("model_name_or_path", run.model_name_or_path)
+def _find_issues(run: RunSettings, arguments: Mapping[str, Any]) -> Iterator[ConfigIssue]:
     # The arguments may name other files.
+    finders = () if arguments.get("model_init_kwargs") else (find_missing_weights,)
+    for find in (find_missing_model, *finders, find_damaged_weights):
+        yield from find("model_name_or_path", run.model_name_or_path)
     if not run.tokenizer_kwargs:
         yield from find_missing_tokenizer("model_name_or_path", run.model_name_or_path)
     dataset = _dataset_of_hub(run)

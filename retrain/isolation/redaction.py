@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from io import TextIOWrapper
 from urllib.parse import quote
 
 HIDDEN = "***"
@@ -55,6 +57,26 @@ _KEY_FORMATS = re.compile(
 def redact(text: str) -> str:
     """The text with passwords in URLs, keys of known formats, and every secret of this process's environment hidden."""
     return _hide(text, _find_secrets(tuple(os.environ.items())))
+
+
+class RedactedText(TextIOWrapper):
+    """Text output in which secrets are hidden, whoever prints them: plugins run in the training process."""
+
+    def write(self, text: str) -> int:
+        """Write what is left of it."""
+        return super().write(redact(text))
+
+
+def redact_output() -> None:
+    """Hide secrets in all that Python prints from now on."""
+    for name in ("stdout", "stderr"):
+        stream = vars(sys)[name]
+        if isinstance(stream, TextIOWrapper) and not isinstance(stream, RedactedText):
+            stream.flush()
+            # Standard error escapes what it cannot encode; texts of rewards and data may have such characters.
+            redacted = RedactedText(stream.buffer, stream.encoding, "backslashreplace")
+            redacted.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
+            setattr(sys, name, redacted)
 
 
 def has_secret(text: str) -> bool:

@@ -162,8 +162,8 @@ def find_base(files: ModelFiles) -> str:
 
 
 def find_lacking_files(files: ModelFiles) -> list[str]:
-    """Files of weights that the folder's index names and that are not there. What the cache lacks is downloaded."""
-    if files.folder is None or files.found != "folder":
+    """Files of weights that the folder's index names and that are not there."""
+    if files.folder is None:
         return []
     return [name for name in weight_files(files.folder) if not (files.folder / name).is_file()]
 

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from retrain.analysis.change import since_edit
 from retrain.analysis.health import METRIC_KEYS, check_health
 from retrain.analysis.runs import RunRecord
 from retrain.analysis.scoring import read_inputs
@@ -131,6 +132,12 @@ class RunLog:
             self.path, config.condition, config.training.seed, config, {}, self.evaluations, status, self.torn, inputs
         )
 
+    @property
+    def edited_at(self) -> int:
+        """The step at which inputs of the run were edited for the last time, if it was trained further; else 0."""
+        at = int(read_state(self.path).get("edited_at", 0))
+        return at if len(self.columns) and self.columns.steps[-1] >= at else 0
+
     def rates(self) -> dict[int, JsonObject]:
         """The correct rate of every step, as rows."""
         rates = zip(self.columns.steps, self.columns.column("correct_rate").tolist(), strict=True)
@@ -141,9 +148,10 @@ class RunLog:
 
     def health(self) -> list[JsonObject]:
         """The checks of `retrain.analysis.health`."""
-        version = (self.epoch, len(self.columns), len(self.evaluations))
+        state = read_state(self.path)
+        version = (self.epoch, len(self.columns), len(self.evaluations), state.get("edited_at", 0))
         if self._health[0] != version:
-            rows, limit = self.columns.rows(METRIC_KEYS), self.config.training.max_tokens
+            rows, limit = since_edit(self.columns.rows(METRIC_KEYS), state), self.config.training.max_tokens
             checks = check_health(rows, list(self.evaluations.values()), limit)
             self._health = version, [vars(check) | {"topic": check.topic} for check in checks]
         return self._health[1]

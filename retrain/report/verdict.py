@@ -148,7 +148,9 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
     result = {"kind": kind, "metric": metric, "name": _NAMES.get(metric, "mean reward in training"), "rows": rows}
     if not rows:
         return result | {"kind": "waiting", "sentence": "Waiting for the first step."}
-    return result | {"sentence": _change(rows, kind, metric) + (_unlike(runs) if held_out else "") + _left_out(runs)}
+    return result | {
+        "sentence": _change(rows, kind, metric) + (_unlike(runs) if held_out else _edited(logs)) + _left_out(runs)
+    }
 
 
 def _unlike(runs: Sequence[RunRecord]) -> str:
@@ -159,6 +161,15 @@ def _unlike(runs: Sequence[RunRecord]) -> str:
     differing = {key for row in last for key in find_other_setup(last[0], row)}
     found = [text for key, text in reasons.items() if key in differing]
     return f" The runs were evaluated {' and '.join(found)}, so these rates do not compare." if found else ""
+
+
+def _edited(logs: Sequence[RunLog]) -> str:
+    """A sentence if data, code or options of runs were changed while they were trained."""
+    at = [log.edited_at for log in logs if log.edited_at]
+    what = "data, code or options of the run were changed there"
+    if len(logs) == 1 and at:
+        return f" Steps before {at[0]} are left out: {what}."
+    return f" In {plural(len(at), 'run')}, steps before a change of data, code or options are left out." if at else ""
 
 
 def _left_out(runs: Sequence[RunRecord]) -> str:
@@ -187,7 +198,7 @@ def _point(row: Row) -> JsonObject:
 def _training(log: RunLog, metric: str) -> tuple[JsonObject, JsonObject] | None:
     """Means over the first and the last steps."""
     values, steps = log.columns.column(metric), np.array(log.columns.steps)
-    is_known = ~np.isnan(values)
+    is_known = ~np.isnan(values) & (steps >= log.edited_at)
     values, steps = values[is_known], steps[is_known]
     if not len(values):
         return None

@@ -102,7 +102,7 @@ class Checkpoints:
             self.log(f"Checkpoint {path} is damaged ({problem}); looking for an older one.")
         raise CheckpointError(
             f"{self.log_dir} has no checkpoint to resume from: there is one every [training] save_every steps, and "
-            "when a run is interrupted or fails.  Try: start the run again, with a smaller --save-every"
+            "when a run is interrupted or fails.  Try: start the run again, with --save-every 1"
         )
 
     def drop_after(self, step: int) -> None:

@@ -34,6 +34,8 @@ class RunInputs:
     """Of the held-out problems; empty without evaluations."""
     forced: list[str] = field(default_factory=list)
     """Options that --force-resume changed, with both values and the step; no digests."""
+    edited_at: int = 0
+    """The step since which the run has trained with the same data, code, models and options."""
 
     def add_earlier(self, saved: JsonObject) -> list[str]:
         """Continue a run with what a checkpoint of it has recorded; return what was edited since, in sentences."""
@@ -42,6 +44,9 @@ class RunInputs:
             return []  # nothing was trained with it
         data, held_out = _recorded(saved)
         code, models = saved.get("code", {}), saved.get("models", {})
+        is_edited = bool(self.forced) or _differs(data, self.data)
+        is_edited |= any(_differs(code.get(name), digest) for name, digest in self.code.items())
+        self.edited_at = saved["progress"]["step"] if is_edited else saved.get("edited_at", 0)
         self.forced = [*saved.get("forced", []), *self.forced]
         edits = []
         if _differs(data, self.data):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.processes import has_checkpoint, prepare_folder
+from retrain.campaign.processes import has_checkpoint, prepare_folder, read_error
 from retrain.campaign.progress import is_locked
 from retrain.config.load import dump_config
 
@@ -157,3 +157,13 @@ def test_what_a_run_left_before_its_first_checkpoint_is_cleared(tmp_path: Path) 
     assert not (run.folder / "metrics.jsonl").exists()
     assert not (run.folder / "trainer_state.json").exists()
     assert (run.folder / "stderr.log").read_text() == "why it died"
+
+
+def test_the_last_lines_of_a_dead_run_hide_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_API_KEY", "opensesame99")
+    path = tmp_path / "stderr.log"
+    path.write_text(
+        "x" * 5000 + "opensesame99" + "y" * 1995 + "\nasked https://me:hunter2222@host.example/?api_key=abcdef"
+    )
+    shown = read_error(path)
+    assert shown.endswith("\nasked https://***@host.example/?api_key=***") and "same99" not in shown

@@ -73,6 +73,38 @@ def test_the_digest_of_a_reward_changes_with_modules_that_it_imports() -> None:
     assert is_same_digest(before["grading"].split("~")[0], before["grading"]) and "~" in before["grading"]
 
 
+def test_folders_without_init_files_that_cannot_be_read_or_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "grading.py": "from common.utils.text import clean\nfrom common import data\n",
+        "common/__init__.py": "",
+        "common/utils/text.py": "LIMIT = 1\n",
+        "common/data/rows.py": "LIMIT = 1\n",
+        "src/rewards/exact.py": "def score(response, reference): ...\n",
+        "package/__init__.py": "",
+        "package/.venv/lib/site-packages/torch.py": "LIMIT = 1\n",
+        "package/.ipynb_checkpoints/grading-checkpoint.py": "LIMIT = 1\n",
+        "package/env/lib/python3.12/site-packages/torch.py": "LIMIT = 1\n",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    Path("package/.#grading.py").symlink_to("user@host.1234")  # as Emacs makes them
+    Path("package/gone.py").symlink_to("nowhere.py")
+    Path("package/folder.py").mkdir()
+    monkeypatch.syspath_prepend(Path.cwd())
+
+    def digest(module: str) -> str:
+        return code_digests(load_config(None, {"reward.type": "custom", "reward.custom_module": module}))[module]
+
+    before = {module: digest(module) for module in ("grading", "src.rewards.exact", "package.grading")}
+    for name, module in (("common/utils/text.py", "grading"), ("src/rewards/exact.py", "src.rewards.exact")):
+        Path(name).write_text(f"{files[name]}# edited\n")
+        assert digest(module) != before[module]
+    for name in list(files)[-3:]:
+        Path(name).write_text("LIMIT = 2  # edited\n")
+    assert digest("package.grading") == before["package.grading"]
+
+
 def test_imports_are_followed_within_seconds_in_a_large_folder() -> None:
     for number in range(600):
         Path(f"part{number}.py").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -164,6 +165,38 @@ def test_without_the_hub_what_is_cached_is_used_and_nobody_asked(folder: Path, m
     assert len(logged) == 1 and "cannot be reached" in logged[0]
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert "context of 64" in check(model__model="Qwen/Qwen3-4B", training__max_tokens=64)
+
+
+def test_without_the_hub_a_model_that_is_partly_cached_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Path(resolve_model("builtin:tiny"))
+    snapshot = folder / "hub" / "models--acme--partial" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in tiny.iterdir():
+        if file.name != "model.safetensors":
+            (snapshot / file.name).write_bytes(file.read_bytes())
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": {"model.norm.weight": shards[0], "lm_head.weight": shards[1]}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / shards[0]).write_bytes((tiny / "model.safetensors").read_bytes())
+    monkeypatch.setattr(preflight, "hub_answers", lambda: True)
+    assert check(model__model="acme/partial") == ""  # the rest is downloaded
+    monkeypatch.setattr(preflight, "hub_answers", lambda: False)
+    assert f"incomplete in the cache of the Hugging Face Hub, which cannot be reached: it lacks {shards[1]}." in check(
+        model__model="acme/partial"
+    )
+    monkeypatch.setattr("retrain.cli.doctor.hub_answers", lambda: False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert run(["doctor", "--model", "acme/partial", "--devices", "cpu", "--data-source", "arithmetic"]) == 1
+    (snapshot / shards[1]).write_bytes((snapshot / shards[0]).read_bytes())
+    assert check(model__model="acme/partial") == ""
+
+
+@pytest.mark.parametrize("command", ["explain", "doctor"])
+def test_epochs_over_a_source_without_end_are_reported(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("retrain.toml").write_text(starter("demo"))
+    assert run([command, "--epochs", "2"]) == 1
+    assert "these examples have no end" in " ".join(capsys.readouterr().out.split())
+    assert run(["explain", "--epochs", "2", "--max-examples", "16"]) == 0
 
 
 def test_a_dataset_that_cannot_be_had_is_reported_before_libraries_are_loaded(

@@ -45,6 +45,8 @@ class Cases:
         if example.id == "0":
             await self._misbehave(chat)
         reply = await chat.ask("again")
+        if example.id == "0" and str(self.args.get("when")).startswith("late"):
+            time.sleep(600) if self.args["when"] == "late sleep" else os._exit(5)
         return Outcome(1.0, {"length": len(reply.text)})
 
     async def _misbehave(self, chat: Chat) -> None:

@@ -107,6 +107,14 @@ def test_a_rollout_that_blocks_the_event_loop_is_a_timeout_and_the_others_contin
         assert outcomes(sample(own, examples=own.environment.examples("train")[1:4])) == ["right"] * 3
 
 
+@pytest.mark.parametrize("when", ["late sleep", *slow("late death")])
+def test_a_rollout_that_blocks_the_process_of_lazy_examples_is_one_failure(when: str) -> None:
+    # As in an evaluation; the others are complete when the last rollout begins to block.
+    with cases(when) as own:
+        groups = sample(own, examples=own.environment.examples("train")[::-1])
+        assert outcomes(groups)[:3] == ["right"] * 3 and groups[3].scores_G[0].failed
+
+
 def test_an_environment_that_always_hangs_stops_the_run_after_a_few_rollouts() -> None:
     with cases("sleep") as own:
         began = time.monotonic()

@@ -95,7 +95,7 @@ def test_packages_become_one_table() -> None:
         (["reward_funcs=maths"], "Did you mean 'math'?"),
         (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
         (["reward_funcs=my_rewards:score"], "or add its folder to PYTHONPATH"),
-        (["model_name_or_path=configs"], "error: model_name_or_path = 'configs' could not be loaded"),
+        (["model_name_or_path=configs"], 'model_name_or_path = "configs" has no weights'),
         (["model_name_or_path=./no/model"], 'model_name_or_path = "./no/model": no such folder.'),
         (["dataset_id_or_path=./no/rows"], "dataset_id_or_path: there is no folder no/rows (looked in"),
         (["model_name_or_path=builtin:huge"], "error: model_name_or_path: there is no built-in model 'builtin:huge'"),

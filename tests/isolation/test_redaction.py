@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -135,3 +138,36 @@ def test_console_logs_tables_and_errors_hide_secrets(
     assert completions_table(0, [group])["data"][0][2] == "***"
     assert run(["no-such-file-opensesame99.toml"]) == 2
     assert "no-such-file-***.toml" in capsys.readouterr().err
+
+
+def test_what_plugins_print_from_the_training_process_hides_secrets(tmp_path: Path) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text(
+        "import logging, os, sys, warnings\n"
+        "from retrain.isolation.redaction import redact_output\n"
+        "redact_output()\n"
+        "print('key', os.environ['ACME_API_KEY'], '\\u2713')\n"
+        "warnings.warn(os.environ['ACME_API_KEY'])\n"
+        "logging.error('from https://me:hunter2222@host.example')\n"
+        "sys.stdout.write('no newline')\n"
+    )
+    variables = os.environ | {"ACME_API_KEY": "opensesame99", "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, check=True)
+    assert ran.stdout == "key *** \\u2713\nno newline"
+    assert "UserWarning: ***" in ran.stderr and "ERROR:root:from https://***@host.example" in ran.stderr
+    assert "opensesame99" not in ran.stderr and "Exception" not in ran.stderr
+
+
+def test_the_command_line_hides_secrets_that_a_plugin_prints(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import os\nprint('loaded with', os.environ['ACME_API_KEY'])\n"
+        "class Source:\n    def __init__(self, section): ...\n    def load(self): raise ValueError\n"
+    )
+    (tmp_path / "retrain.toml").write_text(
+        '[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n[training]\nmax_tokens = 8\n'
+        '[data]\nsource = "loud.Source"\n'
+    )
+    variables = os.environ | {"ACME_API_KEY": "opensesame99"}
+    command = [sys.executable, "-m", "retrain", "retrain.toml"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=variables, check=False)
+    assert "loaded with ***" in ran.stdout and "opensesame99" not in ran.stdout + ran.stderr

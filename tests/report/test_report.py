@@ -21,6 +21,7 @@ from retrain.report import build_page, collect
 from retrain.report.completions import shows
 from retrain.report.contents import add_tokens, describe_origin
 from retrain.report.live import LiveReport
+from retrain.storage.checkpoint import read_state
 from tests.cases import slow
 from tests.report.folders import write_run
 
@@ -195,6 +196,24 @@ def test_without_evaluations_the_verdict_is_the_training_rate(tmp_path: Path) ->
     assert verdict["sentence"] == (
         "The correct rate in training rose from 53.5% to 153.5% between the first 10 and the last 10 steps."
     )
+
+
+def test_steps_before_an_edit_are_not_compared_with_those_after_it(tmp_path: Path) -> None:
+    for name, seed, at in (("a", 1, 12), ("b", 2, 30)):
+        write_run(tmp_path / name, seed, steps=30)
+        (tmp_path / name / "eval.jsonl").unlink()
+        state = tmp_path / name / "trainer_state.json"
+        state.write_text(json.dumps(read_state(tmp_path / name) | {"edited_at": at}))
+    assert collect([tmp_path / "a"])["verdict"]["sentence"] == (
+        "The correct rate in training rose from 111.0% to 156.0% between the first 9 and the last 9 steps. "
+        "Steps before 12 are left out: data, code or options of the run were changed there."
+    )
+    learning = next(check for check in read_progress(tmp_path / "a").health if check.name == "learning")
+    assert (learning.level, learning.value) == ("unknown", "fewer than 20 steps")
+    # Nothing was trained after this one.
+    assert "rose from 54.5% to 154.5%" in collect([tmp_path / "b"])["verdict"]["sentence"]
+    together = collect([tmp_path])["verdict"]["sentence"]
+    assert "In 1 run, steps before a change of data, code or options are left out." in together
 
 
 def test_a_training_rate_that_only_fluctuates_may_be_noise(tmp_path: Path) -> None:

@@ -651,8 +651,10 @@ def test_a_resume_with_an_edited_reward_is_a_warning(model: Path, tmp_path: Path
     # What the run was trained with is recorded, for comparisons with other runs.
     code = json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["code"]["edited_score"]
     assert code.count("+") == 1
+    assert read_state(tmp_path / "logs")["edited_at"] == 6
     assert "has changed since the checkpoint" not in resumed(model, tmp_path, training__max_steps=10, **own)
     assert json.loads((tmp_path / "logs" / "trainer_state.json").read_text())["code"]["edited_score"] == code
+    assert read_state(tmp_path / "logs")["edited_at"] == 6
 
 
 def test_a_finished_run_keeps_its_evaluation_until_there_is_a_new_one(

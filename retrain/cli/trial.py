@@ -259,7 +259,7 @@ def _try_adapter(config: TrainConfig) -> str:
     from retrain.squeeze.adapter import Adapter  # noqa: PLC0415  (imports PyTorch)
     from retrain.squeeze.analyze import torch_device  # noqa: PLC0415
     from retrain.squeeze.compress import check_target  # noqa: PLC0415
-    from retrain.squeeze.run import REMOTE  # noqa: PLC0415
+    from retrain.squeeze.run import REMOTE, check_ranks  # noqa: PLC0415
 
     assert config.squeeze is not None
     torch_device(config.squeeze.device)
@@ -274,6 +274,7 @@ def _try_adapter(config: TrainConfig) -> str:
     if config.squeeze.output_path:
         check_target(Path(path).expanduser(), Path(config.squeeze.output_path).expanduser())
     with Adapter(Path(path).expanduser()) as adapter:
+        check_ranks(config.squeeze, adapter.rank)
         return f"{path}: {plural(len(adapter.pairs), 'layer')}, rank {adapter.rank}"
 
 

@@ -24,8 +24,7 @@ def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: in
     place = torch_device(device)
     check_target(source, target)
     with Adapter(source) as adapter:
-        if not 1 <= rank <= adapter.rank:
-            raise ConfigError(f"[squeeze] compress_to = {rank} is outside the adapter's rank, 1 to {adapter.rank}.")
+        check_rank(rank, adapter.rank)
         tensors = {name: adapter.tensor(name) for name in adapter.others}
         for pair, a, b in adapter.factors(place):
             low_a, low_b = truncate(a, b, rank)
@@ -34,6 +33,12 @@ def compress_adapter(adapter_path: str | Path, output_path: str | Path, rank: in
         config = scale_config(adapter.config, adapter.rank, rank)
     _write(target, config, tensors)
     return target
+
+
+def check_rank(rank: int, source_rank: int) -> None:
+    """Raise if an adapter cannot be compressed to this rank."""
+    if not 1 <= rank <= source_rank:
+        raise ConfigError(f"[squeeze] compress_to = {rank} is outside the adapter's rank, 1 to {source_rank}.")
 
 
 @torch.no_grad()

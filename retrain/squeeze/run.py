@@ -11,8 +11,9 @@ from retrain.backends.tinker.download import fetch_adapter
 from retrain.config.schema import Squeeze
 from retrain.errors import ConfigError
 from retrain.runtime.text import plural
-from retrain.squeeze.analyze import Analysis, analyze_adapter
-from retrain.squeeze.compress import check_target, compress_adapter
+from retrain.squeeze.adapter import Adapter
+from retrain.squeeze.analyze import Analysis, analyze_adapter, choose_ranks
+from retrain.squeeze.compress import check_rank, check_target, compress_adapter
 
 REMOTE = "tinker://"
 
@@ -30,8 +31,11 @@ def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0
     with local_folder(settings.adapter_path, base_url) as folder:
         if settings.output_path:
             check_target(folder, Path(settings.output_path).expanduser())
+        with Adapter(folder) as adapter:
+            check_ranks(settings, adapter.rank)
         analysis = analyze_adapter(folder, settings.target_ranks, settings.min_variance_retention, settings.device)
-        _check_rank(settings, analysis.source_rank, trained_rank, log)
+        if not settings.source_rank and trained_rank and trained_rank != analysis.source_rank:
+            log(f"Note: the adapter has rank {analysis.source_rank}, while [model] lora_rank is {trained_rank}.")
         log(f"{settings.adapter_path}: {plural(analysis.layers, 'layer')}, rank {analysis.source_rank}")
         if analysis.untrained:
             ignored = plural(len(analysis.untrained), "layer")
@@ -49,11 +53,13 @@ def squeeze(settings: Squeeze, log: Callable[[str], None], trained_rank: int = 0
     return analysis
 
 
-def _check_rank(settings: Squeeze, found: int, trained_rank: int, log: Callable[[str], None]) -> None:
+def check_ranks(settings: Squeeze, found: int) -> None:
+    """Raise for ranks that an adapter of the rank `found` cannot have."""
     if settings.source_rank and settings.source_rank != found:
         raise ConfigError(f"[squeeze] source_rank = {settings.source_rank}, but the adapter has rank {found}.")
-    if not settings.source_rank and trained_rank and trained_rank != found:
-        log(f"Note: the adapter has rank {found}, while [model] lora_rank is {trained_rank}.")
+    choose_ranks(settings.target_ranks, found)
+    if settings.output_path and settings.compress_to:
+        check_rank(settings.compress_to, found)
 
 
 @contextmanager

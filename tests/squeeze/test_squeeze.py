@@ -287,6 +287,10 @@ def test_doctor_opens_the_adapter_and_asks_for_nothing_else(
     text = capsys.readouterr().out
     assert re.search(r"adapter: \d+ layers, rank 8", text) and "[squeeze] output_path" in text
     assert "gpu:0" not in text and "[backend] adapter_path" not in text and "gone.jsonl" not in text
+    for flag in ("--target-ranks=[99]", "--compress-to=99", "--source-rank=16"):
+        assert (run(["doctor", table, flag]), run([table, flag])) == (1, 2)
+        shown = capsys.readouterr()
+        assert shown.out.count("Rank") == 0 and "[squeeze]" in shown.err
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "thesis.txt").touch()
     assert run(["doctor", table]) == 1
@@ -338,6 +342,8 @@ def test_the_command_prints_the_table_and_compresses(
     ("options", "message"),
     [
         ({"adapter_path": "A", "source_rank": 4}, "source_rank = 4, but the adapter has rank 8"),
+        ({"adapter_path": "A", "target_ranks": [2, 99]}, "target_ranks has 99, but the adapter has rank 8"),
+        ({"adapter_path": "A", "output_path": "small", "compress_to": 9}, "compress_to = 9 is outside"),
         ({"adapter_path": "A", "device": "gpu:0"}, "device = 'gpu:0' cannot be used"),
         ({"adapter_path": "A", "device": "cuda:7"}, "cannot be used"),
         ({"adapter_path": "nowhere"}, "there is no adapter folder"),

@@ -46,14 +46,6 @@ def comparable(evaluations: Sequence[Row]) -> list[Row]:
     return [row for row in evaluations if not find_other_setup(row, evaluations[-1])]
 
 
-def since_edit(rows: Sequence[Row], state: Row) -> list[Row]:
-    """The steps that were trained with the inputs of the last one: metrics before an edit do not compare with those.
-
-    All, if there is none yet.
-    """
-    return [row for row in rows if row["step"] >= state.get("edited_at", 0)] or list(rows)
-
-
 def find_other_setup(one: Row, last: Row) -> list[str]:
     """In what an evaluation is not like a later one, of `SETUP`. Older versions did not store all of it."""
     found = [key for key in SETUP if key in one and one[key] != last.get(key)]

@@ -60,11 +60,16 @@ class Check:
         return TOPICS.get(self.name, self.name.replace(" ", "-"))
 
 
-def check_health(metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_tokens: int | None = None) -> list[Check]:
-    """All checks of a run, from its rows of metrics.jsonl and eval.jsonl in order of steps."""
+def check_health(
+    metrics: Sequence[Row], evaluations: Sequence[Row] = (), max_tokens: int | None = None, edited_at: int = 0
+) -> list[Check]:
+    """All checks of a run, from its rows of metrics.jsonl and eval.jsonl in order of steps.
+
+    Rewards before `edited_at`, when data, code or options were changed, do not compare with later ones.
+    """
     evaluations = comparable(evaluations)
     return [
-        _check_learning(metrics, evaluations),
+        _check_learning([row for row in metrics if row["step"] >= edited_at], evaluations),
         _check_entropy(metrics),
         _wait(_check_length(metrics, max_tokens), len(metrics)),
         _wait(_limit("truncation", metrics, hit_rate, (0.1, 0.3), "of completions", "truncated"), len(metrics)),

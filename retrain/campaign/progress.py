@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from retrain.analysis.change import since_edit
 from retrain.analysis.health import Check, check_health
 from retrain.storage.checkpoint import STATE_FILE, read_state
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
@@ -125,7 +124,7 @@ def _read_run(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_quiet_seconds(folder),
-        health=tuple(check_health(since_edit(steps, state), evaluations, max_tokens)) if steps else (),
+        health=tuple(check_health(steps, evaluations, max_tokens, state.get("edited_at", 0))) if steps else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
         error=str(state.get("error", "")) if status == "failed" else "",
     )

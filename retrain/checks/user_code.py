@@ -9,15 +9,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from retrain.config import TrainConfig
 from retrain.config.schema import Reward, RewardTerm
 from retrain.errors import ConfigIssue
+from retrain.isolation.sources import find_source, find_spec
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
@@ -51,27 +50,9 @@ def _exists(module: str, search_paths: Sequence[str]) -> bool:
     """Whether the module or its outermost package can be found, by any of Python's finders."""
     outermost = module.split(".")[0]
     try:
-        return bool(_find_spec(outermost, search_paths) or importlib.util.find_spec(outermost))
+        return bool(find_spec(outermost, search_paths) or importlib.util.find_spec(outermost))
     except ValueError:
         return True  # in use without a spec, like __main__
-
-
-def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
-    """The Python file of a module; None if there is none, or if only an import can find it."""
-    spec = _find_spec(module, search_paths)
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
-
-
-def _find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
-    paths = [str(Path(folder).expanduser().resolve()) for folder in (*search_paths, *sys.path)]
-    parts, spec = module.split("."), None
-    for part in parts:
-        # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
-        spec = PathFinder.find_spec(part, paths)
-        if spec is None:
-            return None
-        paths = list(spec.submodule_search_locations or [])
-    return spec
 
 
 def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:

@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from retrain.errors import ConfigError, RetrainError
-from retrain.isolation.redaction import redact, redact_output
+from retrain.isolation.redaction import redact, redacted_output
 from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.threads import limit_openmp_spinning
 
@@ -156,9 +156,10 @@ def _suggest_file(word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 the run failed, 2 invalid input, 130 interrupted."""
     sys.excepthook = _show_bug
-    redact_output()
     limit_openmp_spinning()
-    sys.exit(run(arguments))
+    with redacted_output():
+        code = run(arguments)
+    sys.exit(code)
 
 
 def _show_bug(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

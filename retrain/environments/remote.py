@@ -20,8 +20,11 @@ from retrain.data import Endless, Lazy
 from retrain.environments import Chat, ChatOver, Log, Outcome, Reply
 from retrain.environments.liveness import Liveness
 from retrain.environments.process import EnvironmentProcess
+from retrain.environments.verifiers.modules import module_name
 from retrain.environments.wire import Start, WireReply, read_example, reply_fields, restore_error
 from retrain.errors import PluginError, RetrainError, RolloutError
+from retrain.isolation.sources import read_all_sources
+from retrain.plugins import REGISTRIES, is_plugin, split_path
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -32,6 +35,14 @@ _POLL_S = 0.25
 _BLOCKED_S = 1.0
 # At the end of a run, an event loop without a heartbeat for this long is not waited for.
 _GONE_S = 3.0
+
+
+def named_modules(section: schema.Environment) -> set[str]:
+    """The modules of the user that the `[environment]` table names: that of a plugin, or one that its id names."""
+    if section.provider and is_plugin("environment", section.provider):
+        return {split_path(section.provider)[0]}
+    id_is_module = REGISTRIES["environment"].facts(section.provider).id_is_module
+    return {module_name(section.id)} if id_is_module else set()
 
 
 class RolloutTimeout(RolloutError):
@@ -53,6 +64,7 @@ class RemoteEnvironment:
         self.section = section
         self.search_paths = tuple(search_paths)
         self.log = log
+        self._sources = read_all_sources(named_modules(section), search_paths)
         self.who = f"environment {section.id or section.provider!r}"
         self._splits: list[str] = []
         self._liveness = Liveness.create()
@@ -151,7 +163,8 @@ class RemoteEnvironment:
 
     def _start(self, log: Log) -> EnvironmentProcess:
         self._liveness.clear()
-        process = EnvironmentProcess(Start(self.section, self.search_paths, tuple(self._splits)), self._liveness, log)
+        start = Start(self.section, self.search_paths, tuple(self._splits), self._sources)
+        process = EnvironmentProcess(start, self._liveness, log)
         try:
             reply = process.started.result()
         except BaseException:  # interrupted while it was loading

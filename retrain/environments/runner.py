@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from retrain.types import Completion, Example, Group, IntArray, Sampling, Score,
 
 # Tool servers may import a lot.
 OPENING_S = 300.0
+NOTE_AFTER_S = 10.0
 CLOSING_S = 20.0
 # Polling interval of a rollout's clock, and time for a cancelled rollout to stop.
 POLL_S = 1.0
@@ -130,7 +132,7 @@ class EnvironmentRunner:
         loop = EventLoop()
         if isinstance(self.environment, ManagedEnvironment):
             try:
-                loop.submit(self.environment.open()).result(timeout=OPENING_S)
+                self._wait_for_opening(loop.submit(self.environment.open()))
             except BaseException as error:
                 loop.close()
                 if not isinstance(error, Exception) or isinstance(error, RetrainError):
@@ -139,6 +141,15 @@ class EnvironmentRunner:
                 raise RolloutError(f"the environment could not be started: {late}") from error
         self.loop = loop
         return loop
+
+    def _wait_for_opening(self, opening: Future[None]) -> None:
+        try:
+            opening.result(timeout=NOTE_AFTER_S)
+        except TimeoutError:
+            if opening.done():
+                raise  # the environment's own
+            self.failures.log(f"Still starting the environment; the run gives up after {OPENING_S:.0f} s.")
+            opening.result(timeout=OPENING_S - NOTE_AFTER_S)
 
     async def _rollout(self, number: int, example: Example, queue: TurnQueue) -> tuple[PolicyChat, Score]:
         clock = _Clock(self.rules.timeout_s, self._blocked_s)

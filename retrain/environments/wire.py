@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from retrain.config import schema
@@ -17,6 +17,7 @@ from retrain.data.order import digest_of
 from retrain.environments import Message, Outcome, Reply, Tool, ToolCall
 from retrain.errors import BackendError, ConfigError, MissingExtraError, PluginError, RetrainError, RolloutError
 from retrain.isolation.framing import frame
+from retrain.isolation.sources import Sources
 from retrain.isolation.tracebacks import describe_error
 from retrain.types import Example
 
@@ -33,6 +34,8 @@ class Start:
     section: schema.Environment
     search_paths: tuple[str, ...]
     splits: tuple[str, ...] = ()
+    sources: Sources = field(default_factory=dict)
+    """The user's code as it was when the first process started."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pickle
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from retrain.data import Endless
@@ -43,6 +44,7 @@ from retrain.environments.wire import (
 )
 from retrain.errors import PluginError, RolloutError
 from retrain.isolation.framing import FrameBuffer, PipeWriter
+from retrain.isolation.sources import import_as_read
 from retrain.types import Example
 
 Work = Coroutine[object, object, object]
@@ -113,6 +115,10 @@ class EnvironmentWorker:
     def __init__(self, start: Start, replies: Replies) -> None:
         self.section = start.section
         self.replies = replies
+        import_as_read(start.sources)
+        # Processes that the environment starts, such as servers of tools, import the same modules.
+        paths = [str(Path(path).expanduser().resolve()) for path in start.search_paths]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment: Environment = build_environment(start.section, start.search_paths, replies.log)
         self.splits: dict[str, Sequence[Example]] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from io import TextIOWrapper
@@ -67,16 +68,24 @@ class RedactedText(TextIOWrapper):
         return super().write(redact(text))
 
 
-def redact_output() -> None:
-    """Hide secrets in all that Python prints from now on."""
-    for name in ("stdout", "stderr"):
-        stream = vars(sys)[name]
-        if isinstance(stream, TextIOWrapper) and not isinstance(stream, RedactedText):
+@contextmanager
+def redacted_output() -> Iterator[None]:
+    """Hide secrets in all that Python prints meanwhile."""
+    streams = {name: stream for name in ("stdout", "stderr") if isinstance(stream := vars(sys)[name], TextIOWrapper)}
+    try:
+        for name, stream in streams.items():
             stream.flush()
             # Standard error escapes what it cannot encode; texts of rewards and data may have such characters.
             redacted = RedactedText(stream.buffer, stream.encoding, "backslashreplace")
             redacted.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
             setattr(sys, name, redacted)
+        yield
+    finally:
+        for name, stream in streams.items():
+            # Otherwise it closes the stream as it is deleted; closed, if nobody reads it.
+            with suppress(ValueError, OSError):
+                vars(sys)[name].detach()
+            setattr(sys, name, stream)
 
 
 def has_secret(text: str) -> bool:

@@ -8,7 +8,6 @@ import os
 import time
 from pathlib import Path
 
-from retrain.analysis.change import since_edit
 from retrain.analysis.health import METRIC_KEYS, check_health
 from retrain.analysis.runs import RunRecord
 from retrain.analysis.scoring import read_inputs
@@ -148,11 +147,11 @@ class RunLog:
 
     def health(self) -> list[JsonObject]:
         """The checks of `retrain.analysis.health`."""
-        state = read_state(self.path)
-        version = (self.epoch, len(self.columns), len(self.evaluations), state.get("edited_at", 0))
+        edited_at = self.edited_at
+        version = (self.epoch, len(self.columns), len(self.evaluations), edited_at)
         if self._health[0] != version:
-            rows, limit = since_edit(self.columns.rows(METRIC_KEYS), state), self.config.training.max_tokens
-            checks = check_health(rows, list(self.evaluations.values()), limit)
+            rows, limit = self.columns.rows(METRIC_KEYS), self.config.training.max_tokens
+            checks = check_health(rows, list(self.evaluations.values()), limit, edited_at)
             self._health = version, [vars(check) | {"topic": check.topic} for check in checks]
         return self._health[1]
 

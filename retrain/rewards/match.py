@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 from retrain.rewards.answers.notation import tidy
-from retrain.rewards.answers.units import DEGREE, PERCENT, Unit, is_unit, read_unit
+from retrain.rewards.answers.units import CURRENCIES, DEGREE, PERCENT, Unit, is_unit, read_unit
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+([0-9A-Za-z])|\\.|[{}]", re.DOTALL)
 _GSM8K = re.compile(r"####[ \t]*([^\n]*\S)[ \t]*$")
@@ -29,7 +29,7 @@ _TEXT_UNIT = re.compile(
 _BARE_UNIT = re.compile(r"(?<=[0-9}])\s+((?![ap]\.?m\b)[A-Za-z][A-Za-z ./]*)(?:\^\{?(\d)\}?)?$", re.IGNORECASE)
 _DEGREE = re.compile(r"\^\\circ(?![A-Za-z]) ?")
 _PERCENT = re.compile(r"\\?%")
-_CURRENCY = re.compile(r"\\\$")
+_CURRENCIES = [(re.compile(re.escape(sign)), read_unit(word)) for sign, word in CURRENCIES.items()]
 _ASSIGNMENT = re.compile(r"^([A-Za-z])\s*(?:=|\\in(?![A-Za-z]))(?=[^=]+$)")
 _DECIMAL = re.compile(r"([+-]?)(\d*)\.(\d*)")
 _BRACED_SCRIPT = re.compile(r"([_^])\{([0-9A-Za-z])\}")
@@ -99,7 +99,7 @@ def split_answer(answer: str) -> tuple[str, Unit | None, str]:
     """The normalized text of an answer, its unit, and the variable it is assigned to."""
     text, unit = _cut_unit(tidy(answer))
     text = _TEXT.sub(r"\1", text)
-    for pattern, meaning in ((_DEGREE, DEGREE), (_PERCENT, PERCENT), (_CURRENCY, read_unit("dollar"))):
+    for pattern, meaning in ((_DEGREE, DEGREE), (_PERCENT, PERCENT), *_CURRENCIES):
         shorter = pattern.sub("", text)
         unit = unit or (meaning if shorter != text else None)
         text = shorter

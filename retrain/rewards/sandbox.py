@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from retrain.errors import PluginError
 from retrain.isolation.redaction import public_environment, redact
+from retrain.isolation.sources import read_all_sources
 from retrain.rewards.batch import BatchReward, outcome_of
 from retrain.rewards.cache import ScoreCache
 from retrain.rewards.process import WorkerProcess
@@ -59,7 +60,8 @@ class RewardPool(BatchReward):
         self.first_error = ""
         """Message and traceback of the first failed item, or ""."""
         self._timeout_s = timeout_s
-        self._start = Start(spec, timeout_s, memory_mb, pass_env)
+        modules = {term.module for term in spec.terms} - {""}
+        self._start = Start(spec, timeout_s, memory_mb, pass_env, read_all_sources(modules, spec.search_paths))
         self._size = workers or count_cores()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()

@@ -16,6 +16,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from retrain.isolation.framing import LENGTH, FrameBuffer, frame
 from retrain.isolation.redaction import redact
+from retrain.isolation.sources import Sources
+from retrain.plugins import is_plugin, split_path
 
 if TYPE_CHECKING:
     from retrain.types import IntArray
@@ -38,6 +40,13 @@ class TermSpec:
     def name(self) -> str:
         """Its name in logs."""
         return f"{self.custom_module}.{self.custom_function}" if self.type == "custom" else self.type
+
+    @property
+    def module(self) -> str:
+        """The module of the user that has it, or ""."""
+        if self.type == "custom":
+            return self.custom_module
+        return split_path(self.type)[0] if is_plugin("reward", self.type) else ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Start:
     memory_mb: int = 0
     pass_env: tuple[str, ...] = ()
     """Environment variables that the worker sees in addition to the public ones."""
+    sources: Sources = field(default_factory=dict)
+    """The user's code as it was when the first worker started."""
 
 
 @dataclass(frozen=True)

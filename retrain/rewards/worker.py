@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from retrain.errors import RetrainError
 from retrain.isolation.framing import PipeWriter
+from retrain.isolation.sources import import_as_read
 from retrain.isolation.tracebacks import describe_error
 from retrain.rewards import load_reward
 from retrain.rewards.custom import call_reward, extras_of
@@ -37,6 +38,7 @@ def main() -> None:
     start = requests.get()
     assert isinstance(start, Start)
     _limit_process(start.memory_mb)
+    import_as_read(start.sources)
     evaluate, ready = _prepare(start.spec)
     replies.write(pack_reply(ready))
     while True:

@@ -115,6 +115,33 @@ def test_a_rollout_that_blocks_the_process_of_lazy_examples_is_one_failure(when:
         assert outcomes(groups)[:3] == ["right"] * 3 and groups[3].scores_G[0].failed
 
 
+def test_a_restarted_environment_uses_the_code_of_the_first(tmp_path: Path) -> None:
+    source = """
+import os
+from retrain.environments import Outcome
+from retrain.types import Example
+
+class Mine:
+    def __init__(self, section, log): ...
+    def examples(self, split): return [Example(f"{n}?", "", id=str(n)) for n in range(2)]
+    async def rollout(self, example, chat):
+        await chat.ask(str(example.prompt))
+        if example.id == "0":
+            os._exit(5)
+        return Outcome(0.5)
+"""
+    (tmp_path / "edited_env.py").write_text(source)
+    environment = RemoteEnvironment(Section(provider="edited_env.Mine"), [str(tmp_path)], lambda _: None)
+    try:
+        (tmp_path / "edited_env.py").write_text(source.replace("0.5", "123.0"))
+        own = player(environment, lambda _: None)
+        groups = sample(own, examples=list(environment.examples("train")))
+        assert groups[0].scores_G[0].failed and groups[1].scores_G[0].value == 0.5
+        own.close()
+    finally:
+        environment.end()
+
+
 def test_an_environment_that_always_hangs_stops_the_run_after_a_few_rollouts() -> None:
     with cases("sleep") as own:
         began = time.monotonic()

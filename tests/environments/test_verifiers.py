@@ -18,6 +18,7 @@ from retrain.config import build_config
 from retrain.config.schema import Environment
 from retrain.data import digest_of, is_same_digest
 from retrain.environments import build_environment, load_split
+from retrain.environments.remote import RemoteEnvironment
 from retrain.environments.runner import RolloutScore
 from retrain.environments.tasks import EnvironmentTasks
 from retrain.environments.verifiers.modules import module_name
@@ -96,19 +97,33 @@ def test_a_context_that_is_full_ends_the_rollout_and_it_is_scored() -> None:
         assert 1 <= score.turns < 12
 
 
+def add_by_tool(prompt: str) -> str:
+    """What a model says that knows the tool of `adder`."""
+    last = prompt.rpartition("<|user|>")[2]
+    asked = re.match(r"(\d+) and (\d+)", last)
+    if asked is None:
+        return str(re.findall(r"\d+", last)[0])
+    first, second = asked.groups()
+    return f'<tool_call>{{"name": "add", "arguments": {{"first": {first}, "second": {second}}}}}</tool_call>'
+
+
+@pytest.mark.slow
+def test_servers_of_tools_find_modules_in_search_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH")
+    section = Environment(provider="verifiers", id="adder")
+    environment = RemoteEnvironment(section, [PACKAGES], lambda _: None)
+    try:
+        groups = play(environment, add_by_tool, n=1, count=1, max_tokens=200, timeout_s=60)
+        assert scores(groups) == [1.0]
+    finally:
+        environment.end()
+
+
 # verifiers calls tenacity with a parameter that tenacity has renamed.
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
 @pytest.mark.slow
 def test_tools_reach_the_model_and_are_run_by_the_environment() -> None:
-    def answer(prompt: str) -> str:
-        last = prompt.rpartition("<|user|>")[2]
-        asked = re.match(r"(\d+) and (\d+)", last)
-        if asked is None:
-            return str(re.findall(r"\d+", last)[0])
-        first, second = asked.groups()
-        return f'<tool_call>{{"name": "add", "arguments": {{"first": {first}, "second": {second}}}}}</tool_call>'
-
-    groups = play(build("me/adder"), answer, n=2, count=2, max_tokens=200, timeout_s=60)
+    groups = play(build("me/adder"), add_by_tool, n=2, count=2, max_tokens=200, timeout_s=60)
     assert scores(groups) == [1.0] * 4
     assert [message["role"] for message in groups[0].completions_G[0].transcript] == [
         "user",

@@ -454,3 +454,39 @@ def test_the_options_of_the_file_reach_the_processes(monkeypatch):
     limited = Reward(type="hostile.score", workers=1, memory_mb=2048)
     with build_reward(limited, [HERE]) as pool:
         assert pool.score([("memory", "")])[0].detail.startswith("MemoryError")
+
+
+def test_a_replaced_worker_uses_the_code_of_the_first(tmp_path):
+    (tmp_path / "kept").mkdir()
+    score = (
+        "import os\nimport beside\nfrom kept.own import VALUE\n"
+        "def score(response, reference):\n    response == 'die' and os._exit(3)\n    return VALUE + beside.VALUE\n"
+    )
+    files = {
+        "kept/__init__.py": "",
+        "kept/score.py": score,
+        "kept/own.py": "VALUE = 1.0\n",
+        "beside.py": "VALUE = 0.5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    spec = RewardSpec((TermSpec("custom", custom_module="kept.score"),), search_paths=(str(tmp_path),))
+    with RewardPool(spec, workers=1) as pool:
+        assert [score.value for score in pool.score([("a", "b")])] == [1.5]
+        (tmp_path / "beside.py").write_text("VALUE = 100.0  # edited\n")
+        (tmp_path / "kept" / "own.py").write_text("VALUE = 1000.0  # edited\n")
+        # Another program compiles the new version.
+        subprocess.run([sys.executable, "-c", "import kept.score"], cwd=tmp_path, check=True)
+        (tmp_path / "kept" / "score.py").write_text("def score(:  # half of an edit\n")
+        scores = pool.score([("die", "b"), ("a", "b")])
+        assert [score.outcome for score in scores] == ["error", "right"] and scores[1].value == 1.5
+    # What it compiled is not left for others.
+    (tmp_path / "kept" / "score.py").write_text(score)
+    shown = subprocess.run(
+        [sys.executable, "-c", "import kept.score; print(kept.score.score('a', 'b'))"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == "1100.0\n"

@@ -180,8 +180,8 @@ def _equal_unordered(one: Group, other: Group) -> bool:
         first, second = _distinct(first), _distinct(second)
     if len(first) != len(second):
         return False
-    in_order = len(first) > _LONGEST_UNORDERED or all(isinstance(item, Words) for item in (*first, *second))
-    if in_order:
+    is_word = _may_be_word if one.brackets == other.brackets == "," else _is_word
+    if len(first) > _LONGEST_UNORDERED or all(map(is_word, (*first, *second))):
         return all(map(equal_answers, first, second))
     for item in first:
         found = next((at for at, rival in enumerate(second) if equal_answers(item, rival)), None)
@@ -189,6 +189,17 @@ def _equal_unordered(one: Group, other: Group) -> bool:
             return False
         del second[found]
     return True
+
+
+def _is_word(node: Node) -> bool:
+    return isinstance(node, Words)
+
+
+def _may_be_word(node: Node) -> bool:
+    """Words, also those of two or three letters, which are read as a product: `no` in `yes, no`."""
+    if isinstance(node, Operation) and node.name == "mul":
+        return all((isinstance(part, Symbol) and len(part.name) == 1) or _may_be_word(part) for part in node.parts)
+    return isinstance(node, Words)
 
 
 def _distinct(items: Sequence[Node]) -> list[Node]:

@@ -53,6 +53,9 @@ _SYNONYMS = tuple(
         (r"\\colon(?![A-Za-z])|\\ratio(?![A-Za-z])", ":"),
         (r"\\(?:textsuperscript)\s*\{", "^{"),
         (r"\\textdollar(?![A-Za-z])", r"\\$"),
+        (r"\\(?:euro|texteuro)(?![A-Za-z])", "€"),
+        (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
+        (r"\\(?:yen|textyen)(?![A-Za-z])|￥", "¥"),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|bold)\s*\{([^{}]*)\}", r"{\1}"),
         (r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])", r"^\\circ "),
     )

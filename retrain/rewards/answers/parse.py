@@ -11,7 +11,7 @@ from retrain.rewards.answers.expressions import LETTER_UNITS, ExpressionParser
 from retrain.rewards.answers.nodes import Group, Node, Number, Quantity, Relation, Words
 from retrain.rewards.answers.notation import tidy
 from retrain.rewards.answers.tokens import Unreadable, tokenize
-from retrain.rewards.answers.units import DEGREE, MULTIPLIERS, PERCENT, Unit, read_unit
+from retrain.rewards.answers.units import CURRENCIES, DEGREE, MULTIPLIERS, PERCENT, Unit, read_unit
 
 _RELATIONS = {
     "=": "=", "==": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=",
@@ -76,7 +76,7 @@ class _Parser(ExpressionParser):
             self.at += 1
         if self.peek().kind == "word":
             return self.words()
-        sign_first = self.take("-") if self.peek(1).text in (r"\$", "€", "£") else False
+        sign_first = self.take("-") if self.peek(1).text in CURRENCIES else False
         currency = self.currency()
         value = self.sum()
         value = negate(value) if sign_first else value
@@ -97,7 +97,7 @@ class _Parser(ExpressionParser):
         return Quantity(combine("add", multiply(value, Number(unit.factor / rest.unit.factor)), rest.value), rest.unit)
 
     def currency(self) -> Unit | None:
-        for sign, word in ((r"\$", "dollar"), ("€", "euro"), ("£", "gbp")):
+        for sign, word in CURRENCIES.items():
             if self.take(sign):
                 return read_unit(word)
         return None

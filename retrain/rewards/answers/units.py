@@ -46,6 +46,7 @@ _TABLE: tuple[tuple[str, str, Fraction], ...] = (
     ("cent", "dollar", Fraction(1, 100)),
     ("euro eur €", "euro", Fraction(1)),
     ("gbp £", "gbp", Fraction(1)),
+    ("yen jpy ¥", "yen", Fraction(1)),
     ("degree deg °", "degree", Fraction(1)),
     ("radian rad", "radian", Fraction(1)),
     ("percent percentage pct", "percent", Fraction(1)),
@@ -77,7 +78,9 @@ MEANINGFUL = frozenset(_WORDS_OF_MEANINGFUL.split())
 MULTIPLIERS = {
     "dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
 }  # fmt: skip
-_PIECE = re.compile(r"([A-Za-z€£°]+)\.?\s*(?:\^?\s*\{?\s*(-?\d)\s*\}?)?|(/|\bper\b)|[\s.,*()-]+|\\cdot")
+CURRENCIES = {r"\$": "dollar", "€": "euro", "£": "gbp", "¥": "yen"}
+"""Units by their signs, which may precede a number."""
+_PIECE = re.compile(r"([A-Za-z€£¥°]+)\.?\s*(?:\^?\s*\{?\s*(-?\d)\s*\}?)?|(/|\bper\b)|[\s.,*()-]+|\\cdot")
 _LONGEST = 60
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 

@@ -1,0 +1,166 @@
+"""Source files of the user: those of a module and of what it imports, found without importing them.
+
+A process that is started later, because another one died, imports the sources as they were read when the run began.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
+from importlib.util import cache_from_source
+from pathlib import Path
+
+Sources = dict[Path, bytes]
+"""Contents of source files."""
+
+_INSTALLED = {"site-packages", "dist-packages"}
+# Imports are followed to this many files, so a folder with a large project does not delay a run.
+_MOST_FILES = 200
+
+
+def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
+    """The Python file of a module; None if there is none, or if only an import can find it."""
+    spec = find_spec(module, search_paths)
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
+    """Where Python would find a module, without importing the packages that it is in."""
+    paths = [str(Path(folder).expanduser().resolve()) for folder in (*search_paths, *sys.path)]
+    parts, spec = module.split("."), None
+    for part in parts:
+        # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
+        spec = PathFinder.find_spec(part, paths)
+        if spec is None:
+            return None
+        paths = list(spec.submodule_search_locations or [])
+    return spec
+
+
+def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sources]:
+    """The source of a module, or of all modules of its package; and other modules of the user that it imports."""
+    outermost = module.partition(".")[0]
+    file = find_source(outermost, search_paths)
+    if file is None:
+        outermost, file = module, find_source(module, search_paths)
+    if file is None:
+        return {}, {}
+    files = _list_sources(file.parent) if file.name == "__init__.py" else [file]
+    own = {path: _read(path) for path in files}
+    names = {path: _name(path, file, outermost) for path in files}
+    return own, {} if _is_installed(file) else _follow_imports(own, names, search_paths)
+
+
+def read_all_sources(modules: Iterable[str], search_paths: Sequence[str]) -> Sources:
+    """The sources of all these modules and of what they import."""
+    found: Sources = {}
+    for module in modules:
+        own, imported = read_sources(module, search_paths)
+        found |= own | imported
+    return found
+
+
+def import_as_read(sources: Sources) -> None:
+    """Import these files with these contents from now on, whatever they contain by then."""
+    if not sources:
+        return
+    contents = {str(path.resolve()): text for path, text in sources.items()}
+    compiled = {cache_from_source(path) for path in contents}
+
+    class Loader(SourceFileLoader):
+        """Reads what was read before. Its bytecode may be that of another version."""
+
+        def get_data(self, path: str) -> bytes:
+            real = os.path.realpath(path)
+            if real in compiled:
+                raise FileNotFoundError(path)
+            return contents[real] if real in contents else super().get_data(path)
+
+    loaders = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (Loader, SOURCE_SUFFIXES))
+    sys.path_hooks.insert(0, FileFinder.path_hook(*loaders, (SourcelessFileLoader, BYTECODE_SUFFIXES)))
+    sys.path_importer_cache.clear()
+    # It would be that of the file as it is now.
+    sys.dont_write_bytecode = True
+
+
+def _list_sources(package: Path) -> list[Path]:
+    """The modules of a package, without hidden files, as editors make them, and environments inside it."""
+    found = []
+    for folder, inside, names in os.walk(package):
+        inside[:] = [name for name in inside if not name.startswith(".") and name not in _INSTALLED]
+        found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")]
+    return sorted(found)
+
+
+def _name(path: Path, outermost: Path, name: str) -> str:
+    """The name of a module of the outermost module, which may be a package and has that name."""
+    below = [] if path == outermost else path.relative_to(outermost.parent).with_suffix("").parts
+    return ".".join([name, *below]).removesuffix(".__init__")
+
+
+def _follow_imports(own: Sources, names: Mapping[Path, str], search_paths: Sequence[str]) -> Sources:
+    """Sources of the user that these modules import, and so on, in the order in which they are met."""
+    queue = list(names.items())[:_MOST_FILES]
+    seen, found = set(names.values()), Sources()
+    for path, name in queue:
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in _imported_names(own.get(path) or found.get(path, b""), package):
+            if imported in seen or len(found) >= _MOST_FILES:
+                continue
+            seen.add(imported)
+            outermost = imported.partition(".")[0]
+            is_known = outermost in sys.stdlib_module_names or outermost == "retrain"
+            source = None if is_known else find_source(imported, search_paths)
+            if source is not None and source not in own and not _is_installed(source):
+                found[source] = _read(source)
+                queue.append((source, imported))
+    return found
+
+
+@lru_cache(maxsize=4 * _MOST_FILES)
+def _imported_names(source: bytes, package: str) -> tuple[str, ...]:
+    """The modules that a module of a package imports, anywhere in its source, with the packages they are in.
+
+    What is imported from a module may be a module as well.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escape sequences, for example
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    except (SyntaxError, ValueError, RecursionError):
+        return ()
+    names = []
+    for node in nodes:
+        origin = ""
+        if isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            origin = ".".join(filter(None, [*parts, node.module])) + "."
+        names += [f"{origin}{alias.name}".split(".") for alias in node.names]
+    return tuple(dict.fromkeys(".".join(parts[:count]) for parts in names for count in range(1, len(parts) + 1)))
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file belongs to an installed package, which is replaced rather than edited."""
+    return not _INSTALLED.isdisjoint(file.parts)
+
+
+def _read(path: Path) -> bytes:
+    """The content of a source file; empty if it cannot be read, which only matters if it is imported."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

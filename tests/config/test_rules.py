@@ -411,7 +411,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         "check_penalties",
         {"reward": {"terms": [{"type": "match"}, {"type": "mine.score", "weight": -0.5}]}},
-        "[reward] terms[1].weight = -0.5 makes rewards negative",
+        "[reward] terms[1].weight = -0.5 can make rewards negative",
     ),
     ("check_conditions", {"campaign": {"conditions": [{}]}}, "[campaign] conditions[0] is empty"),
     ("check_conditions", {"campaign": {"conditions": [{"lrr": 1}]}}, "sets 'lrr'"),

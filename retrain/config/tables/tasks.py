@@ -57,7 +57,7 @@ class Data(Section):
     )
     system_prompt: str = option(
         "",
-        "System message before every prompt.",
+        "System message before every prompt that has none of its own.",
         held_out=True,
         step_time=True,
         unused=reasons.needs_no_environment,

@@ -99,8 +99,8 @@ def check_penalties(config: TrainConfig) -> Iterator[ConfigIssue]:
         if term.weight < 0:
             yield ConfigIssue(
                 f"[reward] terms[{index}].weight",
-                f'= {show_value(term.weight)} can make rewards negative, and [algorithm] advantage_mode = "maxrl" divides '
-                "by their mean.",
+                f"= {show_value(term.weight)} can make rewards negative, and "
+                '[algorithm] advantage_mode = "maxrl" divides by their mean.',
                 'Try: advantage_mode = "grpo"',
                 ("reward", "algorithm", "environment"),
             )

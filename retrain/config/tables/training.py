@@ -123,8 +123,7 @@ class Training(Section):
     )
     resample_dead_groups: BoundedInt = option(
         0,
-        "Maximum rounds of sampling new prompts to replace groups whose rewards are all equal; 0 is off. They do not "
-        "count for epochs, except with [backpressure].",
+        "Maximum rounds of sampling new prompts to replace groups whose rewards are all equal; 0 is off.",
         ge=0,
         le=100,
         step_time=True,

@@ -43,7 +43,7 @@ from retrain.modeling.files import (
 )
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
-from retrain.runtime.packages import install_command
+from retrain.runtime.packages import find_vllm, install_command
 from retrain.runtime.text import list_some
 
 WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
@@ -61,6 +61,8 @@ def check_before_loading(config: TrainConfig, log: Callable[[str], None] = lambd
         issues = tuple(find_obstacles(config))
     if issues:
         raise ConfigError("this configuration cannot be run here:", issues)
+    if config.backend.backend == "local" and config.inference.engine in SERVER_ENGINES and config.inference.launch:
+        find_vllm()
     check_tinker_address(config)
 
 

@@ -6,6 +6,7 @@ from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_
 from retrain.checks.preflight import explain_invalid_tinker_key, models_of
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
+from retrain.runtime.packages import find_vllm
 
 OFFER_S = 10.0
 """Limit for a Tinker service to say which models it has."""
@@ -55,6 +56,4 @@ def try_servers(config: TrainConfig) -> str:
 
 def try_launch(config: TrainConfig) -> str:
     """Whether vLLM can be started here."""
-    from retrain.inference_engine.http.launch import find_vllm  # noqa: PLC0415  (imports PyTorch)
-
     return f"{find_vllm()} starts it"

@@ -124,6 +124,7 @@ class RewardPool(BatchReward):
             worker = WorkerProcess(self._start)
             self._workers.append(worker)
             self._selector.register(worker.replies_fd, selectors.EVENT_READ, worker)
+            self._flush(worker)  # its first message, with the user's code, may be larger than a pipe
 
     def _discard(self, worker: WorkerProcess) -> None:
         self._workers.remove(worker)

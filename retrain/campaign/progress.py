@@ -124,10 +124,16 @@ def _read_run(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_quiet_seconds(folder),
-        health=tuple(check_health(steps, evaluations, max_tokens, state.get("edited_at", 0))) if steps else (),
+        health=tuple(check_health(steps, evaluations, max_tokens, _edited_at(state, steps))) if steps else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
         error=str(state.get("error", "")) if status == "failed" else "",
     )
+
+
+def _edited_at(state: Table, steps: Sequence[Table]) -> int:
+    """The step at which inputs of the run were edited for the last time, if it was trained further; else 0."""
+    at = int(state.get("edited_at", 0))
+    return at if steps and steps[-1]["step"] >= at else 0
 
 
 def _quiet_seconds(folder: Path) -> float | None:

@@ -157,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 success, 1 the run failed, 2 invalid input, 130 interrupted."""
     sys.excepthook = _show_bug
     limit_openmp_spinning()
+    if sys.stdout is None:  # started with it closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for as long as the program lives)
     with redacted_output():
         code = run(arguments)
     sys.exit(code)

@@ -22,7 +22,7 @@ from importlib.machinery import (
     SourceFileLoader,
     SourcelessFileLoader,
 )
-from importlib.util import cache_from_source
+from importlib.util import source_from_cache
 from pathlib import Path
 
 Sources = dict[Path, bytes]
@@ -80,14 +80,13 @@ def import_as_read(sources: Sources) -> None:
     if not sources:
         return
     contents = {str(path.resolve()): text for path, text in sources.items()}
-    compiled = {cache_from_source(path) for path in contents}
 
     class Loader(SourceFileLoader):
         """Reads what was read before. Its bytecode may be that of another version."""
 
         def get_data(self, path: str) -> bytes:
             real = os.path.realpath(path)
-            if real in compiled:
+            if _source_of(path) in contents:
                 raise FileNotFoundError(path)
             return contents[real] if real in contents else super().get_data(path)
 
@@ -96,6 +95,14 @@ def import_as_read(sources: Sources) -> None:
     sys.path_importer_cache.clear()
     # It would be that of the file as it is now.
     sys.dont_write_bytecode = True
+
+
+def _source_of(path: str) -> str:
+    """The source file of bytecode, or "" if it is not bytecode."""
+    try:
+        return os.path.realpath(source_from_cache(path))
+    except ValueError:
+        return ""
 
 
 def _list_sources(package: Path) -> list[Path]:

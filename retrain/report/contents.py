@@ -56,6 +56,9 @@ def find_logs(folders: Sequence[Path], logs: dict[Path, RunLog], budget_s: float
     def read(path: Path) -> RunRecord:
         if path not in logs:
             logs[path] = RunLog(path)
+        elif logs[path].is_replaced():
+            earlier, logs[path] = logs[path], RunLog(path)
+            logs[path].epoch = earlier.epoch + 1
         logs[path].update(max(0.02, until - time.monotonic()))
         return logs[path].record(status=read_progress(path).status)
 

@@ -55,7 +55,7 @@ class LiveReport:
         self._lock = threading.Lock()
         self._token_lock = threading.Lock()
         self._compared = (0.0, "", 0)
-        self._tokens: tuple[tuple[str, int], list[list[JsonObject]]] = (("", -1), [])
+        self._tokens: tuple[tuple[str, int, int], list[list[JsonObject]]] = (("", -1, 0), [])
 
     def follow(self) -> None:
         """Refresh until the process ends."""
@@ -182,11 +182,12 @@ class LiveReport:
         if step not in recorded_steps(log):
             return []
         with self._token_lock:
-            if self._tokens[0] == (run_id, step):
+            key = (run_id, step, log.epoch)
+            if self._tokens[0] == key:
                 return self._tokens[1]
             # In a process of its own, which returns the memory of the tokenizer's libraries.
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                self._tokens = (run_id, step), pool.submit(_read_tokens, log.path, step).result()
+                self._tokens = key, pool.submit(_read_tokens, log.path, step).result()
             return self._tokens[1]
 
     def _log(self, run_id: str) -> RunLog:

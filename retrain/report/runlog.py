@@ -77,12 +77,22 @@ class Tail:
         return min(1.0, self.offset / size) if size else 1.0
 
 
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written again; None without the file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 class RunLog:
     """The configuration, metrics, evaluations and completions of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:10]
+        self._written = _stamp(path / CONFIG_FILE)
         self.config: TrainConfig = load_config(path / CONFIG_FILE)
         self.columns = Columns()
         self.evaluations: dict[int, JsonObject] = {}
@@ -95,6 +105,10 @@ class RunLog:
         self._reading = self.columns
         self._metrics, self._evals = Tail(path / METRICS), Tail(path / EVALS)
         self._health: tuple[tuple[int, ...], list[JsonObject]] = ((), [])
+
+    def is_replaced(self) -> bool:
+        """Whether another run is in the folder now, or this one was resumed with other options."""
+        return _stamp(self.path / CONFIG_FILE) not in (self._written, None)
 
     def update(self, budget_s: float = float("inf")) -> bool:
         """Read what was appended, for about `budget_s` seconds; returns whether everything was read."""

@@ -103,6 +103,13 @@ def test_the_assumed_length_of_prompts_is_shown_with_the_flag_that_changes_it(
     assert "256 tokens are assumed; for others: retrain plan --prompt-tokens N" in capsys.readouterr().out
 
 
+def test_nobody_reads_the_output(tmp_path: Path) -> None:
+    _write(starter("quickstart"))
+    command = f'"{sys.executable}" -m retrain explain retrain.toml >&-'
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_flags_of_training_count(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("quickstart"))
     data = _explain(capsys, "--lr", "1e-4", "--batch-size", "2")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import urllib.request
 from functools import partial
@@ -115,6 +116,19 @@ def test_one_prompt_is_found_in_all_runs(tmp_path: Path) -> None:
     same = live.groups({"prompt": str(group["prompt_id"])})["groups"]
     assert [(one["step"], one["prompt"]) for one in same] == [(3, "1+3=?")] * 2
     assert len({one["run"] for one in same}) == 2
+
+
+def test_another_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    live = LiveReport((tmp_path,))
+    live.refresh()
+    (before,) = live.poll({}, "")["runs"]
+    shutil.rmtree(tmp_path / "a")
+    write_run(tmp_path / "a", 2, mode="maxrl")
+    live.refresh()
+    (after,) = live.poll({}, "")["runs"]
+    assert (before["id"], before["seed"]) == (after["id"], 1) and after["seed"] == 2
+    assert after["epoch"] > before["epoch"] and after["condition"] == "maxrl+gtpo_sepa" != before["condition"]
 
 
 def test_a_folder_without_runs_waits_for_the_first_step(tmp_path: Path) -> None:

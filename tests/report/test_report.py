@@ -211,6 +211,8 @@ def test_steps_before_an_edit_are_not_compared_with_those_after_it(tmp_path: Pat
     learning = next(check for check in read_progress(tmp_path / "a").health if check.name == "learning")
     assert (learning.level, learning.value) == ("unknown", "fewer than 20 steps")
     # Nothing was trained after this one.
+    learning = next(check for check in read_progress(tmp_path / "b").health if check.name == "learning")
+    assert learning.level == "ok"
     assert "rose from 54.5% to 154.5%" in collect([tmp_path / "b"])["verdict"]["sentence"]
     together = collect([tmp_path])["verdict"]["sentence"]
     assert "In 1 run, steps before a change of data, code or options are left out." in together

@@ -250,7 +250,7 @@ function bubble(message) {
 // ---- the token microscope
 
 async function addTokens(group) {
-  const key = `${group.run}:${group.step}`;
+  const key = `${group.run}:${group.step}:${data.runs.find((run) => run.id === group.run)?.epoch}`;
   if (!lab.tokens.has(key)) lab.tokens.set(key, ask("tokens.json", { run: group.run, step: group.step }).then((found) => found.groups, () => []));
   const rows = (await lab.tokens.get(key))[group.at] || [];
   const isOf = (row, member) => [row.text.length, row.sampled?.reduce((sum, value) => sum + value, 0)].includes(member.num_tokens);

@@ -31,6 +31,8 @@ _WORDS_OF_COUNTED = """
     zero one two three four five six seven eight nine ten eleven twelve
 """
 _COUNTED = _WORDS_OF_COUNTED.split()
+_VOWELS = frozenset("aeiou")
+_SHORT_WORDS = frozenset({"no", "on", "in", "up", "hot", "any"})
 _NO_SOLUTION = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "empty set", "none"})
 _UNDEFINED = frozenset({"dne", "does not exist", "undefined", "not defined"})
 _ALL_REALS = frozenset({"all real numbers", "all reals", "all real x", "all real values", "r"})
@@ -180,8 +182,9 @@ def _equal_unordered(one: Group, other: Group) -> bool:
         first, second = _distinct(first), _distinct(second)
     if len(first) != len(second):
         return False
-    is_word = _may_be_word if one.brackets == other.brackets == "," else _is_word
-    if len(first) > _LONGEST_UNORDERED or all(map(is_word, (*first, *second))):
+    if (one.brackets, other.brackets) == (",", ",") and (words := _read_as_words((*first, *second))):
+        first, second = words[: len(first)], words[len(first) :]
+    if len(first) > _LONGEST_UNORDERED or all(isinstance(item, Words) for item in (*first, *second)):
         return all(map(equal_answers, first, second))
     for item in first:
         found = next((at for at, rival in enumerate(second) if equal_answers(item, rival)), None)
@@ -191,15 +194,33 @@ def _equal_unordered(one: Group, other: Group) -> bool:
     return True
 
 
-def _is_word(node: Node) -> bool:
-    return isinstance(node, Words)
+def _read_as_words(items: Sequence[Node]) -> list[Node] | None:
+    """The entries of both lists as words, if all may be words and one of them certainly is; else None."""
+    texts = [item.text if isinstance(item, Words) else _letters_of(item) for item in items]
+    if not all(len(text) > 1 for text in texts):
+        return None
+    is_list_of_words = any(isinstance(item, Words) for item in items) or any(map(_is_short_word, texts))
+    return [Words(text) for text in texts] if is_list_of_words else None
 
 
-def _may_be_word(node: Node) -> bool:
-    """Words, also those of two or three letters, which are read as a product: `no` in `yes, no`."""
-    if isinstance(node, Operation) and node.name == "mul":
-        return all((isinstance(part, Symbol) and len(part.name) == 1) or _may_be_word(part) for part in node.parts)
-    return isinstance(node, Words)
+def _is_short_word(text: str) -> bool:
+    """Whether two or three letters are a word, and not a product: `ab`, `ca`, `xyz`, or points as in `BA`."""
+    in_order = list(text) == sorted(set(text))
+    return (
+        text.istitle()
+        or text in _SHORT_WORDS
+        or (len(text) == 3 and text.islower() and not in_order and not _VOWELS.isdisjoint(text))
+    )
+
+
+def _letters_of(node: Node) -> str:
+    """The letters of a product of single letters, as they were written; "" for anything else."""
+    if isinstance(node, Symbol):
+        return node.name if len(node.name) == 1 else ""
+    if not isinstance(node, Operation) or node.name != "mul":
+        return ""
+    letters = [_letters_of(part) for part in node.parts]
+    return "".join(letters) if all(letters) else ""
 
 
 def _distinct(items: Sequence[Node]) -> list[Node]:

@@ -41,7 +41,7 @@ def find_source(module: str, search_paths: Sequence[str]) -> Path | None:
 
 def find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
     """Where Python would find a module, without importing the packages that it is in."""
-    paths = [str(Path(folder).expanduser().resolve()) for folder in (*search_paths, *sys.path)]
+    paths = [os.path.abspath(os.path.expanduser(folder)) for folder in (*search_paths, *sys.path)]
     parts, spec = module.split("."), None
     for part in parts:
         # By its last part: of a whole name, folders without __init__.py look for a parent that is imported.
@@ -90,9 +90,17 @@ def import_as_read(sources: Sources) -> None:
                 raise FileNotFoundError(path)
             return contents[real] if real in contents else super().get_data(path)
 
-    loaders = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (Loader, SOURCE_SUFFIXES))
-    sys.path_hooks.insert(0, FileFinder.path_hook(*loaders, (SourcelessFileLoader, BYTECODE_SUFFIXES)))
-    sys.path_importer_cache.clear()
+    folders = {os.path.dirname(path) for path in contents}
+    compiled = (SourcelessFileLoader, BYTECODE_SUFFIXES)
+
+    def find_in(folder: str) -> FileFinder:
+        if os.path.realpath(folder) not in folders:
+            raise ImportError(folder)  # left to the usual finders
+        return FileFinder(folder, (ExtensionFileLoader, EXTENSION_SUFFIXES), (Loader, SOURCE_SUFFIXES), compiled)
+
+    sys.path_hooks.insert(0, find_in)
+    for folder in [folder for folder in sys.path_importer_cache if os.path.realpath(folder) in folders]:
+        del sys.path_importer_cache[folder]
     # It would be that of the file as it is now.
     sys.dont_write_bytecode = True
 

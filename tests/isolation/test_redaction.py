@@ -159,6 +159,7 @@ def test_what_plugins_print_from_the_training_process_hides_secrets(tmp_path: Pa
     assert "opensesame99" not in ran.stderr and "Exception" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_hides_secrets_that_a_plugin_prints(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
         "import os\nprint('loaded with', os.environ['ACME_API_KEY'])\n"

@@ -22,8 +22,8 @@ from retrain.data import (
     ExampleOrder,
     build_source,
     count_examples,
-    count_shared,
     count_steps,
+    describe_shared,
     load_examples,
     load_held_out,
 )
@@ -277,9 +277,8 @@ class DataTasks:
         self.encoder = PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
         self.examples = _load_training_examples(config, self.encoder, log)
         self.held_out = load_held_out(config)
-        if shared := count_shared(self.examples, self.held_out):
-            of_all = f"{shared} of {plural(len(self.held_out), 'held-out problem')}"
-            log(f"Warning: {of_all} are also in the training data, so held-out results may overstate what was learned.")
+        if shared := describe_shared(self.examples, self.held_out):
+            log(f"Warning: {shared}")
         check_prompt_tokens(config, self.encoder, self._asked())
         context = known_context(config) if config.backend.backend == "local" else None
         if context is not None and not config.teaching.enabled:

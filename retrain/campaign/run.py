@@ -31,7 +31,7 @@ from retrain.campaign.screen import Screen, format_rate, format_seconds
 from retrain.campaign.shared import SharedModelProcess
 from retrain.campaign.squeezing import FirstRunAnalysis
 from retrain.checks.connections import announce_wait
-from retrain.checks.preflight import check_before_loading, check_files_of_problems
+from retrain.checks.preflight import check_before_loading, check_files_of_problems, find_shared_problems
 from retrain.checks.processes import check_devices
 from retrain.checks.unsupported import check_supported
 from retrain.config import TrainConfig, dump_config
@@ -171,7 +171,10 @@ class Campaign:
             )
         for warning in find_edits(list(self.runs.values())):
             self.screen.log(f"Warning: {warning}.")
-        for condition, config in {run.condition: run.config for run in self.runs.values()}.items():
+        conditions = {run.condition: run.config for run in self.runs.values()}
+        for warning in find_shared_problems(list(conditions.values())):
+            self.screen.log(f"Warning: {warning}")
+        for condition, config in conditions.items():
             if note := find_idle_sepa(config):
                 self.screen.log(f"Note: {condition}: {note}")
         for note in find_limits(list(self.runs.values())):

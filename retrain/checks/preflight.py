@@ -21,7 +21,7 @@ from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import needs_judge, trains_complete_steps
 from retrain.config.schema import Data
-from retrain.data import build_source, held_out_section, load_examples, reads_file
+from retrain.data import build_source, describe_shared, held_out_section, load_examples, load_held_out, reads_file
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
 from retrain.data.order import endless_epochs
 from retrain.errors import ConfigError, ConfigIssue
@@ -76,6 +76,16 @@ def check_files_of_problems(configs: Sequence[TrainConfig]) -> None:
     for section in sections.values():
         if reads_file(section.source):
             load_examples(section)
+
+
+def find_shared_problems(configs: Sequence[TrainConfig]) -> list[str]:
+    """Sentences about held-out problems in files of which some are trained on as well; the files are valid."""
+    found = []
+    for config in configs:
+        is_file = reads_file(config.data.source) and reads_file(config.held_out_source)
+        if is_file and config.eval.every and not config.environment.provider:
+            found.append(describe_shared(load_examples(config.data), load_held_out(config)))
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:

@@ -18,6 +18,7 @@ from retrain.data.order import (
     count_examples,
     count_shared,
     count_steps,
+    describe_shared,
     digest_of,
     is_same_digest,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "count_examples",
     "count_shared",
     "count_steps",
+    "describe_shared",
     "digest_of",
     "held_out_section",
     "is_same_digest",

@@ -17,6 +17,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, overload
 
 from retrain.errors import CheckpointError, ConfigError, PluginError, blaming
+from retrain.runtime.text import plural
 from retrain.types import Example
 
 if TYPE_CHECKING:
@@ -218,6 +219,14 @@ def count_shared(examples: Sequence[Example], held_out: Sequence[Example]) -> in
         return 0
     trained = {_key(example) for example in examples}
     return sum(_key(example) in trained for example in held_out)
+
+
+def describe_shared(examples: Sequence[Example], held_out: Sequence[Example]) -> str:
+    """A sentence about held-out problems that are trained on as well, or ""."""
+    shared = count_shared(examples, held_out)
+    of_all = f"{shared} of {plural(len(held_out), 'held-out problem')}"
+    what = "are also in the training data, so held-out results may overstate what was learned."
+    return f"{of_all} {what}" if shared else ""
 
 
 def _key(example: Example) -> str:

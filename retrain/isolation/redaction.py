@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from io import TextIOWrapper
+from typing import TextIO
 from urllib.parse import quote
 
 HIDDEN = "***"
@@ -60,6 +61,10 @@ def redact(text: str) -> str:
     return _hide(text, _find_secrets(tuple(os.environ.items())))
 
 
+# Deleted, they would close the streams that they write to; and progress bars still do so as the program exits.
+_KEPT: list[TextIO] = []
+
+
 class RedactedText(TextIOWrapper):
     """Text output in which secrets are hidden, whoever prints them: plugins run in the training process."""
 
@@ -82,9 +87,10 @@ def redacted_output() -> Iterator[None]:
         yield
     finally:
         for name, stream in streams.items():
-            # Otherwise it closes the stream as it is deleted; closed, if nobody reads it.
-            with suppress(ValueError, OSError):
-                vars(sys)[name].detach()
+            redacted = vars(sys)[name]
+            with suppress(ValueError, OSError):  # closed, if nobody reads it
+                redacted.flush()
+            _KEPT.append(redacted)
             setattr(sys, name, stream)
 
 

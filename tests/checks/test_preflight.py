@@ -311,3 +311,12 @@ def test_runs_of_a_campaign_have_adapters_of_their_own(folder: Path, capsys: pyt
     assert run(["run.toml", *flags, "999"]) == 2
     message = capsys.readouterr().err
     assert "max_tokens = 999" in message and "is the folder of" not in message
+
+
+def test_held_out_problems_of_a_file_that_are_trained_on_are_named() -> None:
+    Path("train.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "1 + 2", "answer": "3"}\n')
+    Path("test.jsonl").write_text('{"question": "1 + 2", "answer": "3"}\n{"question": "9 + 9", "answer": "18"}\n')
+    files = {"data.source": "jsonl", "data.path": "train.jsonl", "eval.path": "test.jsonl"}
+    configs = [load_config(None, HERE | files | {"eval.every": every}) for every in (2, 2, 0)]
+    (told,) = preflight.find_shared_problems([*configs, load_config(None, HERE | {"eval.every": 1})])
+    assert told.startswith("1 of 2 held-out problems are also in the training data")

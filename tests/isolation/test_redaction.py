@@ -146,15 +146,17 @@ def test_what_plugins_print_from_the_training_process_hides_secrets(tmp_path: Pa
         "import logging, os, sys, warnings\n"
         "from retrain.isolation.redaction import redacted_output\n"
         "with redacted_output():\n"
+        "    bar = sys.stdout\n"
         "    print('key', os.environ['ACME_API_KEY'], '\\u2713')\n"
         "    warnings.warn(os.environ['ACME_API_KEY'])\n"
         "    logging.error('from https://me:hunter2222@host.example')\n"
         "    sys.stdout.write('no newline')\n"
         "print(', and as before')\n"
+        "bar.write('a bar\\n')\n"
     )
     variables = os.environ | {"ACME_API_KEY": "opensesame99", "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, check=True)
-    assert ran.stdout == "key *** \\u2713\nno newline, and as before\n"
+    assert ran.stdout == "key *** \\u2713\nno newline, and as before\na bar\n"
     assert "UserWarning: ***" in ran.stderr and "ERROR:root:from https://***@host.example" in ran.stderr
     assert "opensesame99" not in ran.stderr and "Exception" not in ran.stderr
 

@@ -529,6 +529,7 @@ def test_truncated_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None
         assert "copy or download it again" in message
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

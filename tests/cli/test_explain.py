@@ -103,6 +103,7 @@ def test_the_assumed_length_of_prompts_is_shown_with_the_flag_that_changes_it(
     assert "256 tokens are assumed; for others: retrain plan --prompt-tokens N" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_output(tmp_path: Path) -> None:
     _write(starter("quickstart"))
     command = f'"{sys.executable}" -m retrain explain retrain.toml >&-'

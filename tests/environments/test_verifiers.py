@@ -62,6 +62,7 @@ def test_what_is_no_id_is_rejected(id: str) -> None:
         module_name(id)
 
 
+@pytest.mark.slow
 def test_all_data_of_a_task_is_part_of_the_digest_and_the_same_when_loaded_again() -> None:
     section = Environment(provider="verifiers", id="primeintellect/wordle")
     loaded = [list(load_split(build("primeintellect/wordle"), section, "train")[:3]) for _ in range(2)]

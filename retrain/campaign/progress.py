@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrain.analysis.health import Check, check_health
-from retrain.storage.checkpoint import STATE_FILE, read_state
+from retrain.storage.checkpoint import STATE_FILE, last_edit, read_state
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.storage.publishing import is_alive
@@ -124,16 +124,12 @@ def _read_run(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_quiet_seconds(folder),
-        health=tuple(check_health(steps, evaluations, max_tokens, _edited_at(state, steps))) if steps else (),
+        health=tuple(check_health(steps, evaluations, max_tokens, last_edit(state, steps[-1]["step"])))
+        if steps
+        else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
         error=str(state.get("error", "")) if status == "failed" else "",
     )
-
-
-def _edited_at(state: Table, steps: Sequence[Table]) -> int:
-    """The step at which inputs of the run were edited for the last time, if it was trained further; else 0."""
-    at = int(state.get("edited_at", 0))
-    return at if steps and steps[-1]["step"] >= at else 0
 
 
 def _quiet_seconds(folder: Path) -> float | None:

@@ -80,11 +80,12 @@ def check_files_of_problems(configs: Sequence[TrainConfig]) -> None:
 
 def find_shared_problems(configs: Sequence[TrainConfig]) -> list[str]:
     """Sentences about held-out problems in files of which some are trained on as well; the files are valid."""
-    found = []
+    both: dict[str, TrainConfig] = {}
     for config in configs:
         is_file = reads_file(config.data.source) and reads_file(config.held_out_source)
         if is_file and config.eval.every and not config.environment.provider:
-            found.append(describe_shared(load_examples(config.data), load_held_out(config)))
+            both[f"{config.data} {config.eval}"] = config
+    found = [describe_shared(load_examples(config.data), load_held_out(config)) for config in both.values()]
     return list(dict.fromkeys(filter(None, found)))
 
 

@@ -14,7 +14,7 @@ from retrain.analysis.scoring import read_inputs
 from retrain.config import TrainConfig, load_config
 from retrain.report.columns import Columns
 from retrain.report.completions import CompletionIndex
-from retrain.storage.checkpoint import read_state
+from retrain.storage.checkpoint import last_edit, read_state
 from retrain.storage.folder import CONFIG_FILE
 from retrain.storage.logs import EVALS, GENERATIONS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
@@ -147,9 +147,8 @@ class RunLog:
 
     @property
     def edited_at(self) -> int:
-        """The step at which inputs of the run were edited for the last time, if it was trained further; else 0."""
-        at = int(read_state(self.path).get("edited_at", 0))
-        return at if len(self.columns) and self.columns.steps[-1] >= at else 0
+        """The step of the last edit of its inputs; see `last_edit`."""
+        return last_edit(read_state(self.path), self.columns.steps[-1]) if len(self.columns) else 0
 
     def rates(self) -> dict[int, JsonObject]:
         """The correct rate of every step, as rows."""

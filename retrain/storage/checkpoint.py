@@ -131,6 +131,12 @@ def read_state(log_dir: Path) -> JsonObject:
     return state if isinstance(state, dict) else {}
 
 
+def last_edit(state: JsonObject, last_step: int) -> int:
+    """The step at which inputs of a run were edited for the last time, if it was trained further; else 0."""
+    at = int(state.get("edited_at", 0))
+    return at if last_step >= at else 0
+
+
 def replace_file(path: Path, text: str) -> None:
     """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")

@@ -236,8 +236,11 @@ def _count_total(config: TrainConfig, examples: Sequence[Example]) -> int | None
 def _check_schedules(
     config: TrainConfig, credit: CreditAssigner, total: int | None, log: Callable[[str], None]
 ) -> None:
-    """Report a run that ends before SEPA begins, and schedules over a number of steps that is not known."""
-    training = config.training
+    """Report a run that ends within its warm-up or before SEPA begins, and schedules of unknown length."""
+    training, warmup = config.training, config.optimizer.warmup_steps
+    if 0 < training.max_steps <= warmup:
+        steps = plural(training.max_steps, "step")
+        log(f"Note: [optimizer] warmup_steps = {warmup:g} is not below {steps}: the learning rate never reaches lr.")
     reason = why_off(config.sepa, training.max_steps)
     if credit.uses_sepa and reason:
         log(f"Note: {reason}")

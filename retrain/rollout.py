@@ -113,16 +113,19 @@ class GroupCollector:
         asked: list[Group] = []
         live = 0
         sample_time = score_time = 0.0
-        for round_ in range(1 + self.resample_rounds):
-            examples = self.order.take(batch_size - live)
-            sampling = replace(self.sampling, seed=derive_seed(self.seed, f"sampling/{round_}", step))
-            drawn = self.scorer.sample_and_score(engine, examples, sampling, numbered_from(len(asked), deliver))
-            sample_time += drawn.sample_time_s
-            score_time += drawn.score_time_s
-            asked += drawn.groups
-            live = sum(map(has_signal, asked))
-            if live == batch_size:
-                break
+        failures = self.scorer.failures
+        with failures.in_parts():
+            for round_ in range(1 + self.resample_rounds):
+                examples = self.order.take(batch_size - live)
+                failures.expect(len(examples) * self.sampling.n)
+                sampling = replace(self.sampling, seed=derive_seed(self.seed, f"sampling/{round_}", step))
+                drawn = self.scorer.sample_and_score(engine, examples, sampling, numbered_from(len(asked), deliver))
+                sample_time += drawn.sample_time_s
+                score_time += drawn.score_time_s
+                asked += drawn.groups
+                live = sum(map(has_signal, asked))
+                if live == batch_size:
+                    break
         # Groups without a signal are kept for metrics and logs, after the others.
         places = sorted(range(len(asked)), key=lambda at: not has_signal(asked[at]))
         groups = [asked[at] for at in places]
@@ -280,6 +283,24 @@ class Failures:
         self.shown: set[str] = set()
         """The places whose first failure was printed."""
         self.has_scored = False
+        self.expected: int | None = None
+        """Scores of the batch that is checked in parts; None if each check is of a whole batch."""
+        self.checked: list[Score] = []
+        """Those of its earlier parts."""
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """Checks meanwhile are of parts of one batch: one bad problem may be a whole part."""
+        self.expected = 0
+        try:
+            yield
+            self._check_none(self.checked)
+        finally:
+            self.expected, self.checked = None, []
+
+    def expect(self, count: int) -> None:
+        """The batch that is checked in parts has this many scores more."""
+        self.expected = (self.expected or 0) + count
 
     @contextmanager
     def during(self, place: str) -> Iterator[None]:
@@ -291,12 +312,21 @@ class Failures:
             self.place = ""
 
     def check(self, scores: Sequence[Score]) -> None:
-        """Check the scores of one batch."""
-        failed = [score for score in scores if score.failed]
-        self._show(failed, len(scores))
+        """Check the scores of one batch, or of a part of it."""
         self.check_early(scores, len(scores))
+        self._show([*self.checked, *scores], self._total(len(scores)))
         self.has_scored = self.has_scored or any(score.counts for score in scores)
-        if scores and not self.has_scored and not failed:
+        if self.expected is None:
+            self._check_none(scores)
+        else:
+            self.checked += scores
+
+    def _total(self, part: int) -> int:
+        """Scores of the batch of which this many are checked now."""
+        return max(self.expected or 0, len(self.checked) + part)
+
+    def _check_none(self, scores: Sequence[Score]) -> None:
+        if scores and not self.has_scored and not any(score.failed for score in scores):
             raise RolloutError(
                 f"the reward returned None for all {len(scores)} {self.things}{self.place}, so there is nothing to "
                 "learn from.  "
@@ -306,25 +336,33 @@ class Failures:
     def check_early(self, scores: Sequence[Score], total: int, gives_up: str = "") -> None:
         """Check the scores so far of a batch of `total`: stop once too many have failed, whatever the others will be.
 
-        `gives_up` is a reason not to wait for the others although they could still succeed.
+        `gives_up` is a reason not to wait for the others although they could still succeed; those of other parts could.
         """
+        part, total = total, self._total(total)
+        scores = [*self.checked, *scores]
         failed = [score for score in scores if score.failed]
         if len(failed) > MAX_ERROR_RATE * total:
             gives_up = f"if more than {MAX_ERROR_RATE:.0%} fail, the run stops"
+        elif part < total:
+            gives_up = ""
         if gives_up:
-            self._show(failed, total)
+            self._show(scores, total)
             why = (failed[0].detail.strip() or failed[0].outcome).splitlines()[0]
             what = self.what[0].lower() + self.what[1:]
-            things = f"{self.things}{self.place}{' so far' if len(scores) < total else ''}"
+            things = self._things(len(scores) < total)
             raise RolloutError(
                 f"{what} failed for {len(failed)} of {total} {things} ({failed[0].outcome}: {why}); "
                 f"{gives_up}.  Try: retrain man --topic reward-errors"
             )
 
-    def _show(self, failed: Sequence[Score], total: int) -> None:
+    def _things(self, more_come: bool) -> str:
+        return f"{self.things}{self.place}{' so far' if more_come else ''}"
+
+    def _show(self, scores: Sequence[Score], total: int) -> None:
+        failed = [score for score in scores if score.failed]
         if failed and self.place not in self.shown:
             self.shown.add(self.place)
-            things = f"{self.things}{self.place}"
+            things = self._things(len(scores) < total)
             self.log(f"{self.what} failed for {len(failed)} of {total} {things}; they are excluded. The first one:")
             self.log(failed[0].detail.rstrip() or failed[0].outcome)
 

@@ -60,6 +60,16 @@ def test_a_run_that_ends_before_sepa_begins_says_so(
     assert (note in capsys.readouterr().out) == is_noted
 
 
+@pytest.mark.parametrize(("warmup", "is_noted"), [(4.0, True), (3.0, False), (0.9, False), (0.0, False)])
+def test_a_run_that_ends_before_its_warm_up_says_so(
+    warmup: float, is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with assemble(with_two_examples(tmp_path, 2, {"training.max_steps": 4, "optimizer.warmup_steps": warmup})):
+        pass
+    note = "Note: [optimizer] warmup_steps = 4 is not below 4 steps: the learning rate never reaches lr."
+    assert (note in capsys.readouterr().out) == is_noted
+
+
 def test_one_example_is_counted_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = with_two_examples(tmp_path, 2)
     (tmp_path / "two.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')

@@ -9,7 +9,7 @@ import pytest
 from retrain.data import ExampleOrder
 from retrain.errors import RolloutError
 from retrain.rewards import BatchReward, Item
-from retrain.rollout import GroupCollector, Scorer, has_signal
+from retrain.rollout import ChunkedScorer, Failures, GroupCollector, Scorer, has_signal
 from retrain.testing import ScriptedEngine
 from retrain.types import Completion, Example, Group, IntArray, Outcome, Sampling, Score, StepMetrics
 
@@ -139,6 +139,60 @@ def test_live_groups_come_first_and_dead_ones_stay_in_the_record() -> None:
     asked = [group.example.prompt for group in rollouts.as_asked(groups)]
     assert asked == [example.prompt for example in ExampleOrder(EXAMPLES, seed=0).take(len(groups))]
     assert asked != [group.example.prompt for group in groups]
+
+
+def one_bad(word: str) -> ScriptedEngine:
+    """This outcome for problem 0; of every other odd problem one right and one wrong completion."""
+
+    def text(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+        number = prompt[-1] - ord("0")
+        return word if number == 0 else "right" if index == 0 and number % 2 else "wrong"
+
+    return ScriptedEngine(text)
+
+
+@pytest.mark.parametrize("word", ["error", "timeout", "none"])
+@pytest.mark.parametrize(("at_once", "rounds"), [(1, 0), (0, 20), (1, 20)])
+def test_one_problem_that_cannot_be_scored_does_not_end_a_step_that_is_scored_in_parts(
+    word: str, at_once: int, rounds: int
+) -> None:
+    made = scorer()
+    parts = ChunkedScorer(made, at_once) if at_once else made
+    source = GroupCollector(ExampleOrder(EXAMPLES, seed=0), parts, Sampling(max_tokens=9, n=2), 0, rounds)
+    drawn = [source.collect(one_bad(word), step, batch_size=4) for step in range(4)]
+    assert sum(rollouts.errors for rollouts in drawn) > 0 or word == "none"
+
+
+def test_more_than_half_of_a_step_that_is_scored_in_parts_ends_it_as_soon_as_that_is_certain() -> None:
+    made = scorer()
+    asked: list[int] = []
+
+    def text(prompt: IntArray, index: int, rng: np.random.Generator) -> str:
+        asked.append(index)
+        return "error"
+
+    source = GroupCollector(ExampleOrder(EXAMPLES, seed=0), ChunkedScorer(made, 1), Sampling(max_tokens=9, n=2), 0)
+    with pytest.raises(RolloutError, match=r"failed for 6 of 10 completions so far \(error: error in detail\)"):
+        source.collect(ScriptedEngine(text), 0, batch_size=5)
+    assert len(asked) == 6
+    with pytest.raises(RolloutError, match=r"failed for 6 of 10 completions so far"):
+        source.collect(ScriptedEngine(text), 0, batch_size=5)
+
+
+def test_a_reward_that_applies_to_nothing_ends_a_step_that_is_scored_in_parts() -> None:
+    order, parts = ExampleOrder(EXAMPLES, seed=0), ChunkedScorer(scorer(), 1)
+    source = GroupCollector(order, parts, Sampling(max_tokens=9, n=2), 0, resample_rounds=1)
+    with pytest.raises(RolloutError, match="returned None for all 8 completions"):
+        source.collect(engine("none"), 0, batch_size=2)
+
+
+def test_a_part_does_not_give_up_for_the_others() -> None:
+    failures, failed = Failures("Scoring", "completions", lambda line: None), Score(0.0, "error", "it hung")
+    with pytest.raises(RolloutError, match=r"2 of 4 completions so far .*hangs"):
+        failures.check_early([failed] * 2, 4, "hangs")
+    with failures.in_parts():
+        failures.expect(8)
+        failures.check_early([failed] * 2, 4, "hangs")
 
 
 def answer(tokens: int = 2, **arrays: object) -> Completion:

@@ -15,11 +15,13 @@ import pytest
 
 from retrain.advantages import CreditAssigner
 from retrain.config.schema import Algorithm, TrainConfig
+from retrain.data import ExampleOrder
 from retrain.datums import build_datums
 from retrain.environments import Chat, ChatOver, Environment, Outcome, run_rollout, turns
 from retrain.environments.runner import RolloutScore
 from retrain.errors import RolloutError
 from retrain.inference_engine import Turns
+from retrain.rollout import ChunkedScorer, GroupCollector
 from retrain.types import Example, Group, Sampling
 from tests.environments.table import TextEngine, play, player
 
@@ -319,6 +321,22 @@ def test_metrics_are_means_over_the_rollouts_that_count() -> None:
     assert metrics["env/length"] == pytest.approx(2.5)
     assert metrics["turns"] == 1.0
     assert [score.outcome for score in groups[0].scores_G] == ["right", "wrong"]
+
+
+def test_one_problem_that_always_fails_does_not_end_a_step_that_is_played_in_parts() -> None:
+    async def choosy(example: Example, chat: Chat) -> Outcome:
+        if example == examples[0]:
+            raise ValueError("not this one")
+        return await guess(example, chat)
+
+    environment = Plays(choosy)
+    examples = environment.examples("train")
+    own = player(environment)
+    sampling = Sampling(max_tokens=64, n=2)
+    collector = GroupCollector(ExampleOrder(examples, seed=0), ChunkedScorer(own, 1), sampling, 0, resample_rounds=3)
+    errors = [collector.collect(TextEngine(lambda _: "2"), step, 3).errors for step in range(3)]
+    own.close()
+    assert sum(errors) > 0
 
 
 def test_an_environment_that_asks_nothing_is_an_error() -> None:

@@ -327,8 +327,10 @@ def _by_problem(
     if not rates or not rates[0]:
         return None
     found = compare_problems(np.array(rates[: len(both[0])]), np.array(rates[len(both[0]) :]), alpha)
-    left_out = len(both[0][0].evaluations[measured.step]["counted"]) - found.problems
-    return replace(found, left_out=left_out, interval=_clip(found.interval))
+    counted = [run.evaluations[measured.step]["counted"] for run in (*both[0], *both[1])]
+    scored = {tuple(map(bool, counts)) for counts in counted}
+    left_out = len(counted[0]) - found.problems
+    return replace(found, left_out=left_out, are_same=len(scored) == 1, interval=_clip(found.interval))
 
 
 def header(report: ComparisonReport) -> tuple[str, ...]:
@@ -418,6 +420,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             if problems.left_out:
                 total = problems.problems + problems.left_out
                 which = f"the {problems.problems} of {total} held-out problems that every run scored"
+            if not problems.are_same:
                 lines.append("  The means are over the problems that each run scored, which are not the same.")
             lines.append(
                 f"  On {which} the difference is {problems.difference:+.4f} "

@@ -134,6 +134,8 @@ class ProblemComparison:
     p_value: float | None
     left_out: int = 0
     """Problems that one of the runs has no score for."""
+    are_same: bool = True
+    """Whether all runs have scores for the same problems."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def cut_logs(log_dir: Path, sizes: Mapping[str, int], steps: int, names: Iterabl
     """
     changed = []
     for name in names:
-        path, size = log_dir / name, sizes.get(name, 0)
+        path = log_dir / name
+        # The run before the checkpoint may not have written a file that an earlier part of it wrote.
+        size = sizes[name] if name in sizes else _size_before(path, steps)
         held = path.stat().st_size if path.exists() else 0
         if held < size or (size and not _ends_at(path, size, steps, name in (METRICS, STEPS))):
             changed.append(name)
@@ -87,6 +89,18 @@ def steps_after(path: Path, steps: int) -> list[int]:
     """The steps of the rows that a resume at a checkpoint after `steps` steps removes."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     return [int(row["step"]) for row in parse_rows(lines) if has_step(row) and row["step"] >= steps]
+
+
+def _size_before(path: Path, steps: int) -> int:
+    """The size of the complete rows before `steps`, at the start of a log."""
+    size = 0
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or not 0 <= _step_of(line) < steps:
+                    break
+                size += len(line)
+    return size
 
 
 def _ends_at(path: Path, size: int, steps: int, every_step: bool) -> bool:

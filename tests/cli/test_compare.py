@@ -109,6 +109,19 @@ def test_problems_without_a_score_are_named(campaign: Path, capsys: pytest.Captu
     assert "The means are over the problems that each run scored" in text
 
 
+def test_a_problem_without_a_score_in_every_run_makes_no_difference(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in campaign.glob("runs/*/eval.jsonl"):
+        *before, last = map(json.loads, path.read_text().splitlines())
+        last["counted"][0] = last["correct"][0] = 0
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*before, last]))
+    assert run(["compare", str(campaign)]) == 0
+    text = capsys.readouterr().out
+    assert "held-out problems that every run scored the difference is" in text
+    assert "The means are over the problems" not in text
+
+
 def test_a_metric_without_a_better_direction_only_differs(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in campaign.glob("runs/*/metrics.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -570,6 +570,15 @@ def test_debugging_writes_what_became_of_every_completion(tmp_path: Path) -> Non
     assert (tmp_path / DEBUG).read_text() == ""
 
 
+def test_a_file_that_the_checkpoint_does_not_know_keeps_the_rows_before_it(tmp_path: Path) -> None:
+    path = tmp_path / DEBUG
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 5}\n{"st')
+    assert cut_logs(tmp_path, {}, 4) == []
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert cut_logs(tmp_path, {}, 4) == []
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
 def test_with_a_penalty_a_group_of_equal_rewards_is_not_called_dropped(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path)
     tracker.start(load_config(None, {"logging.debug": True, "kl.beta": 0.1}))

@@ -207,13 +207,14 @@ class Campaign:
         else:
             status = "interrupted" if stopped or exited.exit_code == INTERRUPTED else "failed"
         final = final_metrics(run.folder)
+        error = exited.error or _describe_exit(exited.exit_code)
         self.manifest.update(
             run.name,
             status=status,
             ended=now(),
             seconds=round(self.manifest[run.name]["seconds"] + seconds, 3),
             exit_code=exited.exit_code,
-            error=exited.error if status == "failed" else None,
+            error=error if status == "failed" else None,
             **final,
         )
         rate = format_rate((final["final"] or {}).get("correct_rate"))
@@ -222,7 +223,7 @@ class Campaign:
             self.squeeze.begin(run)
             self._skip_decided()
         if status == "failed":
-            self.screen.log(f"  {exited.error or f'exit code {exited.exit_code}'}\n  See {shorten_path(run.folder)}")
+            self.screen.log(f"  {error}\n  See {shorten_path(run.folder)}")
 
     def _skip_decided(self) -> None:
         if self.early_stopping is None:
@@ -305,6 +306,11 @@ class Campaign:
             self.screen.log("The LoRA rank analysis is not finished; a resume begins it again.")
         self.screen.log(f"To resume: retrain --resume {shlex.quote(folder)}")
         return INTERRUPTED if stopped else 1
+
+
+def _describe_exit(code: int) -> str:
+    """How a process ended that printed no error."""
+    return f"It was ended by signal {-code}." if code < 0 else f"exit code {code}"
 
 
 def final_metrics(folder: Path) -> JsonObject:

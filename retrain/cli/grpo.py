@@ -81,7 +81,7 @@ def command(config: str, settings: tuple[str, ...], show: str | None) -> int:
                     "To train longer: a larger max_steps, or num_train_epochs"
                 )
                 return 0
-            for line in find_unused(run):
+            for line in find_unused(run, arguments):
                 say(f"Note: {line}")
             from retrain.grpo.run import run_settings  # noqa: PLC0415  (loads PyTorch)
 

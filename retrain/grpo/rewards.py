@@ -9,7 +9,7 @@ from typing import Any
 from retrain.config.schema import Reward as RewardSection
 from retrain.data.rows import gsm8k_answer
 from retrain.errors import ConfigError, PluginError
-from retrain.plugins import import_path, make_importable
+from retrain.plugins import import_path, is_dotted_path, make_importable
 from retrain.rewards import BatchReward, Item, build_reward
 
 
@@ -44,16 +44,34 @@ class NamedReward:
 
 
 def load_rewards(given: str | list[str] | None) -> list[Any]:
-    """Reward functions: retrain's by name, `module:function` from the working directory or an installed package."""
+    """Reward functions: retrain's by name, or `module:function`, from the working directory or an installed package.
+
+    A dotted path, as TRL's scripts take it, is such a function or a plugin of retrain.
+    """
     names = [given] if isinstance(given, str) else given or []
     make_importable((".",))
     try:
-        functions = [import_path(name, "reward") if ":" in name else NamedReward(name) for name in names]
+        functions = [_load(name) for name in names]
     except PluginError as error:
         raise ConfigError(f"reward_funcs: {error}") from error
     for name, function in zip(names, functions, strict=True):
         _check_signature(name, function)
     return functions
+
+
+def _load(name: str) -> Any:
+    if ":" in name:
+        return import_path(name, "reward")
+    if is_dotted_path(name) and _takes_completions(function := import_path(name, "reward")):
+        return function
+    return NamedReward(name)
+
+
+def _takes_completions(function: Any) -> bool:
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a reward that is no function, or written in C
+        return False
 
 
 def _check_signature(name: str, function: Any) -> None:

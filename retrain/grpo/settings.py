@@ -56,8 +56,26 @@ TOML_NAMES = {
     "[model] model": "model_name_or_path",
     '[data] source = "jsonl" and path': "dataset_id_or_path",
     'name its folder in [plugins] search_paths = ["folder"]': "add its folder to PYTHONPATH",
+    "judge, custom, ": "judge, ",
+    ", or a dotted path.": ", or module:function.",
     'max_tokens, or [inference] kv_cache_dtype = "int8"': "max_completion_length or per_device_train_batch_size",
 }
+
+
+_OF_MODEL = "It belongs to model_init_kwargs: {{{}: …}}."
+TRL_SCRIPTS = {
+    "dataset_name": "Did you mean dataset_id_or_path?",
+    "dataset_train_split": "Did you mean train_split?",
+    "dataset_test_split": "Did you mean val_split?",
+    "lora_r": "Did you mean lora_rank?",
+    "use_peft": "Leave it out: a lora_rank above 0 trains an adapter.",
+    "dtype": _OF_MODEL.format("dtype"),
+    "torch_dtype": _OF_MODEL.format("dtype"),
+    "attn_implementation": _OF_MODEL.format("attn_implementation"),
+    "model_revision": _OF_MODEL.format("revision"),
+    "reward_model_name_or_path": "Reward models are for scripts: reward_funcs of GRPOTrainer takes them.",
+}
+"""Arguments of TRL's scripts that have another name here, and what to write."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +194,8 @@ def _unknown(key: str, known: list[str]) -> ConfigIssue:
     others = [kind for kind in DECLARATIONS if key in read_arguments(kind)]
     if others:
         return ConfigIssue(key, f"is a setting of trainer_type: {others[0]}.")
+    if key in TRL_SCRIPTS:
+        return ConfigIssue(f"unknown setting {key!r}.", "", TRL_SCRIPTS[key])
     close = find_same_option(key, known) or next(iter(get_close_matches(key[:60], known, n=1)), "")
     hint = f"Did you mean {close}?" if close else "docs/trl.md lists all settings."
     return ConfigIssue(f"unknown setting {key!r}.", "", hint)
@@ -194,25 +214,39 @@ def _find_issues(run: RunSettings) -> list[ConfigIssue]:
         issues.append(
             ConfigIssue("reward_weights", f"has {plural(len(weights), 'number')} for {plural(len(names), 'function')}.")
         )
-    unknown = [REGISTRIES["reward"].explain_unknown(name) for name in names if ":" not in name]
-    issues += [ConfigIssue("reward_funcs:", text) for text in unknown if text]
+    issues += [ConfigIssue("reward_funcs:", text) for name in names if (text := _explain_reward(name))]
     if is_grpo and run.completion_only_training is False:
         text = "= false cannot be used: GRPO trains on sampled tokens, never on prompts."
         issues.append(ConfigIssue("completion_only_training", text, "Leave it out."))
     return issues
 
 
-def find_unused(run: RunSettings) -> list[str]:
-    """Sentences on settings of an adapter, or of held-out rows, in a run without them.
+def _explain_reward(name: str) -> str:
+    """Why this is not a reward here, or ""."""
+    if ":" in name:
+        return ""
+    if name == "custom":
+        return "'custom' names no function.  Try: module:function"
+    (folder,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
+    if name.isidentifier() and any(f"def {name}(" in file.read_text() for file in Path(folder, "rewards").glob("*.py")):
+        return f"{name!r} is not known by its name alone.  Try: trl.rewards:{name}"
+    return REGISTRIES["reward"].explain_unknown(name)
+
+
+def find_unused(run: RunSettings, arguments: Mapping[str, Any]) -> list[str]:
+    """Sentences on settings of an adapter, of held-out rows or of vLLM, in a run without them.
 
     No errors: a file may set them, and an override such as lora_rank=0 make them idle.
     """
     is_idle = run.max_val_examples is not None and not run.val_split
-    held_out = ["max_val_examples is not used: there is no val_split."] if is_idle else []
+    idle = ["max_val_examples is not used: there is no val_split."] if is_idle else []
+    samples_with_vllm = arguments.get("use_vllm") and arguments.get("vllm_mode", "colocate") == "colocate"
+    if arguments.get("vllm_dtype", "auto") != "auto" and not samples_with_vllm:
+        idle.append("vllm_dtype is not used: it needs use_vllm in this process.")
     if run.lora_rank:
-        return held_out
+        return idle
     given = {field.name: (getattr(run, field.name), field.default) for field in fields(run)}
-    return held_out + [
+    return idle + [
         f"{name} = {value!r} is not used: there is no lora_rank."
         for name, (value, default) in given.items()
         if name.startswith("lora_") and value != default and name != "lora_rank"

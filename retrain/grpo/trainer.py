@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,7 +74,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             listed = ", ".join(f"{name}={own} (TRL: {theirs})" for name, (own, theirs) in ours.items())
             logger.warning_once(f"Defaults of retrain.grpo that differ from TRL's: {listed}.")
         self._teaching: TeachingRun | None = None
-        with _vllm_precision(args.vllm_dtype):
+        with _vllm_precision(args):
             super().__init__(model, reward_funcs, args, *more, **others)
         if args.artificial_epochs > 1:
             self.train_dataset: Any = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
@@ -402,9 +403,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _vllm_precision(dtype: str) -> AbstractContextManager[Any]:
-    """Context in which TRL creates vLLM with this precision, for which it has no argument."""
-    if dtype == "auto":
+def _vllm_precision(args: trl.GRPOConfig) -> AbstractContextManager[Any]:
+    """Context in which TRL creates vLLM with `vllm_dtype`, for which it has no argument."""
+    dtype, is_used = args.vllm_dtype, args.use_vllm and args.vllm_mode == "colocate"
+    # TRL says that vLLM is missing.
+    if dtype == "auto" or not is_used or find_spec("vllm") is None:
         return nullcontext()
     from trl.generation import vllm_generation  # noqa: PLC0415  (vLLM is optional)
 

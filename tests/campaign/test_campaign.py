@@ -21,6 +21,7 @@ from retrain.builtin import resolve_model
 from retrain.campaign.earlier import choose_folder
 from retrain.campaign.plan import Run
 from retrain.campaign.processes import RunExit
+from retrain.cli import run as cli
 from retrain.config import dump_config, load_config
 from retrain.data import ExampleOrder, load_examples
 from retrain.errors import CheckpointError, ConfigError, RetrainError
@@ -98,6 +99,20 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: 
     assert "2 of 4 runs failed: maxrl+none_s1, grpo+none_s2." in printed
     assert f"To resume: retrain --resume {tmp_path}" in printed
     assert manifest_of(tmp_path)["status"] == "failed"
+
+
+def test_a_run_that_is_killed_without_a_word_says_how_it_ended(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    class Silent(FakeExecutor):
+        def _end(self, run: Run) -> RunExit:
+            return replace(super()._end(run), error="")
+
+    executor = Silent(codes={"maxrl+none_s1": -9})
+    assert run_with(executor, campaign_config(tmp_path), monkeypatch) == 1
+    assert "  It was ended by signal 9.\n" in capsys.readouterr().out
+    assert cli(["status", str(tmp_path)]) == 0
+    assert "maxrl+none_s1 failed: It was ended by signal 9." in capsys.readouterr().out
 
 
 def test_a_run_that_is_killed_after_its_end_is_finished(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:

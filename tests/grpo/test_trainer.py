@@ -528,3 +528,7 @@ def test_a_class_of_the_scripts_own_is_sampled_by_trl(tmp_path: Path) -> None:
     trainer = GRPOTrainer(Louder.from_pretrained(MODEL), by_length, args, train_dataset=rows)
     trainer._generate_single_turn([[5, 6, 7]], None, {}, 1)
     assert "Louder is not the class" in trainer._reasons["sampling"]
+
+
+def test_a_precision_of_vllm_does_not_matter_without_it(make: Make) -> None:
+    make(vllm_dtype="bfloat16")

@@ -93,6 +93,12 @@ def test_packages_become_one_table() -> None:
         (["completion_only_training=false"], "completion_only_training = false cannot be used"),
         (["lora_rank=-1"], "lora_rank must be a whole number"),
         (["reward_funcs=maths"], "Did you mean 'math'?"),
+        (["reward_funcs=wordy"], "'wordy' is not a known reward. Known: match, math, judge, or module:function."),
+        (["reward_funcs=custom"], "'custom' names no function.  Try: module:function"),
+        (["reward_funcs=think_format_reward"], "Try: trl.rewards:think_format_reward"),
+        (["dataset_name=org/rows"], "unknown setting 'dataset_name'.  Did you mean dataset_id_or_path?"),
+        (["use_peft=true"], "Leave it out: a lora_rank above 0 trains an adapter."),
+        (["dtype=float32"], "unknown setting 'dtype'.  It belongs to model_init_kwargs: {dtype: …}."),
         (["reward_funcs=my_rewards:score"], "there is no module 'my_rewards'"),
         (["reward_funcs=my_rewards:score"], "or add its folder to PYTHONPATH"),
         (["model_name_or_path=configs"], 'model_name_or_path = "configs" has no weights'),
@@ -369,7 +375,28 @@ def test_only_an_evaluation_at_step_0_is_before_training(values: dict[int, float
 
 @pytest.mark.parametrize("rank", [0, None])
 def test_an_override_of_the_rank_makes_a_note_of_the_files_other_settings_of_an_adapter(rank: int | None) -> None:
-    assert find_unused(RunSettings(lora_rank=rank, lora_alpha=32)) == [
+    assert find_unused(RunSettings(lora_rank=rank, lora_alpha=32), {}) == [
         "lora_alpha = 32 is not used: there is no lora_rank."
     ]
-    assert find_unused(RunSettings(lora_rank=4, lora_alpha=32)) == []
+    assert find_unused(RunSettings(lora_rank=4, lora_alpha=32), {}) == []
+
+
+def test_a_precision_of_vllm_is_noted_where_it_is_not_used() -> None:
+    run, wanted = RunSettings(lora_rank=4), {"vllm_dtype": "bfloat16"}
+    note = ["vllm_dtype is not used: it needs use_vllm in this process."]
+    assert find_unused(run, wanted) == find_unused(run, wanted | {"use_vllm": True, "vllm_mode": "server"}) == note
+    assert find_unused(run, wanted | {"use_vllm": True}) == []
+
+
+def test_a_dotted_path_is_a_function_for_trl_or_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"rewards_{tmp_path.name.replace('-', '_')}"
+    code = "def of_trl(completions, **columns):\n    return [1.0] * len(completions)\n"
+    Path(f"{name}.py").write_text(f"{code}\ndef score(response, reference):\n    return 0.5\n")
+    of_trl, own = load_rewards([f"{name}.of_trl", f"{name}.score"])
+    assert of_trl(completions=["a", "b"]) == [1.0, 1.0]
+    assert isinstance(own, NamedReward)
+    assert own(["a", "b"], ["1", "2"]) == [0.5, 0.5]
+    own.close()
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
+        load_rewards("no_such_module.score")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from retrain.advantages import CreditAssigner
@@ -49,7 +50,7 @@ from retrain.seeding import derive_seed
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.folder import RunFolder
 from retrain.storage.inputs import RunInputs
-from retrain.teaching import build_teaching_scorer, check_context
+from retrain.teaching import build_teaching_scorer, check_context, check_known_context, limits_of
 from retrain.tracking import ThrottledTracker, Tracker, Trackers
 from retrain.tracking.background import BackgroundTracker
 from retrain.tracking.console import Console
@@ -284,7 +285,9 @@ class DataTasks:
             log(f"Warning: {shared}")
         check_prompt_tokens(config, self.encoder, self._asked())
         context = known_context(config) if config.backend.backend == "local" else None
-        if context is not None and not config.teaching.enabled:
+        if context is not None and config.teaching.enabled:
+            check_known_context(config, self.encoder, list(chain.from_iterable(self._asked().values())))
+        elif context is not None:
             check_prompts(config, self.encoder, self._asked(), context)
         return self.examples, self.held_out
 
@@ -294,9 +297,8 @@ class DataTasks:
         if config.teaching.enabled:
             scorer = build_teaching_scorer(config, backend, self.encoder, self.reward, self.console)
             self.stack.callback(scorer.close)
-            check_context(
-                scorer, [example for examples in asked.values() for example in examples], config.training.max_tokens
-            )
+            examples, student = list(chain.from_iterable(asked.values())), scorer.student
+            check_context(scorer.teacher, student.reader, student.templates, limits_of(config), examples)
             return scorer
         check_prompts(config, self.encoder, asked, backend.capabilities.context_length)
         return Scorer(self.encoder, self.reward, self.console.print, self.console.progress)

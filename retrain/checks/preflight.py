@@ -253,7 +253,7 @@ def _too_long(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "[training] max_tokens",
             f"= {config.training.max_tokens} and a prompt do not fit the model's context of {context}.",
-            f"Try: max_tokens = {context // 2}",
+            f"Try: max_tokens = {context // (4 if config.teaching.enabled else 2)}",
         )
 
 

@@ -362,11 +362,13 @@ def _try_tokenizer(name: str, where: str, config: TrainConfig) -> str:
 
 def _tables_with_files(config: TrainConfig) -> Iterator[str]:
     """Tables whose prompts come from a file, which may hold long ones, if it is known how much the model takes."""
-    if config.environment.provider or config.backend.backend != "local" or config.teaching.enabled:
+    if config.environment.provider or config.backend.backend != "local":
         return
     held_out = {"[eval]": config.held_out_source} if config.eval.every else {}
     for table, source in ({"[data]": config.data.source} | held_out).items():
-        if reads_file(source) and known_context(config) is not None:
+        # With teaching, the templates count as well, and questions that are generated are known to be short without.
+        is_read = reads_file(source) or (config.teaching.enabled and REGISTRIES["data"].facts(source).endless)
+        if is_read and known_context(config) is not None:
             yield table
 
 
@@ -379,6 +381,7 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     from retrain.checks.vocabulary import check_prompt_tokens  # noqa: PLC0415
     from retrain.data import count_shared, load_examples, load_held_out  # noqa: PLC0415
     from retrain.modeling.tokens import PromptEncoder, load_tokenizer  # noqa: PLC0415
+    from retrain.teaching import check_known_context  # noqa: PLC0415
 
     context, training = known_context(config), config.training
     assert context is not None
@@ -394,7 +397,10 @@ def _try_prompts(config: TrainConfig, table: str) -> str | Doubt:
     longest = sorted(examples, key=lambda example: len(str(example.prompt)))[-MEASURED:]
     encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, lambda line: None)
     check_prompt_tokens(config, encoder, {table: longest})
-    check_prompts(config, encoder, {table: longest}, context)
+    if config.teaching.enabled:
+        check_known_context(config, encoder, longest)
+    else:
+        check_prompts(config, encoder, {table: longest}, context)
     found = f"up to {encoder.longest(longest)} of {context:,} tokens"
     shared = 0
     if table == "[eval]" and "[data]" in _tables_with_files(config):

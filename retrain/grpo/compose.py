@@ -19,6 +19,7 @@ from retrain.runtime.packages import missing
 try:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +27,7 @@ try:
 except ImportError as error:
     raise missing("hydra-core", "retrain grpo") from error
 
+SWEEP_HINT = "Try: one command per value, or a campaign (docs/campaigns.md)"
 PACKAGES = ("model", "data", "trainer", "run")
 """Groups and the run itself; later ones override earlier ones."""
 
@@ -39,6 +41,8 @@ def compose_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     folder = path.resolve().parent
     root = folder.parent if folder.name == "run" else folder
     words = [_as_hydra(root, given, after) for given, after in zip(overrides, [*overrides[1:], ""], strict=False)]
+    for given, word in zip(overrides, words, strict=True):
+        _check_override(given, word)
     name: str | None = path.stem
     if root != folder:
         # As a global file, so that it overrides its groups and they can be selected by name.
@@ -79,6 +83,8 @@ def flatten(tables: Mapping[Any, Any]) -> dict[str, Any]:
 def _as_hydra(root: Path, given: str, after: str) -> str:
     """`key=value` sets a key whether or not the files have it; `group=file` and Hydra's own syntax stay unchanged."""
     key, sign, value = given.partition("=")
+    if key in ("-m", "--multirun"):
+        raise ConfigError(f"{key} is not an option of retrain grpo, which trains one run.  {SWEEP_HINT}")
     if key.startswith("-"):
         known = known_settings("grpo")
         name = key.lstrip("-").replace("-", "_")
@@ -87,6 +93,22 @@ def _as_hydra(root: Path, given: str, after: str) -> str:
         raise ConfigError(f"{key} is not an option of retrain grpo.  Try: {name}={value}")
     if not sign:
         raise ConfigError(f"{given!r} is not a setting.  Try: key=value")
+    package, dot, setting = key.lstrip("+").partition(".")
+    if dot and package in PACKAGES:
+        # All settings end up in one table, in which the run file overrides those that its groups have.
+        return f"++{setting}={value}"
     if key[:1] in ("+", "~") or "@" in key or (root / key).is_dir():
         return given
     return f"++{given}"
+
+
+def _check_override(given: str, word: str) -> None:
+    """Raise for values that Hydra cannot read, or would sweep over."""
+    key = given.partition("=")[0]
+    hint = f"Try: quotes inside of quotes, '{key}=\"VALUE\"'"
+    try:
+        is_sweep = OverridesParser.create().parse_override(word).is_sweep_override()
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{given!r} cannot be read: {' '.join(str(error).split())}.  {hint}") from error
+    if is_sweep:
+        raise ConfigError(f"{given!r} has several values.  {SWEEP_HINT}; for a text with a comma, {hint[5:]}")

@@ -9,7 +9,7 @@ from typing import Any
 from retrain.config.schema import Reward as RewardSection
 from retrain.data.rows import gsm8k_answer
 from retrain.errors import ConfigError, PluginError
-from retrain.plugins import import_path, is_dotted_path, make_importable
+from retrain.plugins import import_path, is_dotted_path, make_importable, split_path
 from retrain.rewards import BatchReward, Item, build_reward
 
 
@@ -62,14 +62,14 @@ def load_rewards(given: str | list[str] | None) -> list[Any]:
 def _load(name: str) -> Any:
     if ":" in name:
         return import_path(name, "reward")
-    if is_dotted_path(name) and _takes_completions(function := import_path(name, "reward")):
+    if is_dotted_path(name) and _is_for_trl(function := import_path(name, "reward")):
         return function
     return NamedReward(name)
 
 
-def _takes_completions(function: Any) -> bool:
+def _is_for_trl(function: Any) -> bool:
     try:
-        return "completions" in inspect.signature(function).parameters
+        return not {"completions", "prompts"}.isdisjoint(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a reward that is no function, or written in C
         return False
 
@@ -85,5 +85,5 @@ def _check_signature(name: str, function: Any) -> None:
         raise ConfigError(
             f"reward_funcs: {name} takes {', '.join(parameters) or 'nothing'}; TRL passes prompts, completions and the "
             "columns of the dataset, and expects a list with one number per completion.  "
-            f"Try: def {name.partition(':')[2]}(completions, answer, **columns)"
+            f"Try: def {split_path(name)[1]}(completions, answer, **columns)"
         )

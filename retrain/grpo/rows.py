@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from retrain.config.schema import Data
 from retrain.data import Endless, load_examples
 from retrain.data.rows import ANSWER_FIELDS, PROMPT_FIELDS
 from retrain.errors import ConfigError
+from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.settings import FILES, OWN_SETS, RunSettings
 
 PROMPTS = (*PROMPT_FIELDS, "text")
@@ -38,7 +40,7 @@ def load_rows(run: RunSettings, split: str, limit: int | None, is_sft: bool = Fa
     else:
         rows = _load_dataset(name, run.dataset_config, split)
         rows = rows.select(range(min(limit, len(rows)))) if limit else rows
-    convert = _sft_row if is_sft else _grpo_row
+    convert = _sft_row if is_sft else partial(_grpo_row, needs_answer=bool(run.answer_column) or _compares(run))
     return [convert(row, run, number) for number, row in enumerate(rows)]
 
 
@@ -58,9 +60,9 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
 
 
-def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
+def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int, needs_answer: bool) -> Row:
     prompt = _pick(row, run.prompt_column, PROMPTS, number)
-    answer = _pick(row, run.answer_column, ANSWERS, number, bool(run.answer_column) or _compares(run))
+    answer = _pick(row, run.answer_column, ANSWERS, number, needs_answer)
     columns = {key: value for key, value in row.items() if key not in (prompt, answer)}
     if run.keep_columns is not None:
         missing = [name for name in run.keep_columns if name not in row]
@@ -73,7 +75,8 @@ def _grpo_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:
 
 def _compares(run: RunSettings) -> bool:
     """Whether one of the rewards compares completions with an answer; functions of the user take what they need."""
-    return any(":" not in name and name != "judge" for name in run.reward_names)
+    functions = load_rewards([name for name in run.reward_names if ":" not in name])
+    return any(isinstance(one, NamedReward) and one.__name__ != "judge" for one in functions)
 
 
 def _sft_row(row: Mapping[str, Any], run: RunSettings, number: int) -> Row:

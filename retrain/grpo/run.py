@@ -102,6 +102,12 @@ def describe_resume(checkpoint: Path, args: TrainingArguments) -> Iterator[str]:
                 f"Note: this run has {plural(steps, 'step')}, and that of the checkpoint had {state['max_steps']}: the "
                 f"{schedule} schedule now spans these steps, so the learning rate jumps."
             )
+    # DeepSpeed has folders of its own.
+    if not any(next(checkpoint.glob(name), None) for name in (SCHEDULER_NAME, "global_step*")):
+        yield (
+            f"Warning: {checkpoint} has weights only (save_only_model): the optimizer, the learning rate schedule and "
+            "the random numbers start anew."
+        )
     if (checkpoint / SCHEDULER_NAME).is_file():
         rates = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("base_lrs", [])
         if rates and args.learning_rate not in rates:

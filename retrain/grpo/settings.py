@@ -51,6 +51,12 @@ TYPE_NAMES = {
     list[float]: "a list of numbers",
     dict[str, Any]: "a table",
 }
+WIDER: dict[str, Any] = {
+    "resume_from_checkpoint": bool | str | None,
+    "scale_rewards": bool | str,
+    "fsdp": bool | str | list[str] | None,
+}
+"""Types of arguments of which TRL and transformers take more values than they declare."""
 # Names of options in messages of code shared with TOML runs, and the corresponding settings here.
 TOML_NAMES = {
     "[model] model": "model_name_or_path",
@@ -117,6 +123,8 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[RunSettings, dict[str, A
     if not isinstance(kind, str) or kind not in DECLARATIONS:
         raise ConfigError(f"trainer_type must be grpo or sft, got {kind!r}.")
     known = known_settings(kind)
+    # YAML reads an unquoted `no`, a value of these, as false.
+    settings = {key: "no" if value is False and key.endswith("_strategy") else value for key, value in settings.items()}
     values, issues = check_types({key: value for key, value in settings.items() if key in known}, known)
     issues += [_unknown(key, list(known)) for key in settings if key not in known]
     own = {field.name for field in fields(RunSettings)}
@@ -161,8 +169,7 @@ def read_arguments(kind: str) -> dict[str, Any]:
         for line in (line for part in tree.body if isinstance(part, ast.ClassDef) for line in part.body):
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                 found[line.target.id] = eval(ast.unparse(line.annotation), {}, names)
-    # transformers takes `true` for the newest checkpoint, which its annotation leaves out.
-    found["resume_from_checkpoint"] = bool | str | None
+    found |= {name: hint for name, hint in WIDER.items() if name in found}
     return {name: hint for name, hint in found.items() if not name.startswith("_")}
 
 

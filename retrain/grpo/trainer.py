@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +28,7 @@ from trl.trainer.utils import pad
 
 from retrain.builtin import resolve_model
 from retrain.errors import SamplingMemoryError
+from retrain.grpo.completions import CompletionLog
 from retrain.grpo.config import GRPOConfig, add_missing_fields, different_defaults
 from retrain.grpo.engine import PromptLengthError, TrainerEngine, UnsupportedModelError, read_sampling
 from retrain.grpo.packed import AttentionSwitch, pack_rows
@@ -78,6 +76,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             super().__init__(model, reward_funcs, args, *more, **others)
         if args.artificial_epochs > 1:
             self.train_dataset: Any = datasets.concatenate_datasets([self.train_dataset] * args.artificial_epochs)
+        self._completion_log = CompletionLog(args.output_dir)
+        if args.save_completions_probability:
+            self.add_callback(self._completion_log)
         self._engine: TrainerEngine | None = None
         self._attention = AttentionSwitch(self._causal_lm.config)
         # The reference takes the same path: its rounding must not look like a divergence.
@@ -341,7 +342,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             print(f"{where}: {len(inputs)} completions, tokens {lengths}, advantages {advantages}", flush=True)
         draw = random.Random(f"{self.args.seed}/{self.state.global_step}/{self.model.training}").random()
         if draw < (self.args.save_completions_probability or 0) and self.accelerator.is_main_process:
-            self._save_completions(len(inputs) * self.accelerator.num_processes)
+            split = "train" if self.model.training else "eval"
+            count = len(inputs) * self.accelerator.num_processes
+            self._completion_log.append(self.state.global_step, split, count, self._logs)
         return output
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -350,19 +353,6 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             rewards: Tensor = score(inputs, prompts, completions, completion_ids_list)
             return rewards
         return self._teaching.rewards(completions, list(map(len, completion_ids_list)), score)
-
-    def _save_completions(self, count: int) -> None:
-        """Append the newest completions of all processes to completions.jsonl."""
-        path = Path(self.args.output_dir) / "completions.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            for at in range(-min(count, len(self._logs["completion"])), 0):
-                row = {"step": self.state.global_step}
-                row |= {key: self._logs[key][at] for key in ("prompt", "completion", "advantages")}
-                # A reward of None is NaN by now, which JSON does not have.
-                scores = {name: float(values[at]) for name, values in self._logs["rewards"].items()}
-                row["rewards"] = {name: None if math.isnan(score) else score for name, score in scores.items()}
-                file.write(json.dumps(row, default=float) + "\n")
 
     def _use_trl(self, part: str, reason: str) -> None:
         if part not in self._reasons:

@@ -33,7 +33,7 @@ START_LIMIT_S = 300.0
 # A run that waits longer for it says so.
 NOTE_AFTER_S = 10.0
 _LONGEST_WAIT_S = 1.0
-_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]{3,}\b")
+_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9_]+\b")
 
 
 def count_cores() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from retrain.backends import Backend, FrozenModelProvider
+from retrain.checks.preflight import known_context
 from retrain.checks.vocabulary import check_template
 from retrain.config import TrainConfig
 from retrain.errors import ConfigError
+from retrain.modeling.files import find_model, read_context_length
 from retrain.modeling.tokens import PromptEncoder, load_tokenizer
 from retrain.rewards import BatchReward
 from retrain.teaching.scorer import TeachingScore, TeachingScorer, teaching_reward
@@ -16,7 +18,16 @@ from retrain.teaching.templates import Reader, Templates
 from retrain.tracking.console import Console
 from retrain.types import Example
 
-__all__ = ["Student", "TeachingScore", "TeachingScorer", "build_teaching_scorer", "check_context", "teaching_reward"]
+__all__ = [
+    "Student",
+    "TeachingScore",
+    "TeachingScorer",
+    "build_teaching_scorer",
+    "check_context",
+    "check_known_context",
+    "limits_of",
+    "teaching_reward",
+]
 
 
 def build_teaching_scorer(
@@ -29,11 +40,7 @@ def build_teaching_scorer(
             "(it has no method `frozen`).  Try: enabled = false"
         )
     section, training = config.teaching, config.training
-    student_encoder = encoder
-    if section.student_model:
-        tokenizer = load_tokenizer(section.student_model, "[teaching] student_model")
-        check_template(config, tokenizer, "[teaching] student_model")
-        student_encoder = PromptEncoder(tokenizer, config.data.system_prompt, training.max_prompt_tokens, console.print)
+    student_encoder = _student_encoder(config, encoder, console.print)
     frozen = backend.frozen(config, student_encoder.tokenizer, console.print, console.progress)
     reader = Reader(student_encoder, frozen.context_length)
     student = Student(frozen.engine, reader, Templates.of(section), section.max_probe_tokens, training.seed)
@@ -41,15 +48,39 @@ def build_teaching_scorer(
     return TeachingScorer(section, teacher, student, reward, console)
 
 
-def check_context(scorer: TeachingScorer, examples: Sequence[Example], max_tokens: int) -> None:
-    """Raise for questions that do not fit a model's context, before anything is sampled."""
-    student, teacher, probe = scorer.student, scorer.teacher, scorer.section.max_probe_tokens
-    templates = student.templates
+def _student_encoder(config: TrainConfig, encoder: PromptEncoder, log: Callable[[str], None]) -> PromptEncoder:
+    name, where = config.teaching.student_model, "[teaching] student_model"
+    if not name:
+        return encoder
+    tokenizer = load_tokenizer(name, where)
+    check_template(config, tokenizer, where)
+    return PromptEncoder(tokenizer, config.data.system_prompt, config.training.max_prompt_tokens, log)
+
+
+def check_known_context(config: TrainConfig, encoder: PromptEncoder, examples: Sequence[Example]) -> None:
+    """As `check_context`, before the models are loaded, if their files have the lengths."""
+    section, context = config.teaching, known_context(config)
+    student = read_context_length(find_model(section.student_model)) if section.student_model else context
+    if context is not None and student is not None:
+        reader = Reader(_student_encoder(config, encoder, lambda line: None), student)
+        check_context(Reader(encoder, context), reader, Templates.of(section), limits_of(config), examples)
+
+
+def limits_of(config: TrainConfig) -> tuple[int, int]:
+    """Most tokens of the student's probe, and of other answers."""
+    return config.teaching.max_probe_tokens, config.training.max_tokens
+
+
+def check_context(
+    teacher: Reader, student: Reader, templates: Templates, limits: tuple[int, int], examples: Sequence[Example]
+) -> None:
+    """Raise for questions that do not fit a model's context; `limits` are tokens of the probe and of other answers."""
+    probe, max_tokens = limits
     for reader, who, template, filled, answer in (
-        (student.reader, "the baseline student", templates.baseline, 0, max_tokens),
-        (student.reader, "the probed student", templates.diagnostic, 0, probe),
+        (student, "the baseline student", templates.baseline, 0, max_tokens),
+        (student, "the probed student", templates.diagnostic, 0, probe),
         (teacher, "the teacher", templates.teacher, probe, max_tokens),
-        (student.reader, "the taught student", templates.with_teaching, max_tokens, max_tokens),
+        (student, "the taught student", templates.with_teaching, max_tokens, max_tokens),
     ):
         prompt = reader.longest(examples, template) + filled
         cut = reader.encoder.max_prompt_tokens

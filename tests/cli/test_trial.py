@@ -89,6 +89,14 @@ def test_the_prompts_of_each_file_are_measured_by_themselves(tmp_path: Path) -> 
     assert "tokens in [data] do not fit" in found["[data], prompts"][1] and "[eval], prompts" not in found
 
 
+def test_the_templates_of_teaching_count_in_the_context() -> None:
+    options = {"teaching__enabled": True, "teaching__max_probe_tokens": 10, "algorithm__advantage_mode": "grpo"}
+    for max_tokens, fits in ((150, False), (40, True)):
+        detail, problem = outcomes(training__max_tokens=max_tokens, **options)["[data], prompts"]
+        assert bool(detail) == fits
+        assert ("the teacher reads up to" in problem and "do not fit its context of 256" in problem) != fits
+
+
 def test_held_out_rows_that_are_also_trained_on_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

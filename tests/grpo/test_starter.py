@@ -272,6 +272,14 @@ def test_more_epochs_under_a_schedule_are_noted(tmp_path: Path) -> None:
         assert any("this run has 16 steps, and that of the checkpoint had 8" in line for line in lines) == is_said
 
 
+def test_a_checkpoint_of_weights_only_says_what_starts_anew(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    (line,) = describe_resume(tmp_path, args)
+    assert line.startswith("Warning: ") and "schedule and the random numbers start anew" in line
+    (tmp_path / "global_step8").mkdir()
+    assert not list(describe_resume(tmp_path, args))
+
+
 def test_checkpoints_of_an_earlier_run_are_not_those_of_an_interrupted_one(tmp_path: Path) -> None:
     state = tmp_path / "checkpoint-4" / "trainer_state.json"
     state.parent.mkdir()

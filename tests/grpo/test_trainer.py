@@ -120,9 +120,13 @@ def test_the_engine_samples_and_ratios_are_one_on_fresh_weights(make: Make, peft
     ids=["full", "full-kl", "lora-kl"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given: dict[str, Any]) -> None:
-    given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    given |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_completions_probability": 1.0}
     whole = make(peft=peft, **given)
     whole.train()
+    completions = Path(whole.args.output_dir) / "completions.jsonl"
+    written = completions.read_text()
+    held_out = json.dumps({"step": 2, "split": "eval"}) + "\n"
+    completions.write_text(written + held_out)
     resumed = make(peft=peft, **given)
     resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
     rows = [
@@ -134,6 +138,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given:
         for one in (whole, resumed)
     ]
     assert len(rows[0]) == 2 and rows[0] == rows[1]
+    found = completions.read_text()
+    assert held_out in found and found.replace(held_out, "") == written
     weights = [one.model.state_dict() for one in (whole, resumed)]
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
@@ -255,6 +261,7 @@ def test_extras_of_the_specification(make: Make, capsys: pytest.CaptureFixture[s
     assert "4 completions, tokens [" in capsys.readouterr().out
     rows = [json.loads(line) for line in (Path(trainer.args.output_dir) / "completions.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[0]["rewards"] == {"by_length": float(len(rows[0]["completion"]))}
+    assert {(row["step"], row["split"]) for row in rows} == {(0, "train")}
     assert next(trainer.ref_model.parameters()).device.type == "cpu"
 
 

@@ -23,7 +23,7 @@ from retrain.grpo.compose import compose_settings, flatten
 from retrain.grpo.rewards import NamedReward, load_rewards
 from retrain.grpo.rows import load_rows
 from retrain.grpo.run import build_trainer, describe_change
-from retrain.grpo.settings import RunSettings, find_unused, read_arguments
+from retrain.grpo.settings import RunSettings, find_unused, read_arguments, read_settings
 from tests.cases import slow
 
 
@@ -51,6 +51,12 @@ def test_the_command_line_wins_over_the_run_and_the_run_over_its_groups(configs:
     (configs / "trainer" / "grpo.yaml").write_text("temperature: 0.1\nbeta: 0.5\n")
     composed = compose_settings(path, ["top_k=5"])
     assert (composed["temperature"], composed["beta"], composed["top_k"]) == (0.8, 0.5, 5)
+    for word in ("trainer.beta=0.7", "+trainer.beta=0.7", "++run.beta=0.7"):
+        assert compose_settings(path, [word])["beta"] == 0.7
+    assert compose_settings(path, ["trainer.learning_rate=5e-6"])["learning_rate"] == 5e-6
+    assert compose_settings(path, ["model.model_name_or_path=org/b"])["model_name_or_path"] == "org/b"
+    nested = compose_settings(path, ["trainer.model_init_kwargs.dtype=float32"])
+    assert nested["model_init_kwargs"]["dtype"] == "float32"
 
 
 def test_a_group_file_can_be_switched_whatever_package_it_is_in(configs: Path) -> None:
@@ -81,6 +87,9 @@ def test_packages_become_one_table() -> None:
         (["lr=1"], "unknown setting 'lr'.  Did you mean learning_rate?"),
         (["group_size=4"], "Did you mean num_generations?"),
         (["--resume"], "Try: resume_from_checkpoint=true"),
+        (["--multirun"], "--multirun is not an option of retrain grpo, which trains one run.  Try: one command"),
+        (["learning_rate=1e-4,1e-5"], "'learning_rate=1e-4,1e-5' has several values.  Try: one command per value"),
+        (["system_prompt=within \\boxed{}."], "Try: quotes inside of quotes, 'system_prompt=\"VALUE\"'"),
         (["--lr", "1e-5"], "Try: learning_rate=1e-5"),
         (["max_steps=-3"], "max_steps must be above 0, or -1 for num_train_epochs, got -3."),
         (["num_generations=6"], "generation_batch_size (64) must be divisible by num_generations (6)"),
@@ -381,6 +390,23 @@ def test_an_override_of_the_rank_makes_a_note_of_the_files_other_settings_of_an_
     assert find_unused(RunSettings(lora_rank=4, lora_alpha=32), {}) == []
 
 
+def test_values_that_trl_takes_beyond_its_annotations_are_taken() -> None:
+    given = {"model_name_or_path": "builtin:tiny", "dataset_id_or_path": "arithmetic", "reward_funcs": "match"}
+    for name, value in (("scale_rewards", False), ("scale_rewards", "none"), ("fsdp", True), ("fsdp", ["offload"])):
+        assert read_settings({**given, name: value})[1][name] == value
+    # As YAML reads an unquoted `no`.
+    assert read_settings({**given, "save_strategy": False})[1]["save_strategy"] == "no"
+
+
+def test_functions_for_trl_need_no_answers_however_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2"}\n')
+    path = str(tmp_path / "rows.jsonl")
+    for name in ("trl.rewards.think_format_reward", "trl.rewards:think_format_reward", "judge"):
+        assert len(load_rows(RunSettings(dataset_id_or_path=path, reward_funcs=name), "train", None)) == 1
+    with pytest.raises(ConfigError, match="row 0 has none of answer"):
+        load_rows(RunSettings(dataset_id_or_path=path, reward_funcs=["judge", "match"]), "train", None)
+
+
 def test_a_precision_of_vllm_is_noted_where_it_is_not_used() -> None:
     run, wanted = RunSettings(lora_rank=4), {"vllm_dtype": "bfloat16"}
     note = ["vllm_dtype is not used: it needs use_vllm in this process."]
@@ -391,10 +417,10 @@ def test_a_precision_of_vllm_is_noted_where_it_is_not_used() -> None:
 def test_a_dotted_path_is_a_function_for_trl_or_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = f"rewards_{tmp_path.name.replace('-', '_')}"
-    code = "def of_trl(completions, **columns):\n    return [1.0] * len(completions)\n"
+    code = "def of_trl(prompts, **columns):\n    return [1.0] * len(columns['completions'])\n"
     Path(f"{name}.py").write_text(f"{code}\ndef score(response, reference):\n    return 0.5\n")
     of_trl, own = load_rewards([f"{name}.of_trl", f"{name}.score"])
-    assert of_trl(completions=["a", "b"]) == [1.0, 1.0]
+    assert of_trl(prompts=[], completions=["a", "b"]) == [1.0, 1.0]
     assert isinstance(own, NamedReward)
     assert own(["a", "b"], ["1", "2"]) == [0.5, 0.5]
     own.close()

@@ -384,6 +384,11 @@ def test_prompts_that_outgrow_a_context_are_cut_from_the_left(encoder: PromptEnc
     assert len(policy.asked[0][0]) == 29 and max(len(text) for text in student.asked[-1]) == 29
 
 
+def check_room(room: TeachingScorer) -> None:
+    limits = (room.section.max_probe_tokens, 40)
+    check_context(room.teacher, room.student.reader, room.student.templates, limits, EXAMPLES)
+
+
 @pytest.mark.parametrize(
     ("context", "who", "seen", "writes"),
     [(45, "the baseline student", 9, 40), (57, "the teacher", 19, 40), (90, "the taught student", 51, 40)],
@@ -393,12 +398,12 @@ def test_questions_that_leave_no_room_are_rejected(
 ) -> None:
     room = scorer_for(encoder, context=context, max_probe_tokens=9)
     with pytest.raises(ConfigError, match=f"{who} reads up to {seen} tokens and writes up to {writes}"):
-        check_context(room, EXAMPLES, 40)
+        check_room(room)
 
 
 def test_questions_that_fit_or_are_cut_to_fit_are_not_rejected(encoder: PromptEncoder, tmp_path: Path) -> None:
-    check_context(scorer_for(encoder, context=91, max_probe_tokens=9), EXAMPLES, 40)
-    check_context(scorer_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9), EXAMPLES, 40)
+    check_room(scorer_for(encoder, context=91, max_probe_tokens=9))
+    check_room(scorer_for(encoder_for(tmp_path, most=5), context=50, max_probe_tokens=9))
 
 
 def test_the_students_engine_is_shut_down(encoder: PromptEncoder) -> None:

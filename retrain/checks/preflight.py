@@ -13,13 +13,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from retrain.checks.connections import check_tinker_address, server_kind
+from retrain.checks.keys import missing_keys
 from retrain.checks.user_code import find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
-from retrain.config.reasons import needs_judge, trains_complete_steps
+from retrain.config.reasons import trains_complete_steps
 from retrain.config.schema import Data
 from retrain.data import build_source, describe_shared, held_out_section, load_examples, load_held_out, reads_file
 from retrain.data.hub import OFFLINE_HINT, FromHub, is_on_hub_only
@@ -43,10 +43,10 @@ from retrain.modeling.files import (
 )
 from retrain.modeling.sampling import training_distribution
 from retrain.plugins import REGISTRIES, SERVER_ENGINES
+from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.packages import find_vllm, install_command
 from retrain.runtime.text import list_some
 
-WANDB_HINT = "Try: wandb login, WANDB_API_KEY=... in .env, or export WANDB_MODE=offline"
 HUB_S = 4.0
 """Timeout in seconds of the check that the Hub can be reached."""
 
@@ -110,6 +110,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from _endless_epochs(config)
     yield from _unsupported_sampling(config)
     yield from _impossible_overlap(config)
+    yield from _needing_a_gpu(config)
 
 
 def models_of(config: TrainConfig) -> dict[str, str]:
@@ -270,6 +271,19 @@ def _unsupported_sampling(config: TrainConfig) -> Iterator[ConfigIssue]:
         yield from server_kind(config).find_unsupported(training_distribution(config))
 
 
+def _needing_a_gpu(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Options of the engine that no CPU supports; whether a GPU does is seen once it is in use."""
+    if (
+        config.backend.backend != "local"
+        or config.inference.engine != "pytorch"
+        or not is_on_cpu(config.backend.devices)
+    ):
+        return
+    for key, value, default in (("attention_kernel", "triton", "default"), ("dtype", "fp8", "auto")):
+        if values_of(config)[f"inference.{key}"] == value:
+            yield ConfigIssue(f"[inference] {key}", f'= "{value}" needs a GPU.', f'Try: {key} = "{default}"')
+
+
 def _impossible_overlap(config: TrainConfig) -> Iterator[ConfigIssue]:
     """Overlapped steps that are asked for and cannot be; whether a plugin allows them is seen once it is loaded."""
     if config.training.overlap is True and config.backend.backend == "local":
@@ -324,55 +338,6 @@ def _missing_packages(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 def _is_importable(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def missing_keys(config: TrainConfig) -> Iterator[tuple[str, ConfigIssue]]:
-    """Keys that the configuration needs and that are missing or invalid, by environment variable."""
-    project = config.logging.wandb_project
-    if project and not has_wandb_key():
-        text = f"= {json.dumps(project)} needs a key, and there is none."
-        yield "WANDB_API_KEY", ConfigIssue("[logging] wandb_project", text, WANDB_HINT)
-    problem = explain_invalid_tinker_key() if config.backend.backend == "tinker" else ""
-    if problem:
-        hint = "Try: put TINKER_API_KEY=tml-... into .env"
-        yield "TINKER_API_KEY", ConfigIssue("[backend] backend", f'= "tinker" {problem}', hint)
-    own_server = config.reward.judge_base_url or os.environ.get("OPENAI_BASE_URL")
-    is_judged = not needs_judge(config)
-    if is_judged and not own_server and not os.environ.get("OPENAI_API_KEY"):
-        hint = "Try: set OPENAI_API_KEY=... in .env, or judge_base_url for a server of your own"
-        yield "OPENAI_API_KEY", ConfigIssue("[reward] type", '= "judge" needs a key, and there is none.', hint)
-
-
-def explain_invalid_tinker_key() -> str:
-    """Why the Tinker key is invalid, or "". Does not import the SDK, which takes seconds."""
-    key = os.environ.get("TINKER_API_KEY", "")
-    if os.environ.get("TINKER_CREDENTIAL_CMD"):
-        return ""
-    if key:
-        sound = key.startswith(("tml-", "eyJ"))
-        return "" if sound else 'needs a key: TINKER_API_KEY does not look like one, it must start with "tml-".'
-    # `tinker auth login` stores keys there; the SDK decides whether one of them is the default.
-    stored = Path("~/.tinker/credentials.json").expanduser().is_file()
-    return "" if stored else "needs a key, and TINKER_API_KEY is not set."
-
-
-def has_wandb_key() -> bool:
-    """Whether wandb has a key, or needs none. The key itself is not read."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    if os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")) / "settings"
-    netrc = Path(os.environ.get("NETRC", "~/.netrc"))
-    return _holds(netrc, host) or any(_holds(file, "mode = ") for file in (settings, Path("wandb/settings")))
-
-
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return text in path.expanduser().read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
 
 
 def needs_hub(config: TrainConfig) -> bool:

@@ -20,6 +20,7 @@ from typing import Literal, TypedDict
 import click
 
 from retrain.campaign.plan import split_conditions
+from retrain.checks.keys import missing_keys
 from retrain.checks.preflight import (
     find_damaged_weights,
     find_missing_model,
@@ -28,7 +29,6 @@ from retrain.checks.preflight import (
     hub_answers,
     hub_url,
     is_offline,
-    missing_keys,
     packages_by_option,
     reads_weights,
 )
@@ -89,6 +89,7 @@ _KEYS = {
     "WANDB_API_KEY": "[logging] wandb_project",
     "TINKER_API_KEY": '[backend] backend = "tinker"',
     "OPENAI_API_KEY": '[reward] type = "judge"',
+    "INFERENCE_API_KEY": "an inference server that asks for one",
 }
 
 
@@ -252,7 +253,7 @@ def _split_fix(problem: str, otherwise: str) -> tuple[str, str]:
     return detail.strip(), fix or (question[0] if question else otherwise)
 
 
-_CHECKED_HERE = ("[training]", "[backend] adapter_path")
+_CHECKED_HERE = ("[training]", "[backend] adapter_path", "[inference] attention_kernel", "[inference] dtype")
 
 
 def _check_parts(config: TrainConfig, trained: Mapping[str, TrainConfig], trials: list[Trial]) -> Iterator[Check]:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from retrain.campaign.plan import split_conditions
 from retrain.checks.connections import explain_no_judge
+from retrain.checks.keys import explain_invalid_tinker_key
 from retrain.checks.preflight import (
-    explain_invalid_tinker_key,
     is_offline,
     known_context,
     models_of,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from retrain.checks.connections import TINKER_HEALTH, explain_no_response, find_absent_server, server_kind
-from retrain.checks.preflight import explain_invalid_tinker_key, models_of
+from retrain.checks.keys import explain_invalid_tinker_key
+from retrain.checks.preflight import models_of
 from retrain.config import TrainConfig
 from retrain.errors import RetrainError
 from retrain.runtime.packages import find_vllm

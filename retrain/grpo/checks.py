@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from retrain.checks.keys import WANDB_HINT, has_wandb_key
 from retrain.checks.preflight import (
-    WANDB_HINT,
     find_damaged_weights,
     find_missing_model,
     find_missing_tokenizer,
     find_missing_weights,
-    has_wandb_key,
     is_offline,
     use_cache_if_unreachable,
 )

@@ -86,6 +86,11 @@ def test_a_sound_configuration_passes_without_a_word(folder: Path) -> None:
         ({"model__model": "./nowhere"}, '[model] model = "./nowhere": no such folder.'),
         ({"model__model": "a/b/c"}, '[model] model = "a/b/c": no such folder.'),
         ({"model__model": "models/"}, '[model] model = "models/": no such folder.'),
+        ({"backend__devices": "cpu", "inference__dtype": "fp8"}, '[inference] dtype = "fp8" needs a GPU.'),
+        (
+            {"backend__devices": "cpu", "inference__attention_kernel": "triton"},
+            '[inference] attention_kernel = "triton" needs a GPU.',
+        ),
         ({"teaching__enabled": True, "teaching__student_model": "~/s"}, "[teaching] student_model"),
         (
             {"training__max_tokens": 256},

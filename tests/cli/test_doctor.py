@@ -13,7 +13,7 @@ import pytest
 from retrain.builtin import resolve_model
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import plan_runs
-from retrain.checks.preflight import missing_keys
+from retrain.checks.keys import missing_keys
 from retrain.cli import doctor, run
 from retrain.cli.trial import Trial, try_out
 from retrain.config import load_config
@@ -24,7 +24,10 @@ from retrain.storage.publishing import publish_folder
 from tests.cases import slow
 
 _NO_GPU: dict[str, Any] = {"cuda": None, "available": False, "gpus": []}
-_KEYS = ("HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_MODE", "HF_HUB_OFFLINE")
+_KEYS = (
+    "HF_TOKEN", "WANDB_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "INFERENCE_API_KEY",
+    "WANDB_MODE", "HF_HUB_OFFLINE",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

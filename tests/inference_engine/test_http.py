@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from cases import slow
 from e2e.tiny import CHAT_TEMPLATE, config_for, policy_for, random_prompts, write_model, write_tokenizer
 from transformers import AutoTokenizer
 
+from retrain.checks.keys import missing_keys
+from retrain.config import load_config
 from retrain.config.schema import Inference
 from retrain.errors import ConfigError, RolloutError
 from retrain.inference_engine import Turn
@@ -351,6 +354,14 @@ FAULTS: dict[str, Any] = {
         200,
         {"choices": [{"index": n, "token_ids": [999], "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
     ),
+    "no tokens": (
+        200,
+        {"choices": [{"index": n, "token_ids": [], "logprobs": {"token_logprobs": []}} for n in range(3)]},
+    ),
+    "a number for a list": (
+        200,
+        {"choices": [{"index": n, "token_ids": 5, "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
+    ),
     "an early end": (
         200,
         {"choices": [{"index": n, "token_ids": [9], "logprobs": {"token_logprobs": [-1.0]}} for n in range(3)]},
@@ -388,6 +399,61 @@ def test_a_fault_that_stays_ends_the_call_after_a_bounded_number_of_tries(
     with pytest.raises(RolloutError, match="in 5 attempts"):
         one.engine.generate(PROMPTS, SAMPLING)
     assert len(server.asked) - before <= 5 * len(PROMPTS)
+
+
+def test_a_passing_reply_at_the_start_is_asked_for_again(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    refused: set[str] = set()
+
+    def once(body: dict[str, Any]) -> Any:
+        is_first = body["model"] not in refused
+        refused.add(body["model"])
+        return FAULTS["429"] if is_first else None
+
+    server.faults = [once] * 100
+    rig(server).check()
+    assert len(refused) == 2, "the base model and the adapter"
+
+
+def test_a_server_that_stays_busy_is_not_said_to_lack_adapters(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    server.faults = [lambda body: FAULTS["429"] if body["model"] != server.name else None] * 100
+    with pytest.raises(ConfigError, match="failed when it loaded its first adapter: it replied 429: busy") as caught:
+        rig(server).check()
+    assert "--enable-lora" not in str(caught.value)
+
+
+def test_a_key_may_end_in_a_newline_and_has_no_odd_characters(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "sk-of-the-server"
+    monkeypatch.setenv("INFERENCE_API_KEY", "sk-of-the-server\n")
+    rig(server).check()
+    monkeypatch.setenv("INFERENCE_API_KEY", "sk-of-the\u201dserver")
+    with pytest.raises(ConfigError, match=r"^INFERENCE_API_KEY contains invalid characters\.  Try: copy it again$"):
+        rig(server)
+    config = load_config(None, {"inference.engine": "vllm", "inference.url": server.url})
+    ((name, issue),) = missing_keys(config)
+    assert name == "INFERENCE_API_KEY"
+    assert str(issue) == "INFERENCE_API_KEY contains invalid characters.  Try: copy it again"
+
+
+def test_a_server_that_hangs_does_not_delay_the_end(
+    rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FAREWELL_S", 0.2)
+    one = rig(server)
+    one.check()
+    gate = threading.Event()
+    monkeypatch.setattr(server, "unload", lambda body: gate.wait(30) and (200, {}))
+    started = time.monotonic()
+    one.engine.shutdown()
+    gate.set()
+    assert time.monotonic() - started < 5
 
 
 def test_a_request_that_hangs_is_given_up_and_sent_again(rig: Make, server: Loopback) -> None:

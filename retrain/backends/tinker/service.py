@@ -19,7 +19,7 @@ from tinker.lib.base_url import resolve_base_url
 from tinker.lib.credentials import JsonCredentialStore, default_credentials_path
 
 from retrain.checks.connections import TINKER_HEALTH, check_not_refused
-from retrain.checks.preflight import explain_invalid_tinker_key
+from retrain.checks.keys import explain_invalid_tinker_key
 from retrain.errors import BackendError, ConfigError, RetrainError
 
 T = TypeVar("T")

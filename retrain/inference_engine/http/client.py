@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import h11
 
+from retrain.errors import ConfigError
 from retrain.inference_engine.http.connections import Connections, ConnectTimeout, Response, Timeouts
 from retrain.types import JsonObject
 
@@ -44,15 +45,23 @@ class RequestRejected(Exception):
         self.text = text
 
 
+def read_api_key() -> str:
+    """The key of the servers, or ""."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{KEY_VARIABLE} contains invalid characters.  Try: copy it again")
+    return key
+
+
 class Client:
     """Runs coroutines for waiting threads, and makes HTTP calls."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        key = read_api_key()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="retrain-http", daemon=True)
         self.thread.start()
-        key = os.environ.get(KEY_VARIABLE, "")
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self.connections = Connections()
 
@@ -112,7 +121,7 @@ async def gather_all(work: list[Work[T]]) -> list[T]:
 def _content(response: Response) -> Any:
     if response.status in RETRYABLE:
         header = response.headers.get("retry-after", "")
-        pause = min(float(header), MAX_RETRY_AFTER_S) if header.isdigit() else 0.0
+        pause = min(float(header), MAX_RETRY_AFTER_S) if header.isdecimal() else 0.0
         text = f"it replied {response.status}: {_message(response)}"
         raise Transient(text, status=response.status, retry_after=pause)
     if response.status >= 300:
@@ -121,7 +130,7 @@ def _content(response: Response) -> Any:
         return response.body.decode(errors="replace")
     try:
         return json.loads(response.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Transient(f"it sent invalid JSON ({error})") from error
 
 
@@ -129,7 +138,7 @@ def _message(response: Response) -> str:
     """The server's error message; every kind of server has its own format."""
     try:
         body = json.loads(response.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = response.body.decode(errors="replace")
     while isinstance(body, dict):
         body = body.get("error") or body.get("message") or body.get("error_message") or body.get("detail") or str(body)

@@ -30,6 +30,8 @@ FIRST_PAUSE_S = 0.25
 POLL_S = 0.5
 # Health checks respond at once; loading a first adapter may compile kernels.
 HEALTH_S, LOAD_S = 10.0, 120.0
+# Of a run that ends: a server that hangs keeps the adapter.
+FAREWELL_S = 5.0
 
 
 class NoServerAvailable(RolloutError):
@@ -101,6 +103,17 @@ class Fleet:
             f"attempt{'s' if attempt else ''}. Last error: {trouble}"
         )
 
+    async def send_patiently(self, server: Server, request: CompletionRequest) -> list[CompletionResult]:
+        """As `send`, again while the server replies with an error that may pass."""
+        for attempt in range(ATTEMPTS - 1):
+            try:
+                return await self.send(server, request)
+            except Transient as error:
+                if not error.status:
+                    raise
+                await asyncio.sleep(error.retry_after or FIRST_PAUSE_S * 2**attempt)
+        return await self.send(server, request)
+
     async def send(self, server: Server, request: CompletionRequest) -> list[CompletionResult]:
         """Send one request to one server and validate the reply."""
         body = self.spec.request(server.model, self.adapter, request)
@@ -109,9 +122,9 @@ class Fleet:
             raise Transient(f"it sent text instead of completions: {reply[:60]!r}")
         try:
             results = self.spec.read(reply)
+            problem = self._problem_with(results, request)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise Transient(f"it did not send completions ({error!r})") from error
-        problem = self._problem_with(results, request)
         if problem:
             raise Transient(problem)
         return results
@@ -181,7 +194,7 @@ class Fleet:
     async def unload_all(self) -> None:
         """Unload our adapters from the servers that respond."""
         self.adapter = None
-        await gather_all([self._unload(server, keep="") for server in self.servers if server.ready])
+        await gather_all([self._unload(server, "", FAREWELL_S) for server in self.servers if server.ready])
 
     async def _revive_all(self) -> None:
         await gather_all([self._revive(server) for server in self.servers])
@@ -209,10 +222,10 @@ class Fleet:
                 raise
         server.loaded.append(self.adapter.name)
 
-    async def _unload(self, server: Server, keep: str) -> None:
+    async def _unload(self, server: Server, keep: str, timeout_s: float = LOAD_S) -> None:
         for name in [name for name in server.loaded if name != keep]:
             try:
-                await self.client.call(server.url + self.spec.unload, {"lora_name": name}, timeout_s=LOAD_S)
+                await self.client.call(server.url + self.spec.unload, {"lora_name": name}, timeout_s=timeout_s)
             except Transient:
                 # It stays on the list and is unloaded after the next delivery.
                 continue

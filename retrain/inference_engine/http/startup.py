@@ -91,12 +91,12 @@ class Startup(Identification):
             if absent:
                 raise self._failed(absent[0], absent[0].trouble)
             for server in self.fleet.servers:
-                self._run(self.fleet.send(server, self._probe(Sampling(max_tokens=2))))
+                self._run(self.fleet.send_patiently(server, self._probe(Sampling(max_tokens=2))))
         except LaunchedServerExited:
             raise
         except Transient as error:
             self.fleet.raise_if_exited()
-            if error.down or error.status >= 500:
+            if error.down or error.status or isinstance(error.__cause__, TimeoutError):
                 raise self._failed(server, str(error)) from error
             raise self._unsuitable(server, "does not sample from adapters", error, "lora") from error
         except (RequestRejected, IncompleteReply) as error:
@@ -134,11 +134,11 @@ class Startup(Identification):
         try:
             if self.spec.takes_n:
                 try:
-                    return True, self._run(self.fleet.send(server, probe)), probe
+                    return True, self._run(self.fleet.send_patiently(server, probe)), probe
                 except Transient as error:
                     if not str(error).startswith(f"it sent 1 of {PROBE_ROWS}"):
                         raise
-            return False, [self._run(self.fleet.send(server, one))[0] for one in alone], probe
+            return False, [self._run(self.fleet.send_patiently(server, one))[0] for one in alone], probe
         except IncompleteReply as error:
             miss = "ids" if "ids" in error.what else "logprobs"
             raise self._unsuitable(server, "cannot be used for training", error, miss) from error

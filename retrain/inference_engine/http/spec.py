@@ -158,7 +158,7 @@ def read_choices(reply: Any) -> list[CompletionResult]:
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         if ids is None:
             raise IncompleteReply("token ids")
-        if not logprobs or logprobs.get("token_logprobs") is None:
+        if not logprobs or (ids and not logprobs.get("token_logprobs")):
             raise IncompleteReply("log-probs")
         results.append(CompletionResult(ids, logprobs["token_logprobs"], choice.get("prompt_token_ids")))
     return results

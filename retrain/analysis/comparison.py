@@ -15,6 +15,7 @@ from retrain.analysis.runs import (
     Measured,
     RunRecord,
     default_metric,
+    find_unlabelled,
     leave_out_empty,
     leave_out_unlike,
     measure,
@@ -160,6 +161,7 @@ def compare_runs(
                 for name, other in otherwise.items()
             ),
             *_edited_between_seeds(runs),
+            *find_unlabelled(runs, baseline or next(iter(measured.values))),
             *_unpaired(measured, comparisons),
             *_describe_looks(campaigns, looks, alpha),
         ],

@@ -21,11 +21,13 @@ from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
 from retrain.data.order import is_same_digest
 from retrain.errors import ConfigError
-from retrain.runtime.text import plural
+from retrain.runtime.text import list_some, plural
 from retrain.storage.checkpoint import read_state
 from retrain.storage.folder import CONFIG_FILE, SEARCH_DEPTH
 from retrain.storage.logs import EVALS, MANIFEST, METRICS, has_step, is_evaluation, parse_rows
 from retrain.types import JsonObject
+
+_IN_LABELS = {"algorithm.advantage_mode", "algorithm.transform_mode", "algorithm.algorithm_mode"}
 
 
 @dataclass(frozen=True)
@@ -173,13 +175,7 @@ def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[d
 
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
-    # Where, how long and how fast a run went is not part of its method, nor is its seed.
-    excluded = free_on_resume() | paths_where("identity")
-    optimizers = [run.config.optimizer for run in runs]
-    if any(each.schedule != "constant" or 0 < each.warmup_steps < 1 for each in optimizers):
-        # The learning rate of a step depends on the number of steps.
-        excluded -= {"training.max_steps", "training.epochs"}
-    settings = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
+    settings = _methods(runs)
     labelled = []
     for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
@@ -188,6 +184,30 @@ def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
         extra = "".join(f",{path.split('.')[-1]}={_short(options[path])}" for path in differing)
         labelled.append(replace(run, condition=run.condition + extra))
     return labelled
+
+
+def find_unlabelled(runs: Sequence[RunRecord], baseline: str) -> list[str]:
+    """Sentences on options in which a condition differs from the baseline, and that no label shows."""
+    methods = {run.condition: method for run, method in zip(runs, _methods(runs), strict=True)}
+    first, found = methods.get(baseline, {}), []
+    for name, method in methods.items():
+        shown = {path for path in method if any(f"{path.split('.')[-1]}=" in label for label in (name, baseline))}
+        differing = [p for p in method if p not in shown | _IN_LABELS and first and method[p] != first.get(p)]
+        if differing:
+            both = [f"{path} ({_short(method[path])}, {_short(first.get(path))})" for path in differing]
+            found.append(f"{name} and {baseline} also differ in {list_some(both)}.")
+    return found
+
+
+def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
+    """The options of each run that are part of its method."""
+    # Where, how long and how fast a run went is not, nor is its seed.
+    excluded = free_on_resume() | paths_where("identity")
+    optimizers = [run.config.optimizer for run in runs]
+    if any(each.schedule != "constant" or 0 < each.warmup_steps < 1 for each in optimizers):
+        # The learning rate of a step depends on the number of steps.
+        excluded -= {"training.max_steps", "training.epochs"}
+    return [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
 
 
 def _short(value: object) -> str:

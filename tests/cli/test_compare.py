@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_problems_without_a_score_are_named(campaign: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert f"On the {total - 1} of {total} held-out problems that every run scored the difference is" in text
     assert "The means are over the problems that each run scored" in text
+
+
+def test_options_that_no_label_shows_are_named(campaign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (campaign / "runs").glob("maxrl+none*/config.toml"):
+        rate = re.search(r"(?m)^lr = .*$", text := path.read_text())
+        path.write_text(text.replace(rate[0], "lr = 0.5") if rate else f"{text}\n[training]\nlr = 0.5\n")
+    assert any(
+        "maxrl+none and grpo+none also differ in training.lr (0.5, " in n for n in as_json(capsys, campaign)["notes"]
+    )
 
 
 def test_a_problem_without_a_score_in_every_run_makes_no_difference(

@@ -44,6 +44,18 @@ def problems_in(text: str | dict[str, Any]) -> list[str]:
             "[training]\nseed = 9007199254740993",
             "[training] seed must be <= 9007199254740992, got 9007199254740993.  Try: seed = -1",
         ),
+        (
+            "[training]\nn_samples_per_prompt = 7",
+            "unknown option [training] n_samples_per_prompt.  Did you mean group_size?",
+        ),
+        (
+            "[training]\nmax_response_length = 7",
+            "unknown option [training] max_response_length.  Did you mean max_tokens?",
+        ),
+        (
+            "[training]\nscale_rewards = true",
+            "unknown option [training] scale_rewards.  Did you mean [algorithm] advantage_mode?",
+        ),
         ("[training]\nmax_stepz = 7", "unknown option [training] max_stepz.  Did you mean max_steps?"),
         ("[training]\nlora_rank = 7", "unknown option [training] lora_rank.  Did you mean [model] lora_rank?"),
         ("[training]\nlora_rnk = 7", "unknown option [training] lora_rnk.  Did you mean [model] lora_rank?"),

@@ -456,6 +456,40 @@ def test_a_server_that_hangs_does_not_delay_the_end(
     assert time.monotonic() - started < 5
 
 
+def test_a_server_that_always_fails_costs_nothing_if_there_is_another(
+    model: Path, rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.inference_engine.http.fleet.FIRST_PAUSE_S", 0.01)
+    with Loopback(model) as second:
+        one = rig(server, second)
+        one.check()
+        second.faults = [lambda body: FAULTS["500"]] * 1000
+        groups = one.engine.generate(PROMPTS * 8, SAMPLING)
+    assert [len(group) for group in groups] == [3] * 4 * 8
+    told = [line for line in one.logged if line.startswith("Warning: ")]
+    assert told == [f"Warning: {second.url}: it replied 500: oops. Requests that fail are sent again."]
+
+
+def test_a_server_that_keeps_hanging_is_left_out_while_another_replies(
+    model: Path, rig: Make, server: Loopback
+) -> None:
+    gate = threading.Event()
+    with Loopback(model) as second:
+        one = rig(server, second, timeout_s=1.5)
+        one.check()
+        second.faults = [lambda body: gate.wait(60) and FAULTS["500"]] * 1000
+        for step in range(4):
+            one.train(seed=step)
+            one.engine.sync(one.policy)
+            assert [len(group) for group in one.engine.generate(PROMPTS, SAMPLING)] == [3] * 4
+            asked = len(second.asked)
+            if step == 1:
+                before = asked
+        gate.set()
+        assert asked == before, "it is not asked after two steps"
+        assert [s.hangs for s in one.engine.fleet.servers] == [0, 2]
+
+
 def test_a_request_that_hangs_is_given_up_and_sent_again(rig: Make, server: Loopback) -> None:
     one = rig(server, timeout_s=3.0)
     one.check()

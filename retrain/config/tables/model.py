@@ -125,7 +125,10 @@ class Memory(Section):
         synonyms=("gradient_accumulation_steps",),
     )
     micro_batch_rows: BoundedInt = option(
-        0, "Maximum completions per forward and backward pass; 0 chooses automatically.", ge=0
+        0,
+        "Maximum completions per forward and backward pass; 0 chooses automatically.",
+        ge=0,
+        synonyms=("micro_batch_size", "micro_train_batch_size"),
     )
     gradient_checkpointing: bool = option(
         False,

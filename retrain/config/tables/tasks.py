@@ -83,7 +83,7 @@ class Eval(Section):
         "Steps between evaluations; 0 is off. Step 0 is evaluated before any training.",
         ge=0,
         held_out=False,
-        synonyms=("eval_steps", "eval_strategy"),
+        synonyms=("eval_steps", "eval_strategy", "test_freq"),
     )
     source: str = option("", "Data source; empty uses that of [data].", kind="data", unused=reasons.needs_held_out_data)
     path: str = option(

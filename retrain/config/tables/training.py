@@ -16,7 +16,7 @@ class Algorithm(Section):
         "Episode advantage: {names} or a dotted path.",
         kind="advantage",
         unused=reasons.needs_no_algorithm,
-        synonyms=("advantage",),
+        synonyms=("advantage", "adv_estimator", "advantage_estimator", "scale_rewards"),
     )
     transform_mode: str = option(
         "gtpo_sepa",
@@ -67,7 +67,7 @@ class Training(Section):
         on_resume="free",
         unused=reasons.used_if("training.epochs", lambda epochs: not epochs),
         in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
-        synonyms=("num_iterations", "num_steps", "steps"),
+        synonyms=("num_steps", "steps", "total_training_steps"),
     )
     epochs: float = option(
         0.0,
@@ -77,7 +77,7 @@ class Training(Section):
         on_resume="free",
         per_condition=False,
         in_campaign=reasons.used_if("campaign.max_steps", lambda steps: False),
-        synonyms=("num_epochs", "num_train_epochs"),
+        synonyms=("num_epochs", "num_train_epochs", "total_epochs"),
     )
     batch_size: BoundedInt = option(
         8,
@@ -93,22 +93,24 @@ class Training(Section):
         ge=1,
         le=100_000,
         step_time=True,
-        synonyms=("num_generations", "num_samples", "rollouts"),
+        synonyms=("num_generations", "num_samples", "rollouts", "n_samples_per_prompt", "rollouts_per_example"),
     )
     max_tokens: BoundedInt = option(
         2048,
         "Maximum new tokens per completion.",
         ge=1,
         step_time=True,
-        synonyms=("max_completion_length", "max_length", "max_new_tokens"),
+        synonyms=("max_completion_length", "max_length", "max_new_tokens", "max_response_length", "generate_max_len"),
     )
     temperature: float = option(0.7, "Sampling temperature.", gt=0, le=100, flag="--temperature", synonyms=("temp",))
-    lr: float = option(4e-5, "Learning rate.", gt=0, le=10, synonyms=("learning_rate",))
+    lr: float = option(4e-5, "Learning rate.", gt=0, le=10, synonyms=("learning_rate", "actor_learning_rate"))
     weight_decay: float = option(0.0, "AdamW weight decay.", ge=0, synonyms=("wd",))
     max_examples: BoundedInt = option(
         0, "Use only the first n examples; 0 uses all.", ge=0, flag="--max-examples", synonyms=("max_train_samples",)
     )
-    save_every: BoundedInt = option(20, "Steps between checkpoints.", ge=1, on_resume="free", synonyms=("save_steps",))
+    save_every: BoundedInt = option(
+        20, "Steps between checkpoints.", ge=1, on_resume="free", synonyms=("save_steps", "save_freq")
+    )
     keep: BoundedInt = option(
         2,
         "Number of checkpoints to keep; older ones are deleted.",
@@ -172,7 +174,7 @@ class Training(Section):
         "Truncate prompts from the left to this many tokens; 0 rejects prompts that do not fit.",
         ge=0,
         step_time=True,
-        synonyms=("max_prompt_length",),
+        synonyms=("max_prompt_length", "prompt_max_len"),
     )
 
 
@@ -224,7 +226,7 @@ class Kl(Section):
         ge=0,
         step_time=True,
         on_tinker="The service has no reference policy.",
-        synonyms=("kl_coef",),
+        synonyms=("kl_coef", "kl_loss_coef", "init_kl_coef"),
     )
     sync_ref_model: bool = option(
         False, "Periodically move the reference towards the policy.", unused=reasons.used_if("kl.beta", bool)

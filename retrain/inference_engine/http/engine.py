@@ -64,6 +64,7 @@ class HttpEngine:
         startup = Startup(self.spec, self.fleet, self.tokenizer, self.scorer, self.prompt_text)
         self.survey = startup.survey(sampling, log)
         startup.check_adapters(self.sync)
+        self.fleet.log = log
         return self.survey.context
 
     def sync(self, weights: object) -> None:

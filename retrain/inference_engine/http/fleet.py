@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from retrain.errors import RolloutError
@@ -32,6 +32,8 @@ POLL_S = 0.5
 HEALTH_S, LOAD_S = 10.0, 120.0
 # Of a run that ends: a server that hangs keeps the adapter.
 FAREWELL_S = 5.0
+# A server that hangs this often in a row, while others do not, is left out.
+MAX_HANGS = 2
 
 
 class NoServerAvailable(RolloutError):
@@ -42,7 +44,7 @@ class LaunchedServerExited(RolloutError):
     """The server that this run started has exited."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One server: its address, model and loaded adapters."""
 
@@ -53,6 +55,10 @@ class Server:
     """Whether it responds and has the newest adapter."""
     loaded: list[str] = field(default_factory=list)
     trouble: str = ""
+    hangs: int = 0
+    """Adapters in a row with which it has left a request without a reply."""
+    is_noted: bool = False
+    """Whether a failure of it was told."""
 
 
 class Fleet:
@@ -70,21 +76,25 @@ class Fleet:
         self.reviving = asyncio.Lock()
         self.exit_reason: Callable[[], str] = lambda: ""
         """Why the launched server exited; empty while it runs, or if none was launched."""
+        self.log: Callable[[str], None] = lambda line: None
         self.remedy = ""
         """What to try if the launched server does not come up."""
 
     async def complete(self, request: CompletionRequest) -> tuple[Server, list[CompletionResult]]:
         """All completions of one request, from one server."""
         trouble, server = "", self.servers[0]
+        failed: list[Server] = []
         for attempt in range(ATTEMPTS):
-            server = await self.pick()
+            server = await self.pick(failed)
             pause = 0.0
             try:
-                return server, await self.send(server, request)
+                results = await self.send(server, request)
+                server.hangs = 0
+                return server, results
             except Transient as error:
                 trouble, pause = str(error), error.retry_after or FIRST_PAUSE_S * 2**attempt
-                if error.down:
-                    server.ready, server.trouble = False, trouble
+                failed.append(server)
+                self._lose(server, error)
             except RequestRejected as error:
                 trouble = str(error)
                 if error.status in (401, 403):
@@ -96,12 +106,22 @@ class Fleet:
             except IncompleteReply as error:
                 trouble = str(error)
                 break
-            if len(self.servers) == 1 or not any(other.ready for other in self.servers):
+            if not any(other.ready and other not in failed for other in self.servers):
                 await asyncio.sleep(pause)
         raise RolloutError(
             f"{server.url} did not complete a prompt of {len(request.prompt_ids)} tokens in {attempt + 1} "
             f"attempt{'s' if attempt else ''}. Last error: {trouble}"
         )
+
+    def _lose(self, server: Server, error: Transient) -> None:
+        """Note a failure. A server that is down, or hangs and has others beside it, gets no more requests for now."""
+        is_hanging = not error.down and isinstance(error.__cause__, TimeoutError) and len(self.servers) > 1
+        if server.ready and (error.down or is_hanging):
+            server.ready, server.trouble = False, str(error)
+            server.hangs += is_hanging
+        if not server.is_noted:
+            server.is_noted = True
+            self.log(f"Warning: {server.url}: {str(error).rstrip('.')}. Requests that fail are sent again.")
 
     async def send_patiently(self, server: Server, request: CompletionRequest) -> list[CompletionResult]:
         """As `send`, again while the server replies with an error that may pass."""
@@ -154,14 +174,16 @@ class Fleet:
                 return f"it stopped after token {result.token_ids[-1]}, which is not one of the model's stop tokens"
         return ""
 
-    async def pick(self) -> Server:
-        """The next ready server, round-robin; waits if there is none."""
+    async def pick(self, failed: Sequence[Server] = ()) -> Server:
+        """The next ready server, round-robin, one that has not `failed` if there is one; waits if none is ready."""
         started = time.monotonic()
         while True:
-            for _ in self.servers:
-                self.turn = (self.turn + 1) % len(self.servers)
-                if self.servers[self.turn].ready:
-                    return self.servers[self.turn]
+            for avoided in (failed, ()):
+                for _ in self.servers:
+                    self.turn = (self.turn + 1) % len(self.servers)
+                    server = self.servers[self.turn]
+                    if server.ready and server not in avoided:
+                        return server
             async with self.reviving:
                 if not any(server.ready for server in self.servers):
                     await self._revive_all()
@@ -197,7 +219,11 @@ class Fleet:
         await gather_all([self._unload(server, "", FAREWELL_S) for server in self.servers if server.ready])
 
     async def _revive_all(self) -> None:
-        await gather_all([self._revive(server) for server in self.servers])
+        # Those that keep hanging only if there are no others: each of their requests takes as long as allowed.
+        sound = [server for server in self.servers if server.hangs < MAX_HANGS]
+        await gather_all([self._revive(server) for server in sound])
+        if not any(server.ready for server in self.servers):
+            await gather_all([self._revive(server) for server in self.servers if server not in sound])
 
     async def _revive(self, server: Server) -> None:
         """Check that a server responds and load the adapter; records the error otherwise."""

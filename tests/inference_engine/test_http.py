@@ -456,6 +456,7 @@ def test_a_server_that_hangs_does_not_delay_the_end(
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_a_server_that_always_fails_costs_nothing_if_there_is_another(
     model: Path, rig: Make, server: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +471,7 @@ def test_a_server_that_always_fails_costs_nothing_if_there_is_another(
     assert told == [f"Warning: {second.url}: it replied 500: oops. Requests that fail are sent again."]
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_hanging_is_left_out_while_another_replies(
     model: Path, rig: Make, server: Loopback
 ) -> None:

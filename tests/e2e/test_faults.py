@@ -172,19 +172,17 @@ ANY = f"{DISAGREES}|does not sample from the newest policy"
 
 @pytest.mark.parametrize(
     ("alter", "expected"),
-    [
+    slow(
         (raise_logprob, DISAGREES + ".*one log-prob"),
-        *slow(
-            (duplicate, "completion 7 of group .* repeats completion 0"),
-            (SwapPrompts(with_ids=False), ANY),
-            (set_logprob, DISAGREES + ".*one log-prob"),
-            (lift_logprob, "it sent a log-prob of .*, above 0"),
-            (set_id, ANY),
-            (swap_contents, ANY),
-            (drop, "it sent 7 of 8 completions"),
-            (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
-        ),
-    ],
+        (duplicate, "completion 7 of group .* repeats completion 0"),
+        (SwapPrompts(with_ids=False), ANY),
+        (set_logprob, DISAGREES + ".*one log-prob"),
+        (lift_logprob, "it sent a log-prob of .*, above 0"),
+        (set_id, ANY),
+        (swap_contents, ANY),
+        (drop, "it sent 7 of 8 completions"),
+        (SwapPrompts(with_ids=True), "it sent the completion of another prompt"),
+    ),
 )
 def test_what_is_altered_on_the_way_stops_the_run_before_anything_is_trained_on_it(
     server: Loopback,

@@ -410,7 +410,7 @@ def explanation_lines(report: ComparisonReport) -> list[str]:
             low, high = test.bootstrap_interval
             lines.append(f"  Studentized bootstrap: {low:+.4f} to {high:+.4f}.")
         elif test.interval:
-            lines.append("  Studentized bootstrap: none, too few of the differences are distinct.")
+            lines.append("  Studentized bootstrap: none, there are too few distinct differences.")
         if test.permutation_p is not None:
             least = f" ({seeds} seeds cannot give less than {_p(2 / 2**seeds)})" if seeds <= 6 else ""
             lines.append(f"  Sign-flip p = {_p(test.permutation_p)}{least}.")

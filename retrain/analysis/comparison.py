@@ -294,7 +294,7 @@ def _describe_looks(campaigns: Mapping[Path, JsonObject], looks: Looks | None, a
     return [
         f"{names} could stop early after a sequential test of up to {looks.max_seeds} seeds. Each test and interval "
         f"has the level {level:.4g}, so that the tests of all seeds and conditions together have an error rate of "
-        f"{alpha:g}. Differences of conditions that stopped early are biased upwards.",
+        f"{alpha:g}. The size of a difference at which a condition stopped early is overestimated.",
         *(
             f"{name}: decided after {made['seeds']} seeds (p = {made['p_value']:.2g})."
             for table in campaigns.values()

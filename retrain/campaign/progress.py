@@ -6,11 +6,12 @@ import fcntl
 import os
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retrain.analysis.health import Check, check_health
+from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE, last_edit, read_state
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
@@ -82,6 +83,14 @@ class RunProgress:
         # A run that loads is not in a step yet.
         in_step = 0.0 if self.state == "loading" else self.quiet_seconds or 0.0
         return max(0.0, (self.max_steps - self.step) * self.step_seconds * self.turns - in_step)
+
+
+def describe_done(runs: Iterable[RunProgress]) -> str:
+    """How many of a campaign's runs are done, and how many of those it skipped."""
+    statuses = [run.status for run in runs]
+    skipped = statuses.count("skipped")
+    others = f" ({skipped} skipped)" if skipped else ""
+    return f"{sum(status in DONE for status in statuses)} of {plural(len(statuses), 'run')} done{others}"
 
 
 def read_progress(folder: Path) -> RunProgress:

@@ -179,14 +179,15 @@ class Campaign:
                 self.screen.log(f"Note: {condition}: {note}")
         for note in find_limits(list(self.runs.values())):
             self.screen.log(f"Note: {note}.")
+        if self.squeeze.config.squeeze and not any(config.model.lora_rank for config in conditions.values()):
+            self.screen.log("Note: [squeeze] is not used: no run trains an adapter.")
 
     def _begin_missing_analysis(self) -> None:
         """Analyze the first run that finished in an earlier session, if that session ended before its analysis."""
         finished = [name for name in self.runs if self.manifest[name]["status"] == "finished"]
-        if finished:
-            # A run that ended after its session was killed has no time.
-            first = min(finished, key=lambda name: self.manifest[name].get("ended") or now())
-            self.squeeze.begin(self.runs[first])
+        # A run that ended after its session was killed has no time.
+        for name in sorted(finished, key=lambda name: self.manifest[name].get("ended") or now()):
+            self.squeeze.begin(self.runs[name])
 
     def _start_some(self) -> None:
         while self.pending and len(self.running) < self.slots and time.monotonic() >= self.next_start:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrain.analysis.health import overall, worst
-from retrain.campaign.progress import DONE, RunProgress
-from retrain.runtime.text import plural
+from retrain.campaign.progress import RunProgress, describe_done
 from retrain.tracking.console import PLAIN_EVERY_S
 
 if TYPE_CHECKING:
@@ -75,10 +74,9 @@ class Screen:
     def show(self, runs: Mapping[str, RunProgress], left_seconds: float | None) -> None:
         """Show the progress of the runs."""
         self.drawn_at = time.monotonic()
-        done = sum(run.status in DONE for run in runs.values())
         is_active = any(run.status == "running" for run in runs.values())
         eta = f", ETA {format_seconds(left_seconds)}" if is_active else ""
-        summary = f"{done} of {plural(len(runs), 'run')} done{eta}"
+        summary = f"{describe_done(runs.values())}{eta}"
         if self.live is not None:
             rows = sorted(runs.items(), key=lambda item: _ORDER.get(item[1].status, 0))
             self.live.update(draw_table([(name, *cells(run)) for name, run in rows], summary), refresh=True)

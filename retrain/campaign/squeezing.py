@@ -1,4 +1,4 @@
-"""The LoRA rank analysis of a campaign's first run, for campaigns with a [squeeze] table."""
+"""The LoRA rank analysis of a campaign's first run with an adapter, for campaigns with a [squeeze] table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class FirstRunAnalysis:
         self.thread: threading.Thread | None = None
 
     def begin(self, run: Run) -> None:
-        """Analyze a finished run, unless one was analyzed before."""
+        """Analyze a finished run, unless it has no adapter or one was analyzed before."""
         if self.config.squeeze is None or self.thread is not None or "squeeze" in self.manifest.table:
+            return
+        if not run.config.model.lora_rank:
             return
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self.thread.start()

@@ -15,8 +15,8 @@ from retrain.analysis.health import help_line, worst
 from retrain.campaign.manifest import Record, read_table
 from retrain.campaign.plan import RUNS
 from retrain.campaign.progress import (
-    DONE,
     RunProgress,
+    describe_done,
     is_locked,
     read_progress,
     read_trl_progress,
@@ -27,7 +27,6 @@ from retrain.campaign.screen import COLUMNS, cells, format_seconds
 from retrain.cli.console import print_json, print_line, print_table
 from retrain.cli.health import print_health
 from retrain.errors import ConfigError, RetrainError
-from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE, Checkpoints
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, SEARCH_DEPTH
 from retrain.storage.logs import MANIFEST, METRICS
@@ -205,8 +204,7 @@ def print_entry(entry: Entry) -> None:
 
 def heading(entry: Entry) -> str:
     """Path, kind, status and progress in one line."""
-    done = sum(run.status in DONE for run in entry.runs.values())
-    counts = f", {done} of {plural(len(entry.runs), 'run')} done" if entry.kind == "campaign" else ""
+    counts = f", {describe_done(entry.runs.values())}" if entry.kind == "campaign" else ""
     left = f", {format_seconds(entry.eta_seconds)} left" if entry.eta_seconds is not None else ""
     states = {run.state for run in entry.runs.values()}
     state = states.pop() if entry.status == "running" and len(states) == 1 else entry.status

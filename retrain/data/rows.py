@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,13 @@ BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
 _SHOWN_ISSUES = 5
 # Exactly the last line of a GSM8K answer: `####` also occurs in code and in Markdown.
 _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+_CONVERSIONS = {
+    ".csv": "python -c 'import csv, json, sys; "
+    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < {path} > {made}",
+    ".tsv": "python -c 'import csv, json, sys; "
+    '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter="\\t")]\' < {path} > {made}',
+}
+"""Commands, by suffix, that write tables as rows."""
 
 Row = Mapping[str, Any]
 Prompt = str | tuple[Mapping[str, str], ...]
@@ -35,7 +43,7 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
         raise ConfigError(f'source = "{section.source}" needs a file.', (problem,))
     path = Path(section.path).expanduser()
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"there is no file {path} (looked in {Path.cwd()}).") from error
     except IsADirectoryError as error:
@@ -44,6 +52,11 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
         raise ConfigError(f"{path} is a folder; [data] path must name one {suffix} file.{hint}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    if convert := _CONVERSIONS.get(path.suffix.lower()):
+        made = path.with_suffix(suffix)
+        command = convert.format(path=shlex.quote(str(path)), made=shlex.quote(str(made)))
+        raise ConfigError(f"{path} is a table; [data] path must name a {suffix} file.  To convert it: {command}")
+    return content
 
 
 class BadRow(Exception):

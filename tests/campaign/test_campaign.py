@@ -341,6 +341,8 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     assert 'stop_when = "decided" was used' in printed
     assert "skipped 6 runs: grpo+none_s6" in printed
     assert "Done: 10 runs, 6 skipped in " in printed
+    assert cli(["status", str(tmp_path)]) == 0
+    assert "campaign, finished, 16 of 16 runs done (6 skipped)\n" in capsys.readouterr().out
 
 
 def test_a_campaign_that_stops_early_keeps_its_steps(tmp_path: Path, monkeypatch: Patch) -> None:

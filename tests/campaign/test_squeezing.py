@@ -14,7 +14,7 @@ from squeeze.adapters import random_factors, write_adapter
 from retrain.campaign.plan import Run
 from retrain.campaign.squeezing import FirstRunAnalysis, adapter_of
 
-from .campaigns import GRPO, FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
+from .campaigns import GRPO, MAXRL, FakeExecutor, campaign_config, manifest_of, planned, rate_by_seed, run_with
 
 Captured = pytest.CaptureFixture[str]
 
@@ -81,6 +81,30 @@ def test_a_resume_analyses_the_first_run_that_finished(tmp_path: Path, monkeypat
     config = campaign_config(tmp_path, {"squeeze": {}, "model": {"lora_rank": 8}})
     assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
     assert manifest_of(tmp_path)["squeeze"]["run"] == "maxrl+none_s1"
+
+
+def test_runs_without_an_adapter_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    conditions = [GRPO | {"lora_rank": 0}, MAXRL | {"lora_rank": 8}]
+    config = campaign_config(tmp_path / "c", {"squeeze": {}}, conditions=conditions)
+    # A session without the table, then one with it, which looks for a finished run.
+    assert run_with(FakeExecutor(with_adapter), config.model_copy(update={"squeeze": None}), monkeypatch) == 0
+    for again in (config, campaign_config(tmp_path / "d", {"squeeze": {}}, conditions=conditions)):
+        assert run_with(FakeExecutor(with_adapter), again, monkeypatch) == 0
+        printed = capsys.readouterr().out
+        assert "The analysis failed" not in printed and "not used" not in printed
+        assert manifest_of(Path(again.logging.log_dir))["squeeze"]["run"].startswith("maxrl+none")
+
+
+def test_a_campaign_without_adapters_says_that_none_is_analysed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    config = campaign_config(tmp_path, {"squeeze": {}, "model": {"lora_rank": 0}})
+    assert run_with(FakeExecutor(), config, monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "Note: [squeeze] is not used: no run trains an adapter." in printed
+    assert "LoRA-Squeeze" not in printed
 
 
 def test_an_adapter_that_cannot_be_analysed_fails_nothing(

@@ -1,4 +1,6 @@
 import json
+import shlex
+import subprocess
 import sys
 from fractions import Fraction
 
@@ -91,6 +93,18 @@ def test_a_prompt_is_text_or_messages(load):
     rows = "\n".join(json.dumps({"prompt": prompt, "answer": "4"}) for prompt in ("2+2?", [user], [system, user]))
     plain, short, whole = load(rows)
     assert (plain.prompt, short.prompt, whole.prompt) == ("2+2?", (user,), (system, user))
+
+
+@pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".TSV", "\t")])
+def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark):
+    path = tmp_path / f"my rows{suffix}"
+    path.write_text(f'prompt{mark}answer\n"2{mark}2?"{mark}4\n')
+    with pytest.raises(ConfigError, match="is a table") as caught:
+        load_examples(Data(source="jsonl", path=str(path)))
+    command = str(caught.value).partition("To convert it: ")[2]
+    subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
+    (example,) = load_examples(Data(source="jsonl", path=str(path.with_suffix(".jsonl"))))
+    assert (example.prompt, example.reference) == (f"2{mark}2?", "4")
 
 
 BAD_ROWS = [

@@ -102,6 +102,7 @@ class Parts:
     backpressure: BackPressure
     evaluator: Evaluator
     tracker: StepLog
+    dashboards: Tracker
     jsonl: JsonlTracker
     checkpoints: Checkpoints
     console: Console
@@ -170,9 +171,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     if isinstance(backend, Closeable):
         stack.push(lambda kind, error, trace: backend.close(kind))
     credit.require_entropies(backend.capabilities.gives_entropies, _name_sampler(config))
-    scorer = tasks.scorer(backend)
-    sampling = training_distribution(config)
-    jsonl = JsonlTracker(folder.path)
+    scorer, sampling = tasks.scorer(backend), training_distribution(config)
+    jsonl, dashboards = JsonlTracker(folder.path), _build_dashboards(config, folder, console.print)
     planning = PlanningMasks(detector, texts) if detector is not None else None
     evaluator = _build_evaluator(config, scorer, held_out, sampling)
     return Parts(
@@ -187,7 +187,8 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
         overlap=choose_overlap(config, backend, credit, planning, console.print),
         backpressure=_build_backpressure(config, console.print),
         evaluator=evaluator,
-        tracker=_build_log(config, folder, console, [jsonl]),
+        tracker=StepLog(ThrottledTracker(config.logging.every, console), Trackers([jsonl, dashboards])),
+        dashboards=dashboards,
         jsonl=jsonl,
         checkpoints=Checkpoints(folder.path, config.training.keep, console.print),
         console=console,
@@ -391,14 +392,7 @@ def _build_backpressure(config: TrainConfig, log: Callable[[str], None]) -> Back
     return USLBackPressure(config.backpressure, config.training.group_size, bytes_per_weight=4 if wide else 2)
 
 
-def _build_log(config: TrainConfig, folder: RunFolder, console: Console, trackers: Sequence[Tracker]) -> StepLog:
-    """`trackers` log every step; the console and the optional trackers every `[logging] every` steps."""
-    every = config.logging.every
-    optional = ThrottledTracker(every, *_optional_trackers(config, folder, console.print))
-    return StepLog(ThrottledTracker(every, console), Trackers([trackers[0], optional, *trackers[1:]]))
-
-
-def _optional_trackers(config: TrainConfig, folder: RunFolder, log: Callable[[str], None]) -> list[Tracker]:
+def _build_dashboards(config: TrainConfig, folder: RunFolder, log: Callable[[str], None]) -> Tracker:
     trackers: list[Tracker] = []
     if config.logging.wandb_project:
         from retrain.tracking.wandb import WandbTracker  # noqa: PLC0415  (slow to import, rarely used)
@@ -408,4 +402,4 @@ def _optional_trackers(config: TrainConfig, folder: RunFolder, log: Callable[[st
         from retrain.tracking.trackio import TrackioTracker  # noqa: PLC0415  (an optional extra)
 
         trackers.append(BackgroundTracker("trackio", TrackioTracker(folder.path), log))
-    return trackers
+    return ThrottledTracker(config.logging.every, *trackers)

@@ -414,4 +414,7 @@ def finish(parts: Parts, state: RunState) -> tuple[Evaluation | None, Path | Non
         parts.folder.replace_evaluation()
         parts.jsonl.log_evaluation(state.step, last)
         parts.console.log_evaluation(last)
+        # Those before are among the metrics of their steps.
+        found: StepMetrics = {"step": state.step, **last.metrics(), "eval_time_s": last.seconds}
+        parts.dashboards.log(state.step, found, [])
     return last, save(parts, state, "finished")

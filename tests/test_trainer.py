@@ -754,6 +754,37 @@ def test_a_tracker_that_rejects_leaves_nothing_that_looks_like_a_run(
     assert "held an earlier run" not in printed
 
 
+class Dashboard:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, StepMetrics]] = []
+
+    def start(self, config: object) -> None:
+        pass
+
+    def log(self, step: int, metrics: StepMetrics, groups: object) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.logged.append((-1, {}))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_dashboards_get_the_evaluation_after_the_last_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    dashboard = Dashboard()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("retrain.assemble.BackgroundTracker", lambda *given: dashboard)
+    held_out = {"eval__every": 4, "eval__source": "jsonl", "eval__path": str(write_held_out(tmp_path))}
+    result, _ = train_quietly(
+        fake_config(model, tmp_path, logging__wandb_project="tests", logging__every=every, **held_out)
+    )
+    assert [step for step, _ in dashboard.logged] == ([0, 1, 2, 3, 4, -1] if every == 1 else [0, 2, 4, -1])
+    _, row = dashboard.logged[-2]
+    assert result.last_evaluation is not None
+    assert row.items() >= (result.last_evaluation.metrics() | {"step": 4}).items()
+
+
 def test_a_signal_while_training_lets_the_step_finish(
     model: Path, uncut: Rows, tmp_path: Path, play: type[Play]
 ) -> None:

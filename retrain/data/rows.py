@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 import shlex
@@ -24,13 +25,14 @@ BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
 _SHOWN_ISSUES = 5
 # Exactly the last line of a GSM8K answer: `####` also occurs in code and in Markdown.
 _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
-_CONVERSIONS = {
-    ".csv": "python -c 'import csv, json, sys; "
-    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]' < {path} > {made}",
-    ".tsv": "python -c 'import csv, json, sys; "
-    '[print(json.dumps(row)) for row in csv.DictReader(sys.stdin, delimiter="\\t")]\' < {path} > {made}',
-}
-"""Commands, by suffix, that write tables as rows."""
+_FROM_TABLE = """import csv, json, sys
+with open(sys.argv[1], encoding="utf-8-sig", newline="") as rows:
+    for row in csv.DictReader(rows, delimiter="{delimiter}"): print(json.dumps(row))"""
+_FROM_ARRAY = """import json, sys
+with open(sys.argv[1], encoding="utf-8-sig") as rows:
+    for row in json.load(rows): print(json.dumps(row))"""
+_FROM_PARQUET = """import datasets, json, sys
+for row in datasets.Dataset.from_parquet(sys.argv[1]): print(json.dumps(row))"""
 
 Row = Mapping[str, Any]
 Prompt = str | tuple[Mapping[str, str], ...]
@@ -52,11 +54,24 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
         raise ConfigError(f"{path} is a folder; [data] path must name one {suffix} file.{hint}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    if convert := _CONVERSIONS.get(path.suffix.lower()):
+    if script := _conversion_script(path, content):
         made = path.with_suffix(suffix)
-        command = convert.format(path=shlex.quote(str(path)), made=shlex.quote(str(made)))
-        raise ConfigError(f"{path} is a table; [data] path must name a {suffix} file.  To convert it: {command}")
+        command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))} > {shlex.quote(str(made))}"
+        raise ConfigError(f"{path} does not have one JSON object per line.  To convert it:\n{command}")
     return content
+
+
+def _conversion_script(path: Path, content: bytes) -> str:
+    """Python code that prints the rows of a file of another format, one per line; empty if it has none of those."""
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        header = content.partition(b"\n")[0]
+        # Spreadsheets write semicolons where the comma is the decimal mark.
+        delimiter = max((b",", b";", b"\t"), key=header.count)
+        return _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"))
+    if suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return _FROM_ARRAY
+    return _FROM_PARQUET if content.startswith(b"PAR1") else ""
 
 
 class BadRow(Exception):
@@ -121,7 +136,12 @@ def _pick_field(row: Row, named: str, candidates: Sequence[str], option: str) ->
         raise BadRow(f"has null as its {empty[0]!r}")
     wanted = f"no field {named!r}" if named else f"none of the fields {', '.join(candidates)}"
     hint = "" if named else f" (to name another: [data] {option})"
-    raise BadRow(f"has {wanted}; it has {', '.join(map(str, row)) or 'none at all'}{hint}")
+    raise BadRow(f"has {wanted}; it has {', '.join(map(_show_name, row)) or 'none at all'}{hint}")
+
+
+def _show_name(field: object) -> str:
+    """A field's name, with characters that cannot be seen escaped."""
+    return str(field) if str(field).isprintable() else ascii(field)
 
 
 def read_prompt(value: object, field: str) -> Prompt:

@@ -95,16 +95,47 @@ def test_a_prompt_is_text_or_messages(load):
     assert (plain.prompt, short.prompt, whole.prompt) == ("2+2?", (user,), (system, user))
 
 
-@pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".TSV", "\t")])
-def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark):
-    path = tmp_path / f"my rows{suffix}"
-    path.write_text(f'prompt{mark}answer\n"2{mark}2?"{mark}4\n')
-    with pytest.raises(ConfigError, match="is a table") as caught:
+def convert(path):
+    """Run the command that a file of another format is refused with, and load what it writes."""
+    with pytest.raises(ConfigError, match="does not have one JSON object per line") as caught:
         load_examples(Data(source="jsonl", path=str(path)))
-    command = str(caught.value).partition("To convert it: ")[2]
+    command = str(caught.value).partition("To convert it:\n")[2]
     subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
-    (example,) = load_examples(Data(source="jsonl", path=str(path.with_suffix(".jsonl"))))
-    assert (example.prompt, example.reference) == (f"2{mark}2?", "4")
+    return list(load_examples(Data(source="jsonl", path=str(path.with_suffix(".jsonl")))))
+
+
+# Excel writes a byte-order mark, and semicolons in many countries.
+@pytest.mark.parametrize(
+    ("suffix", "mark", "bom"),
+    [(".csv", ",", ""), (".CSV", ";", "\ufeff"), (".csv", "\t", ""), (".tsv", "\t", "\ufeff")],
+)
+def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark, bom):
+    path = tmp_path / f"my rows' {suffix}"
+    path.write_text(f'{bom}prompt{mark}answer\r\n"2{mark}2\n{{é}}?"{mark}007\r\n', newline="", encoding="utf-8")
+    (example,) = convert(path)
+    assert (example.prompt, example.reference) == (f"2{mark}2\n{{é}}?", "007")
+
+
+def test_the_command_that_an_array_is_refused_with_converts_it(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "2+2?", "answer": "4"}, {"prompt": "é", "answer": 5}], indent=1))
+    assert [(example.prompt, example.reference) for example in convert(path)] == [("2+2?", "4"), ("é", "5")]
+    path.write_text('{"prompt": "2+2?", "answer": "4"}\n')
+    assert len(list(load_examples(Data(source="jsonl", path=str(path))))) == 1
+
+
+@pytest.mark.slow
+def test_the_command_that_a_parquet_file_is_refused_with_converts_it(tmp_path):
+    import datasets
+
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"prompt": "2+2?", "answer": "4"}]).to_parquet(path)
+    assert [(example.prompt, example.reference) for example in convert(path)] == [("2+2?", "4")]
+
+
+def test_a_field_that_looks_like_another_is_shown_escaped(load):
+    with pytest.raises(ConfigError, match=r"it has '\\ufeffprompt', answer"):
+        load(json.dumps({"\ufeffprompt": "a", "answer": "b"}))
 
 
 BAD_ROWS = [

@@ -119,7 +119,7 @@ def test_what_a_slow_tracker_cannot_take_is_dropped_and_counted(
 def test_a_complete_run_ends_although_its_tracker_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = FakeTracker(hang="log")
     monkeypatch.setattr(
-        "retrain.assemble._optional_trackers", lambda config, folder, log: [BackgroundTracker("wandb", tracker, log)]
+        "retrain.assemble._build_dashboards", lambda config, folder, log: BackgroundTracker("wandb", tracker, log)
     )
     config = fake_config(write_tokenizer(tmp_path / "tokenizer"), tmp_path)
     result, printed = train_quietly(config)

@@ -25,14 +25,11 @@ BOX_INSTRUCTION = r"Put your final answer within \boxed{}."
 _SHOWN_ISSUES = 5
 # Exactly the last line of a GSM8K answer: `####` also occurs in code and in Markdown.
 _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
-_FROM_TABLE = """import csv, json, sys
-with open(sys.argv[1], encoding="utf-8-sig", newline="") as rows:
-    for row in csv.DictReader(rows, delimiter="{delimiter}"): print(json.dumps(row))"""
-_FROM_ARRAY = """import json, sys
-with open(sys.argv[1], encoding="utf-8-sig") as rows:
-    for row in json.load(rows): print(json.dumps(row))"""
-_FROM_PARQUET = """import datasets, json, sys
-for row in datasets.Dataset.from_parquet(sys.argv[1]): print(json.dumps(row))"""
+# Of one line each: `doctor` shows them in a table.
+_PRINT_ROWS = "import {modules}; [print(json.dumps(row)) for row in {rows}]"
+_FROM_TABLE = 'csv.DictReader(open(sys.argv[1], encoding="utf-8-sig", newline=""), delimiter="{delimiter}")'
+_FROM_ARRAY = 'json.load(open(sys.argv[1], encoding="utf-8-sig"))'
+_FROM_PARQUET = "datasets.Dataset.from_parquet(sys.argv[1])"
 
 Row = Mapping[str, Any]
 Prompt = str | tuple[Mapping[str, str], ...]
@@ -57,7 +54,7 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
     if script := _conversion_script(path, content):
         made = path.with_suffix(suffix)
         command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))} > {shlex.quote(str(made))}"
-        raise ConfigError(f"{path} does not have one JSON object per line.  To convert it:\n{command}")
+        raise ConfigError(f"{path} does not have one JSON object per line.  To convert it: {command}")
     return content
 
 
@@ -68,10 +65,13 @@ def _conversion_script(path: Path, content: bytes) -> str:
         header = content.partition(b"\n")[0]
         # Spreadsheets write semicolons where the comma is the decimal mark.
         delimiter = max((b",", b";", b"\t"), key=header.count)
-        return _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"))
+        rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"))
+        return _PRINT_ROWS.format(modules="csv, json, sys", rows=rows)
     if suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        return _FROM_ARRAY
-    return _FROM_PARQUET if content.startswith(b"PAR1") else ""
+        return _PRINT_ROWS.format(modules="json, sys", rows=_FROM_ARRAY)
+    if content.startswith(b"PAR1"):
+        return _PRINT_ROWS.format(modules="datasets, json, sys", rows=_FROM_PARQUET)
+    return ""
 
 
 class BadRow(Exception):

@@ -99,7 +99,8 @@ def convert(path):
     """Run the command that a file of another format is refused with, and load what it writes."""
     with pytest.raises(ConfigError, match="does not have one JSON object per line") as caught:
         load_examples(Data(source="jsonl", path=str(path)))
-    command = str(caught.value).partition("To convert it:\n")[2]
+    command = str(caught.value).partition("To convert it: ")[2]
+    assert "\n" not in command.replace(str(path), "")
     subprocess.run(command.replace("python", shlex.quote(sys.executable), 1), shell=True, check=True)
     return list(load_examples(Data(source="jsonl", path=str(path.with_suffix(".jsonl")))))
 

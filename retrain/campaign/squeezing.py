@@ -25,10 +25,11 @@ class FirstRunAnalysis:
         self.thread: threading.Thread | None = None
 
     def begin(self, run: Run) -> None:
-        """Analyze a finished run, unless it has no adapter or one was analyzed before."""
-        if self.config.squeeze is None or self.thread is not None or "squeeze" in self.manifest.table:
+        """Analyze a finished run, unless it has no adapter or one was analyzed before; that one again if extended."""
+        if self.config.squeeze is None or self.thread is not None or not run.config.model.lora_rank:
             return
-        if not run.config.model.lora_rank:
+        before = self.manifest.table.get("squeeze")
+        if before and (before["run"] != run.name or before.get("steps") == run.max_steps):
             return
         self.thread = threading.Thread(target=self._work, args=(run,), daemon=True)
         self.thread.start()
@@ -64,6 +65,7 @@ class FirstRunAnalysis:
             return
         self.found = {
             "run": run.name,
+            "steps": run.max_steps,
             "source_rank": analysis.source_rank,
             "recommended_rank": analysis.recommended_rank,
             "min_variance_retention": analysis.min_variance_retention,

@@ -83,6 +83,17 @@ def test_a_resume_analyses_the_first_run_that_finished(tmp_path: Path, monkeypat
     assert manifest_of(tmp_path)["squeeze"]["run"] == "maxrl+none_s1"
 
 
+def test_a_run_that_is_extended_is_analysed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for steps, analyses in ((4, 1), (6, 1), (6, 0)):
+        config = campaign_config(tmp_path, {"squeeze": {}, "model": {"lora_rank": 8}}, max_steps=steps)
+        assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
+        assert capsys.readouterr().out.count("Mean Var%") == analyses
+        found = manifest_of(tmp_path)["squeeze"]
+        assert (found["run"], found["steps"]) == ("grpo+none_s1", steps)
+
+
 def test_runs_without_an_adapter_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -10,17 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from retrain.analysis.health import Check, check_health
+from retrain.analysis.health import METRIC_KEYS, Check, check_health
 from retrain.runtime.text import plural
 from retrain.storage.checkpoint import STATE_FILE, last_edit, read_state
 from retrain.storage.folder import CONFIG_FILE, LOCK_FILE
 from retrain.storage.logs import EVALS, METRICS, has_step, is_evaluation, parse_rows
 from retrain.storage.publishing import is_alive
+from retrain.storage.tail import Tail
 from retrain.types import JsonObject
 
 Table = JsonObject
 # Enough for the last steps of a log of any length.
 _TAIL_BYTES = 1 << 17
+_CHECKED_KEYS = ("step", "uncertainty_kind", *METRIC_KEYS)
 # Number of last steps that the ETA is based on.
 _RECENT_STEPS = 20
 
@@ -55,7 +57,7 @@ class RunProgress:
     """Run time over all attempts, as recorded by the campaign; None for a run that belongs to none."""
     attempts: int = 1
     health: tuple[Check, ...] = ()
-    """Checks of the beginning and the end of its logs."""
+    """Empty if they were not read."""
     activity: str = ""
     """What a running run does outside of steps: loading, before the first, or evaluating, after the last."""
     error: str = ""
@@ -93,10 +95,13 @@ def describe_done(runs: Iterable[RunProgress]) -> str:
     return f"{sum(status in DONE for status in statuses)} of {plural(len(statuses), 'run')} done{others}"
 
 
-def read_progress(folder: Path) -> RunProgress:
-    """Read the progress of a run without changing its folder, whatever its files contain."""
+def read_progress(folder: Path, checks: bool = True) -> RunProgress:
+    """Read the progress of a run without changing its folder, whatever its files contain.
+
+    The health `checks` read all of its log, the rest only the end.
+    """
     try:
-        return _checked(_read_run(folder))
+        return _checked(_read_run(folder, checks))
     except Exception:
         return RunProgress("running" if is_locked(folder) else "unreadable")
 
@@ -109,17 +114,16 @@ def _checked(progress: RunProgress) -> RunProgress:
     return progress
 
 
-def _read_run(folder: Path) -> RunProgress:
+def _read_run(folder: Path, checks: bool) -> RunProgress:
     config, state = _read_config(folder), read_state(folder)
-    steps = [row for row in read_ends(folder / METRICS) if has_step(row)]
+    steps = [row for row in read_tail(folder / METRICS) if has_step(row)]
     last = steps[-1] if steps else {}
     training = config.get("training", {})
     # With epochs, the number of steps is known once the data is, so it is in the state and not in the file.
     max_steps = state.get("max_steps") if training.get("epochs") else training.get("max_steps")
     done = max(int(state.get("step", 0)), int(last.get("step", -1)) + 1)
     times = [row["step_time_s"] for row in steps[-_RECENT_STEPS:] if isinstance(row.get("step_time_s"), float)]
-    evaluations = [row for row in read_ends(folder / EVALS) if is_evaluation(row)]
-    max_tokens = training.get("max_tokens")
+    evaluations = [row for row in read_tail(folder / EVALS) if is_evaluation(row)]
     is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
     status = _status(folder, state)
     return RunProgress(
@@ -133,9 +137,7 @@ def _read_run(folder: Path) -> RunProgress:
         held_out=evaluations[-1].get("eval_pass_at_1") if evaluations else None,
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_quiet_seconds(folder),
-        health=tuple(check_health(steps, evaluations, max_tokens, last_edit(state, steps[-1]["step"])))
-        if steps
-        else (),
+        health=_check(folder, training.get("max_tokens"), state) if checks else (),
         activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
         error=str(state.get("error", "")) if status == "failed" else "",
     )
@@ -236,18 +238,61 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def read_ends(path: Path) -> list[Table]:
-    """The first and the last complete rows of a JSONL file: all of a short one."""
-    last = read_tail(path)
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size <= _TAIL_BYTES:
-                return last
-            first = list(parse_rows(file.read(_TAIL_BYTES).split(b"\n")[:-1]))
-    except OSError:
-        return last
-    known = {row.get("step") for row in first}
-    return [*first, *(row for row in last if row.get("step") not in known)]
+class _GrowingLog:
+    """All rows of a log; of a step, only the values that checks need, as a live display may keep many runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.tail = Tail(path)
+        self.rows: list[Table] = []
+        self.version = 0
+        """Increases with every change of the rows."""
+
+    def update(self) -> None:
+        """Read what was appended since the last time."""
+        if self.tail.has_changed():
+            self.tail.rewind()
+            self.rows = []
+            self.version += 1
+        while lines := self.tail.read():
+            rows = (row for row in parse_rows(lines) if has_step(row))
+            if self.tail.path.name == METRICS:
+                rows = ({key: row[key] for key in _CHECKED_KEYS if key in row} for row in rows)
+            self.rows += rows
+            self.version += 1
+
+
+class _Checks:
+    """The health checks of a run over all of its steps, made again when something has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics, self.evals = _GrowingLog(folder / METRICS), _GrowingLog(folder / EVALS)
+        self.made_of: tuple[int | None, ...] = ()
+        self.found: tuple[Check, ...] = ()
+
+    def update(self, max_tokens: int | None, state: Table) -> tuple[Check, ...]:
+        self.metrics.update()
+        self.evals.update()
+        steps, evaluations = self.metrics.rows, [row for row in self.evals.rows if is_evaluation(row)]
+        if not steps:
+            return ()
+        edited_at = last_edit(state, steps[-1]["step"])
+        made_of = (self.metrics.version, self.evals.version, max_tokens, edited_at)
+        if made_of != self.made_of:
+            self.found = tuple(check_health(steps, evaluations, max_tokens, edited_at))
+            self.made_of = made_of
+        return self.found
+
+
+_checks: dict[str, _Checks] = {}
+"""By folder: a live display asks for them every second."""
+
+
+def _check(folder: Path, max_tokens: int | None, state: Table) -> tuple[Check, ...]:
+    # A program may change its working directory between two calls.
+    path = os.path.abspath(folder)
+    if path not in _checks:
+        _checks[path] = _Checks(Path(path))
+    return _checks[path].update(max_tokens, state)
 
 
 def read_tail(path: Path) -> list[Table]:

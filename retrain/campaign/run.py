@@ -317,7 +317,7 @@ def _describe_exit(code: int) -> str:
 def final_metrics(folder: Path) -> JsonObject:
     """The last step of a run, its metrics and its last evaluation."""
     steps, evaluations = read_tail(folder / METRICS), read_tail(folder / EVALS)
-    progress = read_progress(folder)
+    progress = read_progress(folder, checks=False)
     last = evaluations[-1] if evaluations else None
     return {
         "step": progress.step,

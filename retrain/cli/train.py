@@ -200,7 +200,7 @@ def explain_finished(config: TrainConfig) -> str:
     from retrain.storage.folder import has_work_left  # noqa: PLC0415
 
     folder = Path(config.resume.from_).expanduser()
-    steps, progress = finished_steps(folder), read_progress(folder)
+    steps, progress = finished_steps(folder), read_progress(folder, checks=False)
     # Rows beyond the last checkpoint are removed by a resume.
     if steps != progress.step or has_work_left(config, steps):
         return ""

@@ -60,7 +60,7 @@ def find_logs(folders: Sequence[Path], logs: dict[Path, RunLog], budget_s: float
             earlier, logs[path] = logs[path], RunLog(path)
             logs[path].epoch = earlier.epoch + 1
         logs[path].update(max(0.02, until - time.monotonic()))
-        return logs[path].record(status=read_progress(path).status)
+        return logs[path].record(status=read_progress(path, checks=False).status)
 
     return find_runs(folders, tell_apart=True, read=read)
 
@@ -95,7 +95,7 @@ def find_advice(logs: Sequence[RunLog]) -> dict[str, list[JsonObject]]:
 
 def describe_run(run: RunRecord, log: RunLog) -> Data:
     """The totals, evaluations and checks of one run; its curves are `log.columns.buckets()`."""
-    columns, progress = log.columns, read_progress(run.path)
+    columns, progress = log.columns, read_progress(run.path, checks=False)
     rates, times = columns.column("correct_rate"), columns.column("step_time_s")
     late = rates[-max(1, len(rates) // 10) :]
     evals = [_evaluation(row) for row in comparable(list(run.evaluations.values()))]

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,9 @@ def test_a_run_of_trl_is_listed_as_of_its_last_checkpoint(tmp_path: Path, capsys
 
 
 def test_the_order_is_that_of_the_last_steps_whatever_is_written_later(tmp_path: Path, capsys: Captured) -> None:
-    for time, name in enumerate(("c", "a", "camp/runs/x_s1", "b")):
+    for age, name in enumerate(("c", "a", "camp/runs/x_s1", "b")):
         write_run(tmp_path / name, [0.1])
-        os.utime(tmp_path / name / "metrics.jsonl", (1000.0 + time, 1000.0 + time))
+        os.utime(tmp_path / name / "metrics.jsonl", (1000.0 + age, 1000.0 + age))
     (tmp_path / "camp" / "manifest.json").write_text("{}")
     (tmp_path / "begun").mkdir()
     for name in ("config.toml", "trainer_state.json"):
@@ -290,6 +291,31 @@ def test_a_run_of_trl_with_an_odd_state_is_unreadable(tmp_path: Path, capsys: Ca
 def test_a_lock_file_with_odd_contents_is_no_lock(tmp_path: Path, owner: str) -> None:
     (tmp_path / ".lock").write_text(owner, errors="surrogateescape")
     assert not is_locked(tmp_path)
+
+
+def test_the_checks_of_a_long_run_look_at_all_of_it_and_follow_what_is_appended_and_cut(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.5])
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+
+    def write(steps: int, dead: range, mode: str = "w", start: int = 0) -> None:
+        with (tmp_path / "metrics.jsonl").open(mode) as file:
+            for step in range(start, steps):
+                groups = {"batch_size": 4, "groups_all_right": 4 * (step in dead), "groups_all_wrong": 0}
+                file.write(json.dumps(first | groups | {"step": step, "pad": "x" * 2000, "time": time.time()}) + "\n")
+
+    def since() -> int | None:
+        return next(check.step for check in read_progress(tmp_path).health if check.name == "dead groups")
+
+    write(600, range(300, 900))
+    # The mean of ten steps reaches a half at the fifth.
+    assert since() == 304
+    write(700, range(300, 900), "a", 600)
+    assert since() == 304
+    write(700, range(650, 900))
+    assert since() == 654
+    write(500, range(650, 900))
+    assert since() is None
+    assert read_progress(tmp_path, checks=False).health == ()
 
 
 def test_a_torn_log_is_read_up_to_the_last_complete_line(tmp_path: Path) -> None:

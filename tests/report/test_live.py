@@ -164,7 +164,7 @@ def test_the_server_waits_for_a_folder_in_one_that_exists(
 
 def test_a_long_log_is_shown_from_a_preview_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrain.report.runlog.PREVIEW_BYTES", 100)
-    monkeypatch.setattr("retrain.report.runlog._CHUNK_BYTES", 100)
+    monkeypatch.setattr("retrain.storage.tail._CHUNK_BYTES", 100)
     monkeypatch.setattr("retrain.report.runlog._EDGE_BYTES", 400)
     monkeypatch.setattr("retrain.report.runlog.PREVIEW_ROWS", 20)
     folder = write_run(tmp_path / "a", 1, steps=300)

@@ -20,6 +20,7 @@ from retrain.campaign.processes import Executor, LocalProcesses, RunExit
 from retrain.campaign.progress import (
     DONE,
     RunProgress,
+    finished_steps,
     is_finished,
     is_locked,
     read_progress,
@@ -158,9 +159,13 @@ class Campaign:
     def _announce(self) -> None:
         done = len(self.runs) - len(self.pending)
         for run in self.runs.values():
-            if run not in self.pending and self.manifest[run.name]["status"] != "finished":
+            was_finished = self.manifest[run.name]["status"] == "finished"
+            if run not in self.pending and not was_finished:
                 # It ended after an earlier session was killed.
                 self.manifest.update(run.name, status="finished", **final_metrics(run.folder))
+            elif run in self.pending and was_finished:
+                # It got more steps, or its folder was deleted.
+                self.manifest.update(run.name, status="interrupted" if finished_steps(run.folder) > 0 else "pending")
         folder = shorten_path(self.manifest.folder)
         self.screen.log(f"Campaign of {plural(len(self.runs), 'run')} in {folder}; {done} already done.")
         finished = [record["name"] for record in self.manifest.table["runs"] if record["status"] == "finished"]

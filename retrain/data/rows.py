@@ -26,8 +26,8 @@ _SHOWN_ISSUES = 5
 # Exactly the last line of a GSM8K answer: `####` also occurs in code and in Markdown.
 _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 # Of one line each: `doctor` shows them in a table.
-_PRINT_ROWS = "import {modules}; [print(json.dumps(row)) for row in {rows}]"
-_FROM_TABLE = 'csv.DictReader(open(sys.argv[1], encoding="utf-8-sig", newline=""), delimiter="{delimiter}")'
+_PRINT_ROWS = "import {modules}; [print(json.dumps(row, default=str)) for row in {rows}]"
+_FROM_TABLE = 'csv.DictReader(open(sys.argv[1], encoding="{encoding}", newline=""), delimiter="{delimiter}")'
 _FROM_ARRAY = 'json.load(open(sys.argv[1], encoding="utf-8-sig"))'
 _FROM_PARQUET = "datasets.Dataset.from_parquet(sys.argv[1])"
 
@@ -53,6 +53,8 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     if script := _conversion_script(path, content):
         made = path.with_suffix(suffix)
+        if made.exists():
+            made = path.with_name(path.name + suffix)
         command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))} > {shlex.quote(str(made))}"
         raise ConfigError(f"{path} does not have one JSON object per line.  To convert it: {command}")
     return content
@@ -65,13 +67,24 @@ def _conversion_script(path: Path, content: bytes) -> str:
         header = content.partition(b"\n")[0]
         # Spreadsheets write semicolons where the comma is the decimal mark.
         delimiter = max((b",", b";", b"\t"), key=header.count)
-        rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"))
+        rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"), encoding=_find_encoding(content))
         return _PRINT_ROWS.format(modules="csv, json, sys", rows=rows)
     if suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return _PRINT_ROWS.format(modules="json, sys", rows=_FROM_ARRAY)
     if content.startswith(b"PAR1"):
         return _PRINT_ROWS.format(modules="datasets, json, sys", rows=_FROM_PARQUET)
     return ""
+
+
+def _find_encoding(content: bytes) -> str:
+    """That of a table: spreadsheets write all of these."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return "cp1252"
+    return "utf-8-sig"
 
 
 class BadRow(Exception):

@@ -393,6 +393,21 @@ def test_a_campaign_that_stops_early_keeps_its_conditions(
         run_with(FakeExecutor(clearly_better), stopping, monkeypatch)
 
 
+def test_runs_that_get_more_steps_are_not_done_until_they_have_them(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    assert run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch) == 0
+    executor = FakeExecutor()
+    executor.on_poll = lambda: os.kill(os.getpid(), signal.SIGINT)
+    assert run_with(executor, campaign_config(tmp_path, max_steps=6), monkeypatch) == 130
+    assert set(statuses(tmp_path).values()) == {"interrupted"}
+    capsys.readouterr()
+    assert cli(["status", str(tmp_path)]) == 0
+    assert "campaign, interrupted, 0 of 4 runs done" in capsys.readouterr().out
+    assert run_with(FakeExecutor(), campaign_config(tmp_path, max_steps=6), monkeypatch) == 0
+    assert set(statuses(tmp_path).values()) == {"finished"}
+
+
 def test_a_run_that_was_skipped_and_then_run_is_not_called_skipped(
     tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,15 +83,19 @@ def test_a_resume_analyses_the_first_run_that_finished(tmp_path: Path, monkeypat
     assert manifest_of(tmp_path)["squeeze"]["run"] == "maxrl+none_s1"
 
 
-def test_a_run_that_is_extended_is_analysed_again(
+def test_a_run_that_is_extended_is_analysed_again_once_it_has_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
+    def with_growing_adapter(run: Run) -> float:
+        write_adapter(run.folder / "adapter", random_factors(run.max_steps), rank=run.max_steps)
+        return rate_by_seed(run)
+
     for steps, analyses in ((4, 1), (6, 1), (6, 0)):
         config = campaign_config(tmp_path, {"squeeze": {}, "model": {"lora_rank": 8}}, max_steps=steps)
-        assert run_with(FakeExecutor(with_adapter), config, monkeypatch) == 0
+        assert run_with(FakeExecutor(with_growing_adapter), config, monkeypatch) == 0
         assert capsys.readouterr().out.count("Mean Var%") == analyses
         found = manifest_of(tmp_path)["squeeze"]
-        assert (found["run"], found["steps"]) == ("grpo+none_s1", steps)
+        assert (found["run"], found["steps"], found["source_rank"]) == ("grpo+none_s1", steps, steps)
 
 
 def test_runs_without_an_adapter_are_passed_over(

@@ -2,6 +2,7 @@ import json
 import shlex
 import subprocess
 import sys
+from datetime import datetime
 from fractions import Fraction
 
 import numpy as np
@@ -105,14 +106,19 @@ def convert(path):
     return list(load_examples(Data(source="jsonl", path=str(path.with_suffix(".jsonl")))))
 
 
-# Excel writes a byte-order mark, and semicolons in many countries.
 @pytest.mark.parametrize(
-    ("suffix", "mark", "bom"),
-    [(".csv", ",", ""), (".CSV", ";", "\ufeff"), (".csv", "\t", ""), (".tsv", "\t", "\ufeff")],
+    ("suffix", "mark", "encoding"),
+    [
+        (".csv", ",", "utf-8"),
+        # Excel writes a byte-order mark, and semicolons in many countries.
+        (".CSV", ";", "utf-8-sig"),
+        (".csv", "\t", "utf-16"),
+        (".tsv", "\t", "cp1252"),
+    ],
 )
-def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark, bom):
+def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark, encoding):
     path = tmp_path / f"my rows' {suffix}"
-    path.write_text(f'{bom}prompt{mark}answer\r\n"2{mark}2\n{{é}}?"{mark}007\r\n', newline="", encoding="utf-8")
+    path.write_text(f'prompt{mark}answer\r\n"2{mark}2\n{{é}}?"{mark}007\r\n', newline="", encoding=encoding)
     (example,) = convert(path)
     assert (example.prompt, example.reference) == (f"2{mark}2\n{{é}}?", "007")
 
@@ -123,6 +129,10 @@ def test_the_command_that_an_array_is_refused_with_converts_it(tmp_path):
     assert [(example.prompt, example.reference) for example in convert(path)] == [("2+2?", "4"), ("é", "5")]
     path.write_text('{"prompt": "2+2?", "answer": "4"}\n')
     assert len(list(load_examples(Data(source="jsonl", path=str(path))))) == 1
+    # The file that the command writes must not be another's.
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"rows\.json\.jsonl$"):
+        load_examples(Data(source="jsonl", path=str(path)))
 
 
 @pytest.mark.slow
@@ -130,7 +140,7 @@ def test_the_command_that_a_parquet_file_is_refused_with_converts_it(tmp_path):
     import datasets
 
     path = tmp_path / "rows.parquet"
-    datasets.Dataset.from_list([{"prompt": "2+2?", "answer": "4"}]).to_parquet(path)
+    datasets.Dataset.from_list([{"prompt": "2+2?", "answer": "4", "at": datetime(2026, 1, 2)}]).to_parquet(path)
     assert [(example.prompt, example.reference) for example in convert(path)] == [("2+2?", "4")]
 
 

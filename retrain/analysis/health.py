@@ -222,7 +222,10 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
 
 def _skipped_updates(metrics: Sequence[Row]) -> list[tuple[int, float]]:
     """At every step, the share of the last updates that were skipped, since their gradient was not finite."""
-    counts = [0] * WINDOW + [int(_number(row.get("skipped_steps")) or 0) for row in metrics]
+    counts = [int(_number(row.get("skipped_steps")) or 0) for row in metrics]
+    # The number grows over the whole run, of which these may be the last steps.
+    before = counts[0] if metrics and metrics[0]["step"] > 0 else 0
+    counts = [before] * WINDOW + counts
     return [
         (int(row["step"]), (counts[at + WINDOW] - counts[at]) / min(WINDOW, at + 1)) for at, row in enumerate(metrics)
     ]

@@ -142,7 +142,9 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
     status = record["status"]
     # The manifest covers failures and runs on other machines; the lock shows whether a local run is alive.
     if status == "running" and progress.status != "running" and not is_locked(folder):
-        status = progress.status
+        # A run that got more steps and was killed while it loaded has recorded only its earlier end.
+        is_short = progress.step < record["max_steps"]
+        status = "dead" if progress.status == "finished" and is_short else progress.status
     if status == "finished" and not (folder / record["folder"]).is_dir():
         status = "pending"  # removed, so that a resume starts it again
     return replace(

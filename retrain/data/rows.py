@@ -28,7 +28,7 @@ _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 # Of one line each: `doctor` shows them in a table.
 _PRINT_ROWS = "import {modules}; [print(json.dumps(row, default=str)) for row in {rows}]"
 _FROM_TABLE = 'csv.DictReader(open(sys.argv[1], encoding="{encoding}", newline=""), delimiter="{delimiter}")'
-_FROM_ARRAY = 'json.load(open(sys.argv[1], encoding="utf-8-sig"))'
+_FROM_ARRAY = 'json.load(open(sys.argv[1], encoding="{encoding}"))'
 _FROM_PARQUET = "datasets.Dataset.from_parquet(sys.argv[1])"
 
 Row = Mapping[str, Any]
@@ -62,22 +62,22 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
 
 def _conversion_script(path: Path, content: bytes) -> str:
     """Python code that prints the rows of a file of another format, one per line; empty if it has none of those."""
-    suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
+    suffix, encoding = path.suffix.lower(), _find_encoding(content)
+    if suffix in (".csv", ".tsv") and content:
         header = content.partition(b"\n")[0]
         # Spreadsheets write semicolons where the comma is the decimal mark.
         delimiter = max((b",", b";", b"\t"), key=header.count)
-        rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"), encoding=_find_encoding(content))
+        rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"), encoding=encoding)
         return _PRINT_ROWS.format(modules="csv, json, sys", rows=rows)
-    if suffix == ".json" and content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        return _PRINT_ROWS.format(modules="json, sys", rows=_FROM_ARRAY)
+    if suffix == ".json" and content.decode(encoding, errors="ignore").lstrip().startswith("["):
+        return _PRINT_ROWS.format(modules="json, sys", rows=_FROM_ARRAY.format(encoding=encoding))
     if content.startswith(b"PAR1"):
         return _PRINT_ROWS.format(modules="datasets, json, sys", rows=_FROM_PARQUET)
     return ""
 
 
 def _find_encoding(content: bytes) -> str:
-    """That of a table: spreadsheets write all of these."""
+    """That of a file which another program wrote; spreadsheets write all of these."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     try:

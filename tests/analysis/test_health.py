@@ -246,6 +246,12 @@ def test_a_run_most_of_whose_updates_are_skipped_does_not_learn() -> None:
     check = find("learning", check_health(short))
     assert (check.level, check.step) == ("problem", 0)
     assert check.value == "3 of the last 3 updates skipped, not finite"
+    # Of those before an edit, only the total is known.
+    edited = [HEALTHY | {"step": step, "skipped_steps": min(step + 1, 9)} for step in range(12)]
+    value = find("learning", check_health(edited, edited_at=7)).value
+    assert value.startswith("reward") or "fewer than" in value
+    several = [row | {"skipped_steps": row["step"] + 1} for row in edited]
+    assert "4 of the last 5 updates" in find("learning", check_health(several, edited_at=7)).value
     # Once, or long ago: the result counts.
     for skipped in ([0] * 39 + [1], [0] * 5 + [9] * 35):
         rows = [row | {"skipped_steps": count} for row, count in zip(steps(), skipped, strict=True)]

@@ -352,6 +352,18 @@ def test_a_run_whose_folder_was_removed_is_not_done(
     assert f"campaign, interrupted, {len(done) - 1} of {len(done)} runs done" in printed and "To resume: " in printed
 
 
+def test_a_run_that_is_killed_before_the_first_of_more_steps_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
+    table = json.loads((tmp_path / "manifest.json").read_text())
+    # As the next session, of more steps, left it: both were killed while the run loaded.
+    table["runs"][0] |= {"status": "running", "max_steps": 8}
+    (tmp_path / "manifest.json").write_text(json.dumps(table))
+    first, second = list(read_campaign(tmp_path).runs.values())[:2]
+    assert (first.status, first.step, first.max_steps, second.status) == ("dead", 4, 8, "finished")
+
+
 def test_a_live_campaign_has_an_eta_and_a_dead_one_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

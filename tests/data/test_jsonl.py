@@ -129,6 +129,9 @@ def test_the_command_that_an_array_is_refused_with_converts_it(tmp_path):
     assert [(example.prompt, example.reference) for example in convert(path)] == [("2+2?", "4"), ("é", "5")]
     path.write_text('{"prompt": "2+2?", "answer": "4"}\n')
     assert len(list(load_examples(Data(source="jsonl", path=str(path))))) == 1
+    other = tmp_path / "other.json"
+    other.write_text('[{"prompt": "é", "answer": "5"}]', encoding="utf-16")
+    assert [example.prompt for example in convert(other)] == ["é"]
     # The file that the command writes must not be another's.
     path.write_text("[]")
     with pytest.raises(ConfigError, match=r"rows\.json\.jsonl$"):

@@ -17,7 +17,7 @@ from retrain.config import dump_config
 from retrain.errors import CheckpointError
 from retrain.isolation.redaction import redact
 from retrain.runtime.child import CHILD, PARENT
-from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.checkpoint import Checkpoints, replace_file
 from retrain.storage.folder import CONFIG_FILE, RUN_FILES, with_absolute_paths
 
 STDOUT, STDERR = "stdout.log", "stderr.log"
@@ -135,7 +135,7 @@ def prepare_folder(run: Run) -> None:
             path = run.folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     # Paths in a campaign file are relative to the working directory.
-    (run.folder / CONFIG_FILE).write_text(dump_config(with_absolute_paths(run.config)), encoding="utf-8")
+    replace_file(run.folder / CONFIG_FILE, dump_config(with_absolute_paths(run.config)))
 
 
 def has_checkpoint(folder: Path) -> bool:

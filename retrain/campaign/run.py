@@ -40,7 +40,7 @@ from retrain.errors import ConfigError, MissingExtraError, PluginError
 from retrain.losses import build_loss
 from retrain.runtime.interrupts import INTERRUPTED, SIGNALS
 from retrain.runtime.text import list_some, plural, shorten_path
-from retrain.storage.checkpoint import explain_write_error
+from retrain.storage.checkpoint import explain_write_error, replace_file
 from retrain.storage.folder import CONFIG_FILE, lock_folder, step_aside
 from retrain.storage.logs import EVALS, MANIFEST, METRICS
 from retrain.types import JsonObject
@@ -82,7 +82,7 @@ def run_campaign(config: TrainConfig, force_resume: bool = False, source: str = 
         raise explain_write_error(error, folder) from error
     with lock, _catch_signals() as signals, screen:
         manifest = earlier or Manifest(folder)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        replace_file(folder / CONFIG_FILE, dump_config(config))
         manifest.begin(config, runs)
         return Campaign(config, runs, manifest, executor, screen).run(signals)
 

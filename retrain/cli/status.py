@@ -145,14 +145,17 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
         # A run that got more steps and was killed while it loaded has recorded only its earlier end.
         is_short = progress.step < record["max_steps"]
         status = "dead" if progress.status == "finished" and is_short else progress.status
-    if status == "finished" and not (folder / record["folder"]).is_dir():
+    if status in ("finished", "interrupted") and not (folder / record["folder"]).is_dir():
         status = "pending"  # removed, so that a resume starts it again
+    started, quiet = _since_start(record, status), progress.quiet_seconds
     return replace(
         progress,
         status=status,
+        # The last step may be one of an earlier session.
+        quiet_seconds=quiet if quiet is None or started is None else min(quiet, started),
         condition=record["condition"],
         max_steps=record["max_steps"],
-        elapsed_seconds=_elapsed(record, status),
+        elapsed_seconds=float(record["seconds"]) + (started or 0.0),
         attempts=record["attempts"],
         error=progress.error or _find_error(record.get("error") or "") if status == "failed" else "",
     )
@@ -164,11 +167,11 @@ def _find_error(stderr: str) -> str:
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), (lines or [""])[-1])
 
 
-def _elapsed(record: Record, status: str) -> float:
-    seconds = float(record["seconds"])
+def _since_start(record: Record, status: str) -> float | None:
+    """Seconds since a running run was started in this session."""
     if status != "running" or not record.get("started"):
-        return seconds
-    return seconds + max(0.0, (datetime.now(UTC) - datetime.fromisoformat(record["started"])).total_seconds())
+        return None
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(record["started"])).total_seconds())
 
 
 def describe(entry: Entry) -> dict[str, object]:

@@ -29,6 +29,7 @@ _GSM8K_LAST_LINE = re.compile(r"####\s*([-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 _PRINT_ROWS = "import {modules}; [print(json.dumps(row, default=str)) for row in {rows}]"
 _FROM_TABLE = 'csv.DictReader(open(sys.argv[1], encoding="{encoding}", newline=""), delimiter="{delimiter}")'
 _FROM_ARRAY = 'json.load(open(sys.argv[1], encoding="{encoding}"))'
+_GUESSED_ENCODING = "It is not UTF-8 either; if it is not Western European text, replace cp1252 by its encoding."
 _FROM_PARQUET = "datasets.Dataset.from_parquet(sys.argv[1])"
 
 Row = Mapping[str, Any]
@@ -56,7 +57,8 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
         if made.exists():
             made = path.with_name(path.name + suffix)
         command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))} > {shlex.quote(str(made))}"
-        raise ConfigError(f"{path} does not have one JSON object per line.  To convert it: {command}")
+        guess = f"  {_GUESSED_ENCODING}" if "cp1252" in script else ""
+        raise ConfigError(f"{path} does not have one JSON object per line.{guess}  To convert it: {command}")
     return content
 
 

@@ -247,7 +247,7 @@ def restore_config(folder: Path, log: Callable[[str], None]) -> None:
             inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG_FILE}"))
             hint = f"  Try: a run in it, {list_some(inside)}" if inside else ""
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}, and no checkpoint with a copy of it.{hint}")
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    replace_file(folder / CONFIG_FILE, text)
     log(f"Note: {folder / CONFIG_FILE} was missing, and is restored from the newest checkpoint.")
 
 

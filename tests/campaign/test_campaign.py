@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -406,6 +407,19 @@ def test_runs_that_get_more_steps_are_not_done_until_they_have_them(
     assert "campaign, interrupted, 0 of 4 runs done" in capsys.readouterr().out
     assert run_with(FakeExecutor(), campaign_config(tmp_path, max_steps=6), monkeypatch) == 0
     assert set(statuses(tmp_path).values()) == {"finished"}
+
+
+def test_a_campaign_that_cannot_be_written_keeps_its_configuration(tmp_path: Path, monkeypatch: Patch) -> None:
+    assert run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch) == 0
+    before = (tmp_path / "config.toml").read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_with(FakeExecutor(), campaign_config(tmp_path, max_steps=6), monkeypatch)
+    assert (tmp_path / "config.toml").read_text() == before
 
 
 def test_a_run_that_was_skipped_and_then_run_is_not_called_skipped(

@@ -15,6 +15,7 @@ import pytest
 import rich.console
 from folders import write_run
 
+from retrain.campaign.manifest import now
 from retrain.campaign.progress import (
     RunProgress,
     is_finished,
@@ -346,6 +347,11 @@ def test_a_run_whose_folder_was_removed_is_not_done(
     done = read_campaign(tmp_path / "sweep").runs
     assert {run.status for run in done.values()} == {"finished"}
     shutil.rmtree(tmp_path / "sweep" / "runs" / next(iter(done)))
+    table = json.loads((tmp_path / "sweep" / "manifest.json").read_text())
+    for status in ("finished", "interrupted"):
+        table["runs"][0]["status"] = status
+        (tmp_path / "sweep" / "manifest.json").write_text(json.dumps(table))
+        assert next(iter(read_campaign(tmp_path / "sweep").runs.values())).status == "pending"
     capsys.readouterr()
     assert run(["status", str(tmp_path / "sweep")]) == 0
     printed = capsys.readouterr().out
@@ -358,8 +364,12 @@ def test_a_run_that_is_killed_before_the_first_of_more_steps_is_not_done(
     run_with(FakeExecutor(), campaign_config(tmp_path), monkeypatch)
     table = json.loads((tmp_path / "manifest.json").read_text())
     # As the next session, of more steps, left it: both were killed while the run loaded.
-    table["runs"][0] |= {"status": "running", "max_steps": 8}
+    table["runs"][0] |= {"status": "running", "max_steps": 8, "started": now()}
     (tmp_path / "manifest.json").write_text(json.dumps(table))
+    os.utime(tmp_path / table["runs"][0]["folder"] / "metrics.jsonl", (1000.0, 1000.0))
+    with lock_folder(tmp_path):
+        loading = next(iter(read_campaign(tmp_path).runs.values()))
+    assert loading.status == "running" and loading.quiet_seconds is not None and loading.quiet_seconds < 100
     first, second = list(read_campaign(tmp_path).runs.values())[:2]
     assert (first.status, first.step, first.max_steps, second.status) == ("dead", 4, 8, "finished")
 

@@ -123,6 +123,18 @@ def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, 
     assert (example.prompt, example.reference) == (f"2{mark}2\n{{é}}?", "007")
 
 
+def test_the_encoding_of_a_table_is_called_a_guess_if_it_is_one(tmp_path):
+    path = tmp_path / "rows.csv"
+    for text, encoding, is_guess in (
+        ("prompt,answer\n2+2?,é", "utf-8", False),
+        ("prompt,answer\nДва?,2", "cp1251", True),
+    ):
+        path.write_text(text, encoding=encoding)
+        with pytest.raises(ConfigError) as caught:
+            load_examples(Data(source="jsonl", path=str(path)))
+        assert ("replace cp1252 by its encoding" in str(caught.value)) is is_guess
+
+
 def test_the_command_that_an_array_is_refused_with_converts_it(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"prompt": "2+2?", "answer": "4"}, {"prompt": "é", "answer": 5}], indent=1))

@@ -296,7 +296,7 @@ def _describe_looks(campaigns: Mapping[Path, JsonObject], looks: Looks | None, a
         f"has the level {level:.4g}, so that the tests of all seeds and conditions together have an error rate of "
         f"{alpha:g}. The size of a difference at which a condition stopped early is overestimated.",
         *(
-            f"{name}: decided after {made['seeds']} seeds (p = {made['p_value']:.2g})."
+            f"{name}: decided after {made['seeds']} seeds (p = {made['p_value']:.2g}), which later seeds do not undo."
             for table in campaigns.values()
             for name, made in (table.get("stop_when") or {}).get("decisions", {}).items()
             if name in looks.decided

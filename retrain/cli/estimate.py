@@ -124,9 +124,10 @@ def max_turns(config: TrainConfig) -> int | None:
 def find_assumptions(config: TrainConfig) -> list[str]:
     """What is not in the numbers of an estimate."""
     notes, limits, training = [], config.backpressure, config.training
-    if config.resume.from_ and config.kind == "train":
-        done = max(Checkpoints(Path(config.resume.from_).expanduser(), 1, print).steps(), default=0)
-        notes.append(f"steps and times are those of the whole run; it has done {plural(done, 'step')}")
+    if config.resume.from_ and config.kind != "squeeze":
+        done = _steps_done(Path(config.resume.from_).expanduser(), config.kind)
+        whole = "run" if config.kind == "train" else "campaign"
+        notes.append(f"steps and times are those of the whole {whole}; it has done {plural(done, 'step')}")
     if limits.enabled:
         steps = "; epochs take more or fewer steps accordingly" if training.epochs else ""
         notes.append(
@@ -145,6 +146,14 @@ def find_assumptions(config: TrainConfig) -> list[str]:
     if max_turns(config) != 1:
         notes.append("the environment may take several turns; memory and prompt tokens are those of the first turn")
     return notes
+
+
+def _steps_done(folder: Path, kind: str) -> int:
+    if kind == "train":
+        return max(Checkpoints(folder, 1, print).steps(), default=0)
+    from retrain.cli.status import read_campaign  # noqa: PLC0415  (loads numpy)
+
+    return sum(run.step for run in read_campaign(folder).runs.values())
 
 
 def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) -> MemoryPlan | None:

@@ -56,7 +56,8 @@ def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
         return load_dataset(name, config, split=split)
     except Exception as error:
         # The library raises many kinds, each with the reason in its text.
-        reason = " ".join(str(error).split())[:300]
+        texts = (str(one) for one in (error, error.__cause__) if one)
+        reason = " ".join(": ".join(texts).split())[:300]
         raise ConfigError(f"dataset_id_or_path = {name!r} (split {split!r}) could not be loaded: {reason}") from error
 
 

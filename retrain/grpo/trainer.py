@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Sampler
 from transformers import GenerationMixin
 from transformers.utils import logging
 from trl.trainer.utils import pad
@@ -99,6 +100,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         self._newest_logps: Tensor | None = None
         self._has_logprobs = False
         """Whether the engine sampled a turn of the current batch, with log-probs."""
+
+    def _get_train_sampler(self, *arguments: Any, **others: Any) -> Sampler[int]:
+        sampler = super()._get_train_sampler(*arguments, **others)
+        return PromptOrder(sampler, lambda: int(self.state.epoch or 0))
 
     @property
     def _causal_lm(self) -> Any:
@@ -358,6 +363,28 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
         if part not in self._reasons:
             self._reasons[part] = reason
             logger.warning(f"Using TRL for {part}: {reason}.")
+
+
+class PromptOrder(Sampler[int]):
+    """TRL's order of the prompts, which is drawn epoch by epoch, also for a run that is resumed in a later epoch.
+
+    TRL repeats the order of the first epoch there.
+    """
+
+    def __init__(self, sampler: Any, epochs_done: Callable[[], int]) -> None:
+        self.sampler = sampler
+        self.epochs_done = epochs_done
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.drawn < self.epochs_done():
+            next(iter(self.sampler), None)
+            self.drawn += 1
+        self.drawn += 1
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
 
 
 def _find_special_adapter(model: Any) -> str:

@@ -446,7 +446,7 @@ def test_a_decision_of_the_sequential_test_stands(tmp_path: Path, capsys: pytest
     (campaign / "manifest.json").write_text(json.dumps(manifest | {"stop_when": made}))
     data = as_json(capsys, campaign)
     assert data["comparisons"][0]["verdict"] == "statistically_significant_improvement"
-    assert "maxrl+none: decided after 5 seeds (p = 0.01)." in data["notes"]
+    assert "maxrl+none: decided after 5 seeds (p = 0.01), which later seeds do not undo." in data["notes"]
     # It was about another metric, or at a higher level than asked for.
     for other in (("--metric", "loss"), ("--alpha", "0.01")):
         assert as_json(capsys, campaign, *other)["comparisons"][0]["verdict"] == "insufficient_evidence"

@@ -361,8 +361,11 @@ def test_a_campaign_that_is_resumed_with_its_file_is_looked_for_where_it_is(
     data = _explain(capsys, "retrain.toml", "--resume", "mine/")
     assert "mine/manifest.json" in data["files"] and not any("campaign_" in name for name in data["files"])
     assert (data["time"]["step_seconds"], data["time"]["from"]) == (2.0, "the median of 1 step in mine/runs")
+    note = "steps and times are those of the whole campaign; it has done 1 step"
+    assert note in data["notes"]
     assert run(["plan", "retrain.toml", "--resume", "mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"]["seconds"] == 2.0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["step"]["seconds"] == 2.0 and note in planned["notes"]
     (blocker,) = _explain(capsys, "retrain.toml", "--resume", "mine", "--campaign.seeds", "[2]")["blockers"]
     assert "holds another campaign" in blocker
 

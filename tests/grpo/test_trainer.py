@@ -144,6 +144,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Make, peft: Any, given:
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
+@pytest.mark.parametrize("steps", [*slow(4), 5], ids=["at its start", "within it"])
+def test_a_run_resumed_in_a_later_epoch_sees_the_prompts_of_an_uninterrupted_one(make: Make, steps: int) -> None:
+    seen: list[str] = []
+
+    def noting(prompts: list[str], completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(prompts[::4])
+        return by_length(completions)
+
+    given = {"prompts": ROWS[:4], "max_steps": 8, "save_strategy": "steps", "save_steps": 1, "reward": noting}
+    whole = make(**given)
+    whole.train()
+    made, seen[:] = list(seen), []
+    assert len(made) == 8 and sorted(made[:4]) == sorted(made[4:]) == sorted(ROWS[:4]) and made[:4] != made[4:]
+    resumed = make(**given)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / f"checkpoint-{steps}"))
+    assert seen == made[steps:]
+    weights = [one.model.state_dict() for one in (whole, resumed)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    # An uninterrupted run sees them as with TRL.
+    order = trl.GRPOTrainer._get_train_sampler(resumed)
+    assert [ROWS[at] for _ in range(2) for at in list(order)[::4]] == made
+
+
 @pytest.mark.parametrize(
     ("given", "sampling"),
     [

@@ -185,6 +185,9 @@ def test_files_and_columns_become_rows(tmp_path: Path) -> None:
     assert load_rows(run, "train", 1) == [{"prompt": asked, "answer": 4, "level": "easy"}]
     with pytest.raises(ConfigError, match=r"nowhere.* could not be loaded"):
         load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "nowhere")), "train", None)
+    (tmp_path / "rows.csv").write_text("question,answer\ngröße?,4\n", encoding="cp1252")
+    with pytest.raises(ConfigError, match=r"could not be loaded: .*: 'utf-8' codec can't decode"):
+        load_rows(RunSettings(dataset_id_or_path=str(tmp_path / "rows.csv")), "train", None)
 
 
 def test_a_row_without_an_answer_is_refused_where_answers_are_compared(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def read_file(section: schema.Data, suffix: str) -> bytes:
 
 def _conversion_script(path: Path, content: bytes) -> str:
     """Python code that prints the rows of a file of another format, one per line; empty if it has none of those."""
-    suffix, encoding = path.suffix.lower(), _find_encoding(content)
+    suffix = path.suffix.lower()
+    encoding = _find_encoding(content) if suffix in (".csv", ".tsv", ".json") else ""
     if suffix in (".csv", ".tsv") and content:
         header = content.partition(b"\n")[0]
         # Spreadsheets write semicolons where the comma is the decimal mark.

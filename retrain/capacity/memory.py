@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from retrain.capacity.sampling import Sampler
 from retrain.config import TrainConfig
-from retrain.runtime.devices import is_on_cpu
+from retrain.runtime.devices import cache_memory, is_on_cpu
 from retrain.types import JsonObject
 
 # Tokens per micro-batch where memory allows: enough to saturate the largest GPUs.
@@ -308,4 +308,5 @@ def _sampler_of(config: TrainConfig, width: int) -> Sampler:
         is_paged=not on_cpu and inference.attention_kernel != "flash",
         shares_prompts=inference.prefix_caching,
         prompts_at_once=config.training.prompts_per_sampling,
+        cache_room=cache_memory() if on_cpu else None,
     )

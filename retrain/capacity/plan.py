@@ -124,7 +124,8 @@ def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int) 
     token = work.cache_bytes_per_token(shape)
     if not work.sampler.is_paged:
         capacity = -(-work.longest // DENSE_BLOCK) * DENSE_BLOCK
-        at_once = min(cache_share(room) // (work.longest * token), rows)
+        limit = room if work.sampler.cache_room is None else min(room, work.sampler.cache_room)
+        at_once = min(cache_share(limit) // (work.longest * token), rows)
         return SamplingPlan(merging, copies, max(at_once, 1) * capacity * token, logits, at_once, at_once > 0)
     needed = blocks_at_limits(work, rows)
     fitting = cache_share(beside_logits(running, shape.vocabulary, room)) // (BLOCK * token)

@@ -83,6 +83,8 @@ class Sampler:
     shares_prompts: bool = True
     prompts_at_once: int = 0
     """Maximum prompts per batch; 0: all."""
+    cache_room: int | None = None
+    """Bytes that a CPU's cache is planned for; None on a GPU, where it is what is left."""
 
 
 @dataclass(frozen=True)

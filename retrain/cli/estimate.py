@@ -21,7 +21,8 @@ from retrain.data.order import ExampleOrder
 from retrain.errors import ConfigError, RetrainError
 from retrain.modeling.files import ModelFacts
 from retrain.plugins import REGISTRIES, is_plugin
-from retrain.runtime.text import plural
+from retrain.runtime.devices import is_on_cpu, machine_memory
+from retrain.runtime.text import format_bytes, plural
 from retrain.storage.checkpoint import Checkpoints
 from retrain.storage.logs import MANIFEST
 from retrain.types import Example, JsonObject
@@ -125,9 +126,7 @@ def find_assumptions(config: TrainConfig) -> list[str]:
     """What is not in the numbers of an estimate."""
     notes, limits, training = [], config.backpressure, config.training
     if config.resume.from_ and config.kind != "squeeze":
-        done = _steps_done(Path(config.resume.from_).expanduser(), config.kind)
-        whole = "run" if config.kind == "train" else "campaign"
-        notes.append(f"steps and times are those of the whole {whole}; it has done {plural(done, 'step')}")
+        notes.append(f"steps and times are those of {_describe_resumed(config)}")
     if limits.enabled:
         steps = "; epochs take more or fewer steps accordingly" if training.epochs else ""
         notes.append(
@@ -148,12 +147,19 @@ def find_assumptions(config: TrainConfig) -> list[str]:
     return notes
 
 
-def _steps_done(folder: Path, kind: str) -> int:
-    if kind == "train":
-        return max(Checkpoints(folder, 1, print).steps(), default=0)
-    from retrain.cli.status import read_campaign  # noqa: PLC0415  (loads numpy)
+def _describe_resumed(config: TrainConfig) -> str:
+    if config.kind == "campaign":
+        return "the whole campaign, including those that are done: retrain status"
+    done = max(Checkpoints(Path(config.resume.from_).expanduser(), 1, print).steps(), default=0)
+    return f"the whole run; it has done {plural(done, 'step')}"
 
-    return sum(run.step for run in read_campaign(folder).runs.values())
+
+def find_short_memory(config: TrainConfig, needed: int | None) -> list[str]:
+    """A note if a step on the CPU needs more than the memory of this machine."""
+    has = machine_memory()
+    if needed is None or needed <= has or not is_on_cpu(config.backend.devices):
+        return []
+    return [f"a step needs about {format_bytes(needed)} of memory, and this machine has {format_bytes(has)}"]
 
 
 def memory_plan(facts: ModelFacts, work: Workload, memory: int | None = None) -> MemoryPlan | None:

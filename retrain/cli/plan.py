@@ -35,6 +35,7 @@ from retrain.cli.estimate import (
     check_resumed,
     count_held_out,
     find_assumptions,
+    find_short_memory,
     list_runs,
     logged_steps,
     max_turns,
@@ -203,7 +204,7 @@ def _plan_runs(config: TrainConfig, file: str, given: Given) -> Plan:
         "file": file,
         "backend": config.backend.backend,
         "devices": config.backend.devices,
-        "notes": find_assumptions(config),
+        "notes": [*find_assumptions(config), *find_short_memory(config, memory.total if memory else None)],
         "model": {
             "name": config.model.model,
             "parameters": facts.parameters,

@@ -26,6 +26,7 @@ from retrain.capacity.plan import MEMORY_PARTS, MemoryPlan, largest_batch, plan_
 from retrain.capacity.roofline import find_gpu, sampling_phases, step_time, training_phases
 from retrain.capacity.sampling import BLOCK, CACHE_SHARE, Sampler
 from retrain.config import load_config
+from retrain.runtime.devices import cache_memory, machine_memory
 
 QWEN3_4B = {
     "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
@@ -186,6 +187,14 @@ def test_a_dense_cache_is_gone_before_training() -> None:
     assert plan.kv_cache == 128 * 640 * TOKEN
     assert plan.frees_cache
     assert plan.training_peak == plan.weights + plan.sampling_copy + plan.adapter + plan.activations + plan.logits
+
+
+def test_the_cache_of_a_cpu_has_a_limit() -> None:
+    plan = plan_memory(qwen(), replace(W1, sampler=Sampler(is_paged=False, cache_room=10 * GB)))
+    assert plan.kv_cache < 10 * GB and 0 < plan.sampling.at_once < 128
+    on_cpu = workload_of(load_config(None, {"backend.devices": "cpu"}), 50)
+    assert on_cpu.sampler.cache_room == cache_memory() == machine_memory() // 2
+    assert W1.sampler.cache_room is None
 
 
 def test_small_bf16_models_are_sampled_unmerged_unless_asked() -> None:

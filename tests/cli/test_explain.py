@@ -361,13 +361,25 @@ def test_a_campaign_that_is_resumed_with_its_file_is_looked_for_where_it_is(
     data = _explain(capsys, "retrain.toml", "--resume", "mine/")
     assert "mine/manifest.json" in data["files"] and not any("campaign_" in name for name in data["files"])
     assert (data["time"]["step_seconds"], data["time"]["from"]) == (2.0, "the median of 1 step in mine/runs")
-    note = "steps and times are those of the whole campaign; it has done 1 step"
+    note = "steps and times are those of the whole campaign, including those that are done: retrain status"
     assert note in data["notes"]
     assert run(["plan", "retrain.toml", "--resume", "mine", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["step"]["seconds"] == 2.0 and note in planned["notes"]
     (blocker,) = _explain(capsys, "retrain.toml", "--resume", "mine", "--campaign.seeds", "[2]")["blockers"]
     assert "holds another campaign" in blocker
+
+
+def test_a_step_that_needs_more_than_the_machine_has_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write('[model]\nmodel = "builtin:tiny"\n[backend]\ndevices = "cpu"\n')
+    assert not any("this machine has" in note for note in _explain(capsys)["notes"])
+    monkeypatch.setattr("retrain.cli.estimate.machine_memory", lambda: 1_000_000)
+    (note,) = (note for note in _explain(capsys)["notes"] if "this machine has" in note)
+    assert note.startswith("a step needs about ") and note.endswith(" of memory, and this machine has 1.0 MB")
+    assert run(["plan", "retrain.toml"]) == 0
+    assert f"note: {note}" in capsys.readouterr().out
 
 
 def test_a_run_that_is_resumed_elsewhere_is_timed_by_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:

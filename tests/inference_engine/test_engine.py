@@ -14,8 +14,8 @@ from peft.tuners.lora import LoraLayer
 from scipy import stats
 
 from retrain.config.schema import Inference
-from retrain.errors import RolloutError
-from retrain.inference_engine.pytorch import PyTorchEngine
+from retrain.errors import RolloutError, SamplingMemoryError
+from retrain.inference_engine.pytorch import PyTorchEngine, cache
 from retrain.modeling.packing import pack
 from retrain.types import Completion, IntArray, Sampling
 
@@ -134,6 +134,30 @@ def test_finished_rows_leave_the_batch_without_changing_what_the_others_draw(
     assert tokens_of(llama.engine.generate(prompts, sampling)) == tokens_of(shrinking)
     assert set(widths[1:]) == {48}
     assert narrowest < 16
+
+
+def test_completions_that_the_memory_of_a_cpu_does_not_hold_take_turns(
+    llama: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, sampling, widths = random_prompts((5, 9, 3)), Sampling(max_tokens=16, n=4, temperature=1.5, seed=5), []
+    engine = PyTorchEngine(llama.policy, Inference(), PlainTokenizer(), lambda *_: None)
+    together = engine.generate(prompts, sampling)
+    # Nothing that depends on the machine is recorded where it does not matter.
+    assert engine.sizes()["room"] == 0
+    hidden = engine.model.hidden
+    monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: (widths.append(len(ids)), hidden(ids, *rest))[1])
+    # 384 bytes a token of at most 25: five rows fit into three quarters.
+    monkeypatch.setattr(cache, "cache_memory", lambda: 70_000)
+    short = PyTorchEngine(llama.policy, Inference(), PlainTokenizer(), lambda *_: None)
+    assert tokens_of(short.generate(prompts, sampling)) == tokens_of(together)
+    assert short.sizes()["room"] == 70_000
+    monkeypatch.setattr(cache, "cache_memory", lambda: 1 << 40)
+    assert engine.restore_sizes(short.sizes())
+    engine.generate(prompts, sampling)
+    assert max(widths[1:]) == 5
+    monkeypatch.setattr(cache, "cache_memory", lambda: 5_000)
+    with pytest.raises(SamplingMemoryError, match="the KV cache of one completion does not fit"):
+        short.generate(prompts, sampling)
 
 
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit(llama: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

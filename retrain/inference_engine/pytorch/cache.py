@@ -14,6 +14,7 @@ from retrain.errors import SamplingMemoryError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
 from retrain.modeling.quantization import INT8_MAX, LEAST_SCALE
+from retrain.runtime.devices import cache_memory
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -181,9 +182,9 @@ def bytes_per_token(policy: Policy, dtype: torch.dtype) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated now."""
+    """Bytes that can be allocated now; on a CPU, the part of the machine's memory that may be used."""
     if device.type != "cuda":
-        return 1 << 60
+        return cache_memory()
     # Free on the device, not total minus ours: another process may share it.
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -191,8 +192,6 @@ def free_memory(device: torch.device) -> int:
 
 def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) -> int:
     """The number of rows of `tokens` tokens that fit into `room` bytes of free memory."""
-    if policy.device.type != "cuda":
-        return 1 << 30
     each = bytes_per_token(policy, dtype)
     # Moving rows copies one layer, and logits need memory too.
     fitting = cache_share(room) // (tokens * each)

@@ -83,12 +83,15 @@ class EagerDecoder:
         self.policy, self.forward, self.cache_dtype, self.description = policy, forward, cache_dtype, description
         self.room = 0
         """Bytes free for the KV cache at the first batch."""
+        self.took_turns = False
+        """Whether rows had to wait for others."""
 
     def draw(self, rows: Sequence[Row], sampling: Sampling, progress: Progress) -> list[SampledRow]:
         """Sample all rows at once, or in waves that fit into memory."""
         free = free_memory(self.policy.device)
         self.room = self.room or free
         most = rows_that_fit(self.policy, max(row.tokens for row in rows), self.cache_dtype, min(self.room, free))
+        self.took_turns |= most < len(rows)
         drawn: list[SampledRow] = []
         while len(drawn) < len(rows):
             batch = _Batch(self.policy, self.forward(), rows[len(drawn) : len(drawn) + most], sampling)
@@ -102,12 +105,13 @@ class EagerDecoder:
         """Does nothing: memory is not kept between batches."""
 
     def sizes(self) -> dict[str, int]:
-        """Memory that batches are planned for; 0 on a CPU, where it is not limited."""
-        return {"room": self.room if self.policy.device.type == "cuda" else 0}
+        """Memory that batches are planned for; 0 on a CPU where it has not mattered."""
+        return {"room": self.room if self.policy.device.type == "cuda" or self.took_turns else 0}
 
     def restore_sizes(self, sizes: dict[str, int]) -> bool:
         """Plan for the same memory."""
         self.room = sizes["room"]
+        self.took_turns = self.room > 0
         return self.room <= free_memory(self.policy.device)
 
 

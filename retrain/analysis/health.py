@@ -27,7 +27,7 @@ BAD: tuple[Level, ...] = ("warning", "problem")
 METRIC_KEYS = (
     "mean_reward", "exec_entropy_mean", "completion_tokens_mean", "completion_tokens_p95", "max_token_hit_rate",
     "batch_size", "group_size", "groups_all_right", "groups_all_wrong", "ratio_mean", "rows_excluded", "reward_errors",
-    "turns", "groups_sampled", "skipped_steps",
+    "turns", "groups_sampled", "skipped_steps", "context_hit_rate",
 )  # fmt: skip
 """The numbers of metrics.jsonl that the checks read."""
 TOPICS = {
@@ -72,7 +72,7 @@ def check_health(
         _check_learning([row for row in metrics if row["step"] >= edited_at], evaluations),
         _check_entropy(metrics),
         _wait(_check_length(metrics, max_tokens), len(metrics)),
-        _wait(_limit("truncation", metrics, hit_rate, (0.1, 0.3), "of completions", "truncated"), len(metrics)),
+        _wait(_check_truncation(metrics), len(metrics)),
         _wait(_limit("dead groups", metrics, dead_share, (0.5, 0.9), "of groups gave no signal", ""), len(metrics)),
         _check_mismatch(metrics),
         _check_reward_errors(metrics, evaluations),
@@ -115,7 +115,7 @@ def help_line(checks: Sequence[Check]) -> str:
 
 
 def hit_rate(row: Row) -> float | None:
-    """The share of completions that reached max_tokens."""
+    """The share of completions that a token limit cut off."""
     return row.get("max_token_hit_rate")
 
 
@@ -165,6 +165,16 @@ def _limit(
     return Check(
         name, level, f"{_percent(last)} {what}", rule, _since_step(means, lambda mean: mean >= limits[0]), shows
     )
+
+
+def _check_truncation(metrics: Sequence[Row]) -> Check:
+    check = _limit("truncation", metrics, hit_rate, (0.1, 0.3), "of completions", "truncated")
+    # Only environments have it: other prompts are checked to fit with max_tokens.
+    full = _means(metrics, lambda row: row.get("context_hit_rate"))
+    # There, a higher max_tokens would not help.
+    if check.is_bad and full and full[-1][1] >= _means(metrics, hit_rate)[-1][1] / 2:
+        return replace(check, value=f"{check.value} (context full: {_percent(full[-1][1])})")
+    return check
 
 
 def _check_reward_errors(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:

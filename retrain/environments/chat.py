@@ -69,6 +69,8 @@ class PolicyChat:
         self.turns = 0
         self.truncated = False
         """Whether max_turns or the context ended it, or a token limit cut off one of its turns."""
+        self.context_full = False
+        """Whether the end of the context cut off a turn or left no room for one."""
         self.finish_reason: Literal["stop", "length"] = "stop"
 
     async def ask(self, new: str | Message | Sequence[Message], tools: Sequence[Tool] = ()) -> Reply:
@@ -92,8 +94,10 @@ class PolicyChat:
         if room < 1 and not self.turns:
             raise RolloutError(f"the first prompt has {len(ids)} tokens; the context length is {self.limits.context}.")
         if room < 1:
+            self.context_full = True
             self._end("the context is full")
         completion = await self.sample(ids, min(self.limits.max_tokens, room))
+        self.context_full |= completion.finish_reason == "length" and room < self.limits.max_tokens
         return self._append(branch, messages, ids, completion)
 
     def completion(self) -> Completion:

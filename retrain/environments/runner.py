@@ -47,6 +47,7 @@ class RolloutScore(Score):
     turns: int = 0
     forks: int = 0
     truncated: bool = False
+    context_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class EnvironmentRunner:
             **means,
             "turns": _mean([score.turns for score in counted]),
             "truncated": sum(score.truncated for score in counted),
+            "context_hit_rate": sum(score.context_full for score in counted) / max(1, len(scores)),
             "env_forks": sum(score.forks for score in counted),
             "rollout_errors": sum(not score.counts for score in scores),
         }
@@ -294,6 +296,7 @@ def _score(outcome: object, chat: PolicyChat, correct_from: float) -> Score:
         turns=chat.turns,
         forks=max(0, len(chat.branches) - 1),
         truncated=chat.truncated or outcome.truncated,
+        context_full=chat.context_full,
     )
 
 

@@ -265,6 +265,13 @@ def test_several_samples_without_a_right_answer_are_several_samples() -> None:
     assert "several samples" in find("diversity", check_health(steps(), single)).value
 
 
+def test_a_full_context_is_not_blamed_on_max_tokens() -> None:
+    cut = find("truncation", check_health(steps(max_token_hit_rate=0.5, context_hit_rate=0.1)))
+    assert cut.value.endswith("of completions")
+    full = find("truncation", check_health(steps(max_token_hit_rate=0.5, context_hit_rate=0.5)))
+    assert full.level == "problem" and full.value == "50% of completions (context full: 50%)"
+
+
 def test_a_check_names_the_step_since_which_it_is_broken() -> None:
     dead = [step < 2 or step >= 50 for step in range(60)]
     rows = [HEALTHY | {"step": step, "max_token_hit_rate": float(is_dead)} for step, is_dead in enumerate(dead)]

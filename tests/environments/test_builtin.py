@@ -122,6 +122,22 @@ def test_lengths_and_cuts_of_a_run_are_those_of_the_sampled_turns(tmp_path: Path
         assert [generation["finish_reason"] == "length" for generation in own] == cut
 
 
+def test_turns_that_end_with_the_context_are_told_from_those_that_reach_max_tokens(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate(
+        {
+            "model": {"model": "builtin:tiny", "lora_rank": 4},
+            "backend": {"devices": "cpu", "adapter_path": str(tmp_path / "adapter")},
+            # Hardly any token is the end, and there is no room for max_tokens after the prompt.
+            "training": {"max_steps": 1, "batch_size": 1, "group_size": 4, "max_tokens": 255, "temperature": 20.0},
+            "environment": {"provider": "builtin", "id": "guess-number"},
+            "logging": {"log_dir": str(tmp_path / "logs")},
+        }
+    )
+    train(config)
+    row = json.loads((tmp_path / "logs" / "metrics.jsonl").read_text())
+    assert 0 < row["context_hit_rate"] == row["max_token_hit_rate"]
+
+
 def test_words_say_what_signs_say() -> None:
     environment = build("guess-number", style="words", top=50, tries=2)
     _, asked = script(environment, environment.examples("train")[41], r"\boxed{10}", "no")

@@ -181,7 +181,7 @@ def test_a_full_context_ends_the_chat_and_leaves_no_tokens_behind() -> None:
     chat, prompts = chat_with(["1+1=2. " * 4, "two"], context=40)
     with pytest.raises(ChatOver, match="context is full"):
         converse(chat, "a", "1+1=2. " * 8)
-    assert chat.truncated
+    assert chat.truncated and chat.context_full
     assert len(prompts) == 1
     assert chat.completion().sampled_T is None
 
@@ -190,6 +190,13 @@ def test_near_the_end_of_the_context_a_turn_gets_what_is_left() -> None:
     chat, prompts = chat_with(["1+1=2. " * 40], context=30)
     converse(chat, "a")
     assert len(prompts[0]) + len(chat.completion().token_ids_T) == 30
+    assert chat.context_full
+
+
+def test_a_turn_that_max_tokens_cuts_off_does_not_fill_the_context() -> None:
+    chat, _ = chat_with(["1+1=2. " * 40], max_tokens=5)
+    converse(chat, "a")
+    assert chat.truncated and not chat.context_full
 
 
 def test_a_first_prompt_that_does_not_fit_is_an_error() -> None:

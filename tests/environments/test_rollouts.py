@@ -308,7 +308,8 @@ def test_turns_are_capped_and_the_rest_is_scored_as_the_environment_scores_it() 
         ).groups
         own.close()
         assert [score.value for score in groups[0].scores_G] == [reward] * 2
-        assert own.group_metrics(groups) == {"turns": 3.0, "truncated": 2, "env_forks": 0, "rollout_errors": 0}
+        counts = {"truncated": 2, "context_hit_rate": 0.0, "env_forks": 0, "rollout_errors": 0}
+        assert own.group_metrics(groups) == {"turns": 3.0, **counts}
 
 
 def test_metrics_are_means_over_the_rollouts_that_count() -> None:

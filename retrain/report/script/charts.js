@@ -12,7 +12,7 @@ const METRICS = {
   Completions: {
     prompt_tokens_mean: ["Prompt length, mean", "number", 0],
     completion_tokens_mean: ["Completion length, mean", "number", 0], completion_tokens_p95: ["Completion length, p95", "number", 0],
-    completion_tokens_max: ["Completion length, longest", "number", 0], max_token_hit_rate: ["Truncated at max_tokens", "percent", 0],
+    completion_tokens_max: ["Completion length, longest", "number", 0], max_token_hit_rate: ["Truncated", "percent", 0], context_hit_rate: ["Truncated, context full", "percent", 0],
     repeated_completions: ["Repeated completions", "number", 0],
   },
   "Entropy and λ": {

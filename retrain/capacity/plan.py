@@ -23,13 +23,13 @@ from retrain.capacity.memory import (
 from retrain.capacity.sampling import (
     BLOCK,
     BYTES_PER_LOGIT,
-    DENSE_BLOCK,
     SMALLEST,
     Merging,
     SamplingPlan,
     beside_logits,
     blocks_for,
     cache_share,
+    dense_capacity,
     largest_running_batch,
     leaves_unmerged,
     merges_in_place,
@@ -123,10 +123,10 @@ def _plan_sampling(shape: Shape, work: Workload, free: int, free_at_start: int) 
     logits = running * shape.vocabulary * BYTES_PER_LOGIT
     token = work.cache_bytes_per_token(shape)
     if not work.sampler.is_paged:
-        capacity = -(-work.longest // DENSE_BLOCK) * DENSE_BLOCK
+        row = dense_capacity(work.longest) * token
         limit = room if work.sampler.cache_room is None else min(room, work.sampler.cache_room)
-        at_once = min(cache_share(limit) // (work.longest * token), rows)
-        return SamplingPlan(merging, copies, max(at_once, 1) * capacity * token, logits, at_once, at_once > 0)
+        at_once = min(cache_share(limit) // row, rows)
+        return SamplingPlan(merging, copies, max(at_once, 1) * row, logits, at_once, at_once > 0)
     needed = blocks_at_limits(work, rows)
     fitting = cache_share(beside_logits(running, shape.vocabulary, room)) // (BLOCK * token)
     least = blocks_for(work.longest) + 1

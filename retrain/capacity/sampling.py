@@ -58,6 +58,11 @@ def beside_logits(rows: int, vocabulary: int, room: int) -> int:
     return max(room - rows * vocabulary * BYTES_PER_LOGIT, 0)
 
 
+def dense_capacity(tokens: int) -> int:
+    """Tokens per row of a dense cache that holds this many."""
+    return -(-tokens // DENSE_BLOCK) * DENSE_BLOCK
+
+
 def cache_share(room: int) -> int:
     """Bytes of the free memory that the cache may grow to."""
     return int(CACHE_SHARE * room)

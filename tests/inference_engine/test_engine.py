@@ -146,16 +146,16 @@ def test_completions_that_the_memory_of_a_cpu_does_not_hold_take_turns(
     assert engine.sizes()["room"] == 0
     hidden = engine.model.hidden
     monkeypatch.setattr(engine.model, "hidden", lambda ids, *rest: (widths.append(len(ids)), hidden(ids, *rest))[1])
-    # 384 bytes a token of at most 25: five rows fit into three quarters.
-    monkeypatch.setattr(cache, "cache_memory", lambda: 70_000)
+    # 384 bytes for each of 128 tokens, of which at most 25 are used: five rows fit into three quarters.
+    monkeypatch.setattr(cache, "cache_memory", lambda: 330_000)
     short = PyTorchEngine(llama.policy, Inference(), PlainTokenizer(), lambda *_: None)
     assert tokens_of(short.generate(prompts, sampling)) == tokens_of(together)
-    assert short.sizes()["room"] == 70_000
+    assert short.sizes()["room"] == 330_000
     monkeypatch.setattr(cache, "cache_memory", lambda: 1 << 40)
     assert engine.restore_sizes(short.sizes())
     engine.generate(prompts, sampling)
     assert max(widths[1:]) == 5
-    monkeypatch.setattr(cache, "cache_memory", lambda: 5_000)
+    monkeypatch.setattr(cache, "cache_memory", lambda: 60_000)
     with pytest.raises(SamplingMemoryError, match="the KV cache of one completion does not fit"):
         short.generate(prompts, sampling)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from retrain.capacity.sampling import CACHE_SHARE, cache_share
+from retrain.capacity.sampling import CACHE_SHARE, cache_share, dense_capacity
 from retrain.errors import SamplingMemoryError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
@@ -192,7 +192,7 @@ def free_memory(device: torch.device) -> int:
 
 def rows_that_fit(policy: Policy, tokens: int, dtype: torch.dtype, room: int) -> int:
     """The number of rows of `tokens` tokens that fit into `room` bytes of free memory."""
-    each = bytes_per_token(policy, dtype)
+    each, tokens = bytes_per_token(policy, dtype), dense_capacity(tokens)
     # Moving rows copies one layer, and logits need memory too.
     fitting = cache_share(room) // (tokens * each)
     if fitting < 1:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrain.capacity.sampling import DENSE_BLOCK
+from retrain.capacity.sampling import DENSE_BLOCK, dense_capacity
 from retrain.inference_engine import Progress
 from retrain.inference_engine.pytorch.cache import Decode, KVCache, Placement, free_memory, rows_that_fit
 from retrain.inference_engine.pytorch.decoder import Row, SampledRow, prefill, prefill_batches
@@ -49,7 +49,7 @@ class CachedForward:
         device = self.model.policy.device
         lengths = [len(row.prompt) for row in rows]
         self.lengths, self.longest = torch.tensor(lengths, device=device), max(lengths)
-        self.cache = KVCache(len(rows), _blocks(self.longest + 1), self.cache_dtype)
+        self.cache = KVCache(len(rows), dense_capacity(self.longest + 1), self.cache_dtype)
         logits, start = [], 0
         for groups in prefill_batches(rows, self.share):
             prompts = torch.tensor([prompt for prompt, group in enumerate(groups) for _ in group], device=device)
@@ -187,7 +187,3 @@ class _Batch:
         if len(unfinished) <= SHRINK_BELOW * len(self.alive):
             self.alive = self.alive[unfinished]
             self.forward.keep(unfinished)
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // DENSE_BLOCK) * DENSE_BLOCK

@@ -153,7 +153,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
             logger.warning_once(f"Using TRL to sample this batch: {error}.")
         except UnsupportedModelError as error:
             self._use_trl("sampling", str(error))
-        except (torch.OutOfMemoryError, SamplingMemoryError):
+        except SamplingMemoryError as error:
+            self._use_trl("sampling", str(error).partition("  Try: ")[0].rstrip("."))
+        except torch.OutOfMemoryError:
             self._use_trl("sampling", "the copy of the model that samples does not fit into memory")
         # Outside the handlers: a traceback keeps the tensors of the failed call alive.
         if "sampling" in self._reasons:

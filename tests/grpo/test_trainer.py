@@ -222,17 +222,23 @@ def test_one_batch_that_does_not_fit_is_sampled_by_trl(make: Make) -> None:
     assert trainer._generate_single_turn([[5] * 6] * 4, None, {}, 4)[1] is not None
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, SamplingMemoryError])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "the copy of the model that samples does not fit into memory"),
+        (SamplingMemoryError("the cache does not fit.  Try: a smaller max_tokens"), "the cache does not fit"),
+    ],
+)
 def test_no_memory_for_the_copy_that_samples_means_trl(
-    make: Make, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def too_large(*_: Any) -> None:
-        raise error("CUDA out of memory")
+        raise error
 
     trainer = make()
     monkeypatch.setattr(trainer, "_build_engine", too_large)
     trainer.train()
-    assert "does not fit into memory" in trainer._reasons["sampling"]
+    assert trainer._reasons["sampling"] == reason
 
 
 def test_a_generate_of_the_script_is_called(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Completion:
     logprobs_T: FloatArray
     text: str
     finish_reason: Literal["stop", "length"]
-    """`length` if a token limit cut it off; in a conversation, any of its turns."""
+    """`length` if a token limit cut it off; in a conversation, any of its turns, or the turns that would follow."""
     entropies_T: FloatArray | None = None
     """Entropy of that distribution at each token, if the engine provides it."""
     sampled_T: BoolArray | None = None

@@ -116,8 +116,7 @@ def help_line(checks: Sequence[Check]) -> str:
 
 def hit_rate(row: Row) -> float | None:
     """The share of completions that a token limit cut off, or of conversations that it ended."""
-    cut, full = _number(row.get("max_token_hit_rate")), _number(row.get("context_hit_rate"))
-    return cut if cut is None or full is None else max(cut, full)
+    return row.get("max_token_hit_rate")
 
 
 def dead_share(row: Row) -> float | None:

@@ -94,7 +94,7 @@ class PolicyChat:
         if room < 1 and not self.turns:
             raise RolloutError(f"the first prompt has {len(ids)} tokens; the context length is {self.limits.context}.")
         if room < 1:
-            self.context_full = True
+            self.context_full, self.finish_reason = True, "length"
             self._end("the context is full")
         completion = await self.sample(ids, min(self.limits.max_tokens, room))
         self.context_full |= completion.finish_reason == "length" and room < self.limits.max_tokens

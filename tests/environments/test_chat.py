@@ -183,7 +183,8 @@ def test_a_full_context_ends_the_chat_and_leaves_no_tokens_behind() -> None:
         converse(chat, "a", "1+1=2. " * 8)
     assert chat.truncated and chat.context_full
     assert len(prompts) == 1
-    assert chat.completion().sampled_T is None
+    # No turn was cut off, but the conversation was.
+    assert chat.completion().sampled_T is None and chat.completion().finish_reason == "length"
 
 
 def test_near_the_end_of_the_context_a_turn_gets_what_is_left() -> None:

@@ -90,6 +90,7 @@ def pairs_of_shared_and_alone(config: TrainConfig, folder: Path) -> list[tuple[R
     return list(zip(shared, alone, strict=True))
 
 
+@pytest.mark.slow
 def test_shared_runs_equal_runs_alone_to_the_bit(model: Path, tmp_path: Path) -> None:
     for pair in pairs_of_shared_and_alone(config_with(model, tmp_path), tmp_path):
         for name in ("learner.safetensors", "adapter/adapter_model.safetensors"):

@@ -65,6 +65,7 @@ def small_hub() -> LoopbackHub:
     )
 
 
+@pytest.mark.slow
 def test_every_hub_source_loads_through_the_real_library(load):
     with small_hub() as hub:
         train, test, one, words, own = load(

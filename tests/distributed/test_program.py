@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from inference_engine.loopback import Loopback
 
-from tests.cases import slow
 from tests.distributed.programs import Break, metrics_in, run_program
 from tests.e2e.tiny import write_model, write_tokenizer
 
@@ -71,11 +70,13 @@ def test_a_rank_that_dies_ends_all_and_is_named_first(tmp_path: Path, broken: Br
     assert (tmp_path / "log" / "checkpoints").exists() == (broken.command == "Sample")
 
 
+@pytest.mark.slow
 def test_an_error_on_rank_0_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ValueError: broken on purpose"):
         run_program(2, tmp_path, Break(0, "Train"), training__max_steps=9)
 
 
+@pytest.mark.slow
 def test_a_broken_reward_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "bad_reward.py").write_text("def reward(response, reference, **_):\n    raise ValueError('no')\n")
     reward = {"reward__type": "custom", "reward__custom_module": "bad_reward", "reward__custom_function": "reward"}
@@ -85,7 +86,8 @@ def test_a_broken_reward_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "log" / "checkpoints" / "step_000000").is_dir()
 
 
-@pytest.mark.parametrize("fsdp", [True, *slow(False)], ids=["fsdp2", "ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "ddp"])
 def test_an_interrupt_leaves_a_checkpoint(tmp_path: Path, fsdp: bool) -> None:
     strike = Break(0, "Train", "interrupt")
     code, printed, seconds = run_program(2, tmp_path, strike, training__max_steps=999, distributed__fsdp=fsdp)

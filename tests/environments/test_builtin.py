@@ -122,6 +122,7 @@ def test_lengths_and_cuts_of_a_run_are_those_of_the_sampled_turns(tmp_path: Path
         assert [generation["finish_reason"] == "length" for generation in own] == cut
 
 
+@pytest.mark.slow
 def test_turns_that_end_with_the_context_are_told_from_those_that_reach_max_tokens(tmp_path: Path) -> None:
     config = TrainConfig.model_validate(
         {

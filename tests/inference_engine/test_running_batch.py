@@ -268,6 +268,7 @@ def test_batch_sizes_follow_free_memory(llama: Rig, monkeypatch: pytest.MonkeyPa
         cache.rows_that_fit(llama.policy, 1000, torch.float32, 102_000)
 
 
+@pytest.mark.slow
 def test_a_new_process_with_more_free_memory_runs_as_many_rows_at_once(
     running: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +395,7 @@ def test_completions_of_a_prompt_share_its_full_blocks(running: Make, monkeypatc
     assert flat(shared) == flat(alone)
 
 
+@pytest.mark.slow
 def test_the_completions_of_a_prompt_are_delivered_while_others_are_sampled(running: Make) -> None:
     engine, prompts = running(), random_prompts((5, 9, 3, 7, 2, 4, 6, 8))
     sampling = replace(SAMPLING, max_tokens=100, n=1, temperature=3.0)

@@ -1,4 +1,4 @@
-"""How hard generated tests try: an eighth as many examples in the quick suite as in `make test-slow`."""
+"""How hard generated tests try: a sixteenth as many examples in the quick suite as in `make test-slow`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ IS_FULL = os.environ.get("RETRAIN_FUZZ") == "full"
 
 
 def examples(number: int) -> int:
-    """So many, or an eighth of them."""
-    return number if IS_FULL else number // 8
+    """So many, or a sixteenth of them."""
+    return number if IS_FULL else max(number // 16, 5)

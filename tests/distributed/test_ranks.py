@@ -14,11 +14,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_model(tmp_path_factory.mktemp("model"), gain=2.0))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [pytest.param({}, id="ddp"), pytest.param({"distributed__fsdp": True}, id="fsdp2", marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"distributed__fsdp": True}], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_take_the_steps_of_a_single_process(
     model: Path, tmp_path: Path, world: int, more: dict[str, Any]
 ) -> None:

@@ -399,7 +399,8 @@ def test_more_processes_than_gpus_are_refused(tree: Path) -> None:
     assert "2 processes, GPUs here: 1.  Try: scripts/launch.sh 1" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["launch.sh", "1"], *slow(["launch_with_server.sh", "1", "1"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["launch.sh", "1"], ["launch_with_server.sh", "1", "1"]])
 def test_a_missing_deepspeed_is_said_before_anything_starts(tree: Path, command: list[str]) -> None:
     name, *counts = command
     without = '[[ $* == *"import deepspeed"* ]] && exit 1'

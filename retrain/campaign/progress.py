@@ -68,6 +68,12 @@ class RunProgress:
         """The status, or for a running run what it is doing."""
         return self.activity or self.status if self.status == "running" else self.status
 
+    def since_start(self, seconds: float | None) -> RunProgress:
+        """The same, if this session started it so long ago: its last step may be one of an earlier session."""
+        if self.quiet_seconds is None or seconds is None:
+            return self
+        return replace(self, quiet_seconds=min(self.quiet_seconds, seconds))
+
     @property
     def overhead_seconds(self) -> float | None:
         """Time per attempt outside of steps: loading before the first, evaluation after the last."""

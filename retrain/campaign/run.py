@@ -268,16 +268,11 @@ class Campaign:
         """The progress of each run, with the status of the manifest."""
         shown = {}
         for name, run in self.runs.items():
-            progress = read_progress(run.folder)
-            quiet, started = progress.quiet_seconds, self.running.get(name)
-            if quiet is not None and started is not None:
-                # The last step may be one of an earlier session.
-                quiet = min(quiet, time.monotonic() - started)
+            started = self.running.get(name)
             shown[name] = replace(
-                progress,
+                read_progress(run.folder).since_start(None if started is None else time.monotonic() - started),
                 # The status of an earlier session, if it has to be resumed.
                 status="pending" if run in self.pending else self.manifest[name]["status"],
-                quiet_seconds=quiet,
                 max_steps=run.max_steps,
                 elapsed_seconds=self._elapsed(name),
                 attempts=self.manifest[name]["attempts"],

@@ -147,12 +147,10 @@ def _read_run(folder: Path, record: Record) -> RunProgress:
         status = "dead" if progress.status == "finished" and is_short else progress.status
     if status in ("finished", "interrupted") and not (folder / record["folder"]).is_dir():
         status = "pending"  # removed, so that a resume starts it again
-    started, quiet = _since_start(record, status), progress.quiet_seconds
+    started = _since_start(record, status)
     return replace(
-        progress,
+        progress.since_start(started),
         status=status,
-        # The last step may be one of an earlier session.
-        quiet_seconds=quiet if quiet is None or started is None else min(quiet, started),
         condition=record["condition"],
         max_steps=record["max_steps"],
         elapsed_seconds=float(record["seconds"]) + (started or 0.0),

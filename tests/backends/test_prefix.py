@@ -197,7 +197,7 @@ def test_the_operator_keeps_its_attention_until_the_backward_pass(plain_kernels:
     assert gone() is None
 
 
-@pytest.mark.parametrize("recompute", [False, *slow(True)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", slow(False, True), ids=["kept", "recomputed"])
 def test_a_compiled_layer_is_one_graph_with_the_same_gradients(
     tiny: Path, plain_kernels: list[str], recompute: bool
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_fresh_adapter_has_the_precision_of_the_model(tiny: Path) -> None:
     quantized.check_a_fresh_adapter_is_the_first_one(tiny, "int8")
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_only_the_quantized_matrix() -> None:
     quantized.check_compiled_layers_keep_only_the_quantized_matrix("int8")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow
 
 from retrain.builtin import resolve_model
 from retrain.campaign.earlier import choose_folder
@@ -346,6 +347,7 @@ def test_a_decided_pair_stops_and_says_so(tmp_path: Path, monkeypatch: Patch, ca
     assert "campaign, finished, 16 of 16 runs done (6 skipped)\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_campaign_that_stops_early_keeps_its_steps(tmp_path: Path, monkeypatch: Patch) -> None:
     settings: dict[str, Any] = {"seeds": list(range(1, 9)), "stop_when": "decided"}
     run_with(FakeExecutor(), campaign_config(tmp_path, **settings), monkeypatch)
@@ -357,7 +359,7 @@ def test_a_campaign_that_stops_early_keeps_its_steps(tmp_path: Path, monkeypatch
     assert run_with(longer, plain, monkeypatch) == 0 and len(longer.started) == 16
 
 
-@pytest.mark.parametrize("seeds", [range(1, 10), range(1, 8), [*range(1, 8), 20]])
+@pytest.mark.parametrize("seeds", [range(1, 10), *slow(range(1, 8), [*range(1, 8), 20])])
 def test_a_campaign_that_stops_early_keeps_its_seeds(tmp_path: Path, monkeypatch: Patch, seeds: Sequence[int]) -> None:
     config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
     run_with(FakeExecutor(), config, monkeypatch)

@@ -121,6 +121,7 @@ def test_the_commands_of_the_campaign_page_work(folder: Path, capsys: pytest.Cap
     assert (folder / place / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_capacity_page_work(capsys: pytest.CaptureFixture[str]) -> None:
     given = list(commands("capacity-planning.md"))
     for words in given:

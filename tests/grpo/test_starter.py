@@ -188,6 +188,7 @@ def test_the_documented_model_and_data_files_train(tree: Path, capsys: pytest.Ca
     assert "my_model on my-org/my-dataset: 8 prompts" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tiny_trains_with_grpo(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     words = ["max_steps=2", "save_steps=2", "per_device_train_batch_size=16", "max_completion_length=24"]
@@ -314,6 +315,7 @@ def test_an_interrupted_run_says_how_to_resume_it(
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_teacher_sft_trains_on_completions_only(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     words = ["completion_only_training=true", "artificial_epochs=2", "max_train_examples=128", "learning_rate=1e-3"]

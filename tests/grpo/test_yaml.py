@@ -310,9 +310,9 @@ print(*({"torch", "transformers", "trl", "datasets"} & set(sys.modules)))
     "given",
     [
         ["learning_rate=fast", "num_generation=4", "max_prompt_length=0", "lora_rank=x"],
-        ["resume_from_checkpoint=logs/typo"],
-        ["reward_funcs=toml_style:one"],
         *slow(
+            (["resume_from_checkpoint=logs/typo"],),
+            (["reward_funcs=toml_style:one"],),
             (["reward_funcs=maths", "lora_rank=0"],),
             (["dataset_id_or_path=no.jsonl"],),
             (["reward_funcs=no:no"],),

@@ -179,7 +179,8 @@ def test_a_long_log_is_shown_from_a_preview_first(tmp_path: Path, monkeypatch: p
     assert len(live.logs[folder].columns) == 300
 
 
-def test_the_server_answers_requests_for_data(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_damaged_rollouts_show_no_tokens(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 1)
     live = LiveReport((tmp_path,))
     (tmp_path / "a" / "rollouts").mkdir()
@@ -189,6 +190,13 @@ def test_the_server_answers_requests_for_data(tmp_path: Path) -> None:
     assert answer(live, "/tokens.json", {"run": name, "step": "1"}) == {"groups": []}
     assert answer(live, "/tokens.json", {"run": name, "step": "2"}) == {"groups": []}
     assert collect([tmp_path])["groups"]
+
+
+def test_the_server_answers_requests_for_data(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 1)
+    live = LiveReport((tmp_path,))
+    live.refresh()
+    name = live.poll({}, "")["runs"][0]["id"]
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, live)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from campaign.campaigns import FakeExecutor, campaign_config, run_with
+from cases import slow
 from e2e.runs import fake_config, rows, rows_without_times, run_command, train_quietly, write_problems
 from e2e.tiny import write_model, write_tokenizer
 
@@ -697,7 +698,7 @@ def test_evaluations_by_an_edited_reward_are_not_compared_with_those_before(mode
     assert len(comparable(after)) == len(after) - len([row for row in after if row["eval_pass_at_1"] == 0.0]) > 0
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("changed", ["model.safetensors", *slow("generation_config.json", "chat_template.jinja")])
 def test_a_model_whose_files_have_changed_since_the_checkpoint_is_refused(tmp_path: Path, changed: str) -> None:
     own = Path(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "own"))
     train_quietly(fake_config(own, tmp_path))

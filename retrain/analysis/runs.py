@@ -44,6 +44,8 @@ class RunRecord:
     torn: int = 0
     """Number of lines that could not be read."""
     inputs: Inputs = field(default_factory=dict)
+    steps: int = 0
+    """Number of steps taken."""
 
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
@@ -66,10 +68,17 @@ def find_runs(
 ) -> list[RunRecord]:
     """All runs in these folders, each with its condition; raises if a run is named twice.
 
-    Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders.
-    `read` loads one run, by default `read_run`.
+    Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders; one
+    that ended before its first step is left out. `read` loads one run, by default `read_run`.
     """
     runs = label_runs([run for path in paths for run in _find(Path(path).expanduser(), read or read_run)])
+    stepped = {(run.condition, run.seed) for run in runs if run.steps}
+    # A page shows a run that is only about to begin.
+    runs = [
+        run
+        for run in runs
+        if run.steps or (tell_apart and run.status == "running") or (run.condition, run.seed) not in stepped
+    ]
     folders = Counter(run.path.resolve() for run in runs)
     twice = [str(folder) for folder, count in folders.items() if count > 1]
     if twice:
@@ -117,7 +126,10 @@ def _search(path: Path, depth: int, read: Callable[[Path], RunRecord]) -> Iterat
         # By condition: the first one is the baseline, also if its first run is missing.
         for entry in sorted(entries, key=lambda entry: order[entry["condition"]]):
             if _is_run(path / entry["folder"]):
-                yield replace(read(path / entry["folder"]), condition=entry["condition"], seed=entry["seed"])
+                run = read(path / entry["folder"])
+                if run.status == "finished" and run.steps < entry.get("max_steps", 0):
+                    run = replace(run, status="interrupted")  # the campaign has got more steps
+                yield replace(run, condition=entry["condition"], seed=entry["seed"])
     elif _is_run(path):
         yield read(path)
     elif depth:
@@ -158,6 +170,7 @@ def read_run(path: Path) -> RunRecord:
         str(state.get("status", "")),
         torn + torn_too,
         read_inputs(state, config),
+        max(metrics, default=-1) + 1,
     )
 
 

@@ -132,10 +132,12 @@ def _read_run(folder: Path, checks: bool) -> RunProgress:
     evaluations = [row for row in read_tail(folder / EVALS) if is_evaluation(row)]
     is_last, is_evaluated = done == max_steps, bool(config.get("eval", {}).get("every"))
     status = _status(folder, state)
+    is_loading = _is_loading(folder)
     return RunProgress(
         status=status,
         step=done,
-        max_steps=max_steps,
+        # A run that loads after its last step gets more, and writes how many when it has loaded.
+        max_steps=None if is_loading and is_last and status == "running" else max_steps,
         condition=str(last.get("condition") or state.get("condition") or ""),
         seed=training.get("seed"),
         correct_rate=last.get("correct_rate"),
@@ -144,7 +146,7 @@ def _read_run(folder: Path, checks: bool) -> RunProgress:
         step_seconds=sum(times) / len(times) if times else None,
         quiet_seconds=_quiet_seconds(folder),
         health=_check(folder, training.get("max_tokens"), state) if checks else (),
-        activity="loading" if _is_loading(folder) else "evaluating" if is_last and is_evaluated else "",
+        activity="loading" if is_loading else "evaluating" if is_last and is_evaluated else "",
         error=str(state.get("error", "")) if status == "failed" else "",
     )
 

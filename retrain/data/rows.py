@@ -67,7 +67,7 @@ def _conversion_script(path: Path, content: bytes) -> str:
     suffix = path.suffix.lower()
     encoding = _find_encoding(content) if suffix in (".csv", ".tsv", ".json") else ""
     if suffix in (".csv", ".tsv") and content:
-        header = content.partition(b"\n")[0]
+        header = re.sub(rb'"[^"]*"', b"", content.partition(b"\n")[0])
         # Spreadsheets write semicolons where the comma is the decimal mark.
         delimiter = max((b",", b";", b"\t"), key=header.count)
         rows = _FROM_TABLE.format(delimiter=delimiter.decode().replace("\t", r"\t"), encoding=encoding)

@@ -60,7 +60,8 @@ def find_logs(folders: Sequence[Path], logs: dict[Path, RunLog], budget_s: float
             earlier, logs[path] = logs[path], RunLog(path)
             logs[path].epoch = earlier.epoch + 1
         logs[path].update(max(0.02, until - time.monotonic()))
-        return logs[path].record(status=read_progress(path, checks=False).status)
+        progress = read_progress(path, checks=False)
+        return logs[path].record(progress.status, progress.step)
 
     return find_runs(folders, tell_apart=True, read=read)
 

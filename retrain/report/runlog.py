@@ -87,11 +87,20 @@ class RunLog:
         self._read_evaluations()
         return self.completions.update(max(0.0, until - time.monotonic())) and is_done
 
-    def record(self, status: str = "") -> RunRecord:
-        """The run for the statistics, without its steps."""
+    def record(self, status: str = "", steps: int = 0) -> RunRecord:
+        """The run for the statistics, without the rows of its steps."""
         config, inputs = self.config, read_inputs(read_state(self.path), self.config)
         return RunRecord(
-            self.path, config.condition, config.training.seed, config, {}, self.evaluations, status, self.torn, inputs
+            self.path,
+            config.condition,
+            config.training.seed,
+            config,
+            {},
+            self.evaluations,
+            status,
+            self.torn,
+            inputs,
+            steps,
         )
 
     @property

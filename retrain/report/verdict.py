@@ -14,6 +14,7 @@ from retrain.analysis.runs import RunRecord, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
 from retrain.runtime.text import plural
+from retrain.storage.checkpoint import read_state
 from retrain.types import JsonObject
 
 WINDOW = 10
@@ -37,7 +38,10 @@ def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
             return compare_conditions(runs)
         except ConfigError as error:
             note = f"The conditions are not compared: {error}"
-    return before_and_after(runs, logs) | {"notes": [note] if note else []}
+    notes = [note] if note else []
+    for run in runs:
+        notes += [f"{run.path.name}: --force-resume: {line}." for line in read_state(run.path).get("forced", ())]
+    return before_and_after(runs, logs) | {"notes": notes}
 
 
 def compare_conditions(runs: Sequence[RunRecord]) -> JsonObject:

@@ -179,8 +179,10 @@ class RunFolder:
         was_in = next((folder for folder in adapter.parents if folder.parts[-len(log_dir) :] == log_dir), None)
         if config.backend.adapter_path != stored.backend.adapter_path or was_in is None:
             return config
-        moved = self.path.absolute() / adapter.relative_to(was_in)
-        if was_in.exists() and not moved.exists():
+        own = self.path.absolute()
+        moved = own / adapter.relative_to(was_in)
+        is_set_aside = own.parent == was_in.parent and own.name.startswith(f"{was_in.name}.")
+        if was_in.exists() and not moved.exists() and not is_set_aside:
             return config  # a folder elsewhere with the same name
         return config.model_copy(update={"backend": config.backend.model_copy(update={"adapter_path": str(moved)})})
 

@@ -163,6 +163,17 @@ def test_the_time_before_a_resume_is_not_time_in_a_step(tmp_path: Path) -> None:
         assert (running.state, running.eta_seconds) == ("running", pytest.approx(8.0, abs=2.0))
 
 
+def test_a_finished_run_that_loads_to_be_extended_has_no_known_end(tmp_path: Path, capsys: Captured) -> None:
+    folder = write_run(tmp_path / "train", [0.1, 0.4])
+    os.utime(folder / "config.toml", (1000.0, 1000.0))
+    assert (read_progress(folder).step, read_progress(folder).max_steps) == (2, 2)
+    with lock_folder(folder):
+        loading = read_progress(folder)
+        assert (loading.state, loading.step, loading.max_steps, loading.eta_seconds) == ("loading", 2, None, None)
+        assert run(["status", str(tmp_path)]) == 0
+        assert "2/2" not in capsys.readouterr().out
+
+
 def test_a_run_of_its_own_has_no_elapsed_time(tmp_path: Path, capsys: Captured) -> None:
     write_run(tmp_path / "train", [0.1])
     (entry,) = status_of(tmp_path, capsys)

@@ -12,6 +12,7 @@ import pytest
 from folders import write_campaign, write_run
 
 from retrain.cli import run
+from retrain.storage.folder import lock_folder
 
 PROBLEMS = 64
 
@@ -483,6 +484,35 @@ def test_a_difference_to_other_seeds_of_the_baseline_is_marked(
     assert run(["compare", *both, "--baseline", "grpo+none", "--markdown"]) == 0
     text = capsys.readouterr().out
     assert "| grpo+none | 2 | 0.3000 |" in text and "+0.0000 |" in text and "*" not in text
+
+
+def test_an_attempt_without_a_step_that_was_repeated_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (1, 2):
+        for name, lr in (("a", 1e-3), ("b", 2e-3)):
+            write_run(tmp_path / f"{name}{seed}", [0.1, 0.2], training__seed=seed, training__lr=lr)
+    before = as_json(capsys, tmp_path)
+    for status, at in (("failed", {0: [0, 1]}), ("running", {})):
+        write_run(tmp_path / "a1.1", [], at, status, training__seed=1, training__lr=1e-3)
+        assert as_json(capsys, tmp_path) == before
+        assert run(["report", str(tmp_path)]) == 0
+        assert "4 runs, 2 conditions" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    with lock_folder(tmp_path / "a1.1"):
+        assert run(["report", str(tmp_path)]) == 0
+        assert "5 runs, 4 conditions" in (tmp_path / "report.html").read_text(encoding="utf-8"), "it is about to begin"
+
+
+def test_runs_of_a_campaign_that_has_got_more_steps_are_not_finished(
+    campaign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not [note for note in as_json(capsys, campaign)["notes"] if "Not finished" in note]
+    manifest = json.loads((campaign / "manifest.json").read_text())
+    for entry in manifest["runs"]:
+        entry["max_steps"] = 6 if entry["seed"] == 2 else 4
+    (campaign / "manifest.json").write_text(json.dumps(manifest))
+    notes = as_json(capsys, campaign)["notes"]
+    assert "Not finished: grpo+none_s2, maxrl+none_s2, maxrl+gtpo_s2." in notes
 
 
 def test_what_cannot_be_compared_is_rejected(

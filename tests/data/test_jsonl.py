@@ -118,7 +118,12 @@ def convert(path):
 )
 def test_the_command_that_a_table_is_refused_with_converts_it(tmp_path, suffix, mark, encoding):
     path = tmp_path / f"my rows' {suffix}"
-    path.write_text(f'prompt{mark}answer\r\n"2{mark}2\n{{é}}?"{mark}007\r\n', newline="", encoding=encoding)
+    other = "," if mark == ";" else ";"
+    path.write_text(
+        f'prompt{mark}answer{mark}"a{other}b{other}c{other}d"\r\n"2{mark}2\n{{é}}?"{mark}007\r\n',
+        newline="",
+        encoding=encoding,
+    )
     (example,) = convert(path)
     assert (example.prompt, example.reference) == (f"2{mark}2\n{{é}}?", "007")
 

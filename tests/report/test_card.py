@@ -70,6 +70,15 @@ def test_a_run_shows_before_and_after_and_what_is_wrong(tmp_path: Path) -> None:
     assert "## Comparison" not in card and "torch" in card
 
 
+def test_a_forced_resume_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", 1)
+    assert "--force-resume" not in card_of(str(folder))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state["forced"] = ["[training] lr: 0.001 -> 5e-05 at step 4"]
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert "- one: --force-resume: [training] lr: 0.001 -> 5e-05 at step 4." in card_of(str(folder))
+
+
 def test_a_check_is_unknown_only_if_it_is_in_all_runs(campaign: Path) -> None:
     path = campaign / "grpo_1" / "eval.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]

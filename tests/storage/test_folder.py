@@ -235,6 +235,21 @@ def test_a_renamed_run_publishes_to_the_adapter_folder_inside_the_renamed_one(
     assert not logs.exists()
 
 
+@pytest.mark.parametrize("log_dir", ["absolute", *slow("relative")])
+def test_a_run_that_stepped_aside_leaves_the_adapter_of_the_later_one_alone(
+    log_dir: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = str(tmp_path / "logs") if log_dir == "absolute" else "logs"
+    places = {"logging__log_dir": given, "backend__adapter_path": f"{given}/adapter"}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **places))
+    shutil.rmtree(tmp_path / "logs" / "adapter")  # it had not yet published one
+    train_quietly(fake_config(model, tmp_path, training__max_steps=2, training__seed=7, **places))
+    assert run(["--resume", str(tmp_path / "logs.1"), "--max-steps", "3"]) == 0
+    steps = [(tmp_path / name / "adapter" / "steps.txt").read_text() for name in ("logs", "logs.1")]
+    assert steps == ["2", "3"]
+
+
 def test_a_run_says_that_it_replaces_the_adapter_of_another_run(model: Path, tmp_path: Path) -> None:
     logs, other, adapter = tmp_path / "logs", tmp_path / "other", tmp_path / "adapter"
     train_quietly(fake_config(model, tmp_path, training__max_steps=1))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from retrain.capacity.sampling import CACHE_SHARE, cache_share, dense_capacity
+from retrain.capacity.sampling import cache_share, dense_capacity
 from retrain.errors import SamplingMemoryError
 from retrain.modeling.attention import PackedAttention, Scoring, masked_attention, visible
 from retrain.modeling.policy import Policy
@@ -204,6 +204,6 @@ def does_not_fit(tokens: int, each: int, room: int) -> SamplingMemoryError:
     """The error for a completion of `tokens` tokens, at `each` bytes per token, that does not fit into `room`."""
     return SamplingMemoryError(
         f"the KV cache of one completion does not fit: {tokens} tokens × {each / 1024:.0f} KiB per token = "
-        f"{tokens * each / 2**30:.1f} GiB, and {CACHE_SHARE:.0%} of {room / 2**30:.1f} GiB free memory may be "
-        'used.  Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
+        f"{tokens * each / 2**30:.2f} GiB, and the cache may take {cache_share(room) / 2**30:.2f} GiB.  "
+        'Try: a smaller max_tokens, or [inference] kv_cache_dtype = "int8"'
     )

@@ -58,10 +58,16 @@ class Rollouts:
         return sum(score.failed for group in self.groups for score in group.scores_G)
 
     @property
-    def correct_rate(self) -> float:
-        """Share of correct completions among the valid scores."""
+    def mean_reward(self) -> float | None:
+        """Mean of the valid scores; None if there is none."""
         scores = self.scores
-        return sum(score.outcome == "right" for score in scores) / len(scores) if scores else 0.0
+        return sum(score.value for score in scores) / len(scores) if scores else None
+
+    @property
+    def correct_rate(self) -> float | None:
+        """Share of correct completions among the valid scores; None if there is none."""
+        scores = self.scores
+        return sum(score.outcome == "right" for score in scores) / len(scores) if scores else None
 
 
 class RolloutSource(Protocol):

@@ -283,7 +283,7 @@ def settle(parts: Parts, state: RunState, outcome: StepMetrics) -> None:
 
 def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepMetrics) -> StepMetrics:
     """The step's metrics: the loop's own, and everything that the backend reported."""
-    rollouts, scores = batch.rollouts, batch.rollouts.scores
+    rollouts = batch.rollouts
     completions = [completion for group in rollouts.groups for completion in group.completions_G]
     lengths = [completion.num_sampled for completion in completions] or [0]
     reported = {key: outcome.get(key) for key in TRAINING_METRICS} | outcome
@@ -293,9 +293,9 @@ def step_metrics(parts: Parts, state: RunState, batch: StepBatch, outcome: StepM
         "condition": parts.config.condition,
         "loss_is_placeholder": parts.backend.capabilities.reports_late,
         "skipped_steps": state.skipped,
-        "mean_reward": sum(score.value for score in scores) / len(scores) if scores else 0.0,
+        "mean_reward": rollouts.mean_reward,
         "correct_rate": rollouts.correct_rate,
-        "running_correct_rate": state.right / max(1, state.scored),
+        "running_correct_rate": state.right / state.scored if state.scored else None,
         "sepa_gate_open": parts.sepa.gate_open,
         "sepa_lambda": batch.sepa_lambda,
         "max_token_hit_rate": sum(c.finish_reason == "length" for c in completions) / max(1, len(completions)),

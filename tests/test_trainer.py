@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from e2e.tiny import write_tokenizer
 
 from retrain import trainer
 from retrain.advantages import AlgorithmContext
+from retrain.analysis.runs import find_runs, measure
 from retrain.assemble import Overrides, assemble
 from retrain.campaign.progress import read_progress
 from retrain.cli import run
@@ -318,6 +320,26 @@ def test_a_reward_that_does_not_apply_to_most_leaves_them_out(model: Path, tmp_p
     play.script = always("skip")
     with pytest.raises(RolloutError, match="the reward returned None for all 12 completions"):
         train_quietly(fake_config(model, tmp_path, **config))
+
+
+def test_a_step_in_which_nothing_is_scored_has_no_rate(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    logs = [tmp_path / mode for mode in ("grpo", "maxrl")]
+    for log_dir in logs:
+        texts = chain.from_iterable(repeat(text, 4) for text in cycle(("right", "skip")))
+        play.script = staticmethod(lambda prompt, index, rng, texts=texts: next(texts))
+        own = {"logging__log_dir": str(log_dir), "algorithm__advantage_mode": log_dir.name}
+        own |= {"reward__custom_function": "score_some", "training__batch_size": 1}
+        _, printed = train_quietly(fake_config(model, tmp_path, training__max_steps=4, **own))
+        found = [(row["mean_reward"], row["correct_rate"], row["running_correct_rate"]) for row in rows(log_dir)]
+        assert found == [(1.0, 1.0, 1.0), (None, None, 1.0)] * 2
+        assert "reward=none | correct=none" in printed and "no completion was scored, so nothing was learned" in printed
+        # Rows that are rebuilt have none, either.
+        (log_dir / "metrics.jsonl").unlink()
+        train_quietly(fake_config(model, tmp_path, training__max_steps=5, resume__from=str(log_dir), **own))
+        assert [row["correct_rate"] for row in rows(log_dir)] == [1.0, None, 1.0, None, 1.0]
+    measured = measure(find_runs(logs), "correct_rate")
+    assert {rate for values in measured.values.values() for rate in values.values()} == {1.0}
+    assert "grpo: 2 steps without a correct_rate, which no mean contains." in measured.notes
 
 
 def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(

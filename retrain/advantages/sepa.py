@@ -43,9 +43,9 @@ class SEPAController:
         self._ema: float | None = None
         self._initial: float | None = None
 
-    def observe_correct_rate(self, rate: float) -> None:
-        """Open the gate once the correct rate of a batch reaches it."""
-        self.gate_open = self.gate_open or rate >= self.config.correct_rate_gate
+    def observe_correct_rate(self, rate: float | None) -> None:
+        """Open the gate once the correct rate of a batch reaches it; None, where nothing was scored, is ignored."""
+        self.gate_open = self.gate_open or (rate is not None and rate >= self.config.correct_rate_gate)
 
     def update(self, execution: FloatArray | float | None) -> None:
         """Observe the uncertainties of a batch's execution tokens, or their variance; None or no tokens are ignored."""

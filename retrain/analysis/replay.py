@@ -65,7 +65,7 @@ class Method:
         """Observe the steps before this one that were not recorded, from their metrics."""
         earlier = [before for before in self.unseen if before < step]
         for row in (self.unseen.pop(before) for before in earlier):
-            self.sepa.observe_correct_rate(float(row.get("correct_rate") or 0.0))
+            self.sepa.observe_correct_rate(row.get("correct_rate"))
             self.sepa.update(row.get("exec_entropy_var"))
         self.unseen.pop(step, None)
 

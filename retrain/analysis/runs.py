@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,6 +47,8 @@ class RunRecord:
     inputs: Inputs = field(default_factory=dict)
     steps: int = 0
     """Number of steps taken."""
+    attempts: tuple[str, ...] = ()
+    """Folders of other attempts at this run, which are left out."""
 
     def rows(self, metric: str) -> Mapping[int, Row]:
         """The rows that contain a metric: evaluations or training steps."""
@@ -68,17 +71,14 @@ def find_runs(
 ) -> list[RunRecord]:
     """All runs in these folders, each with its condition; raises if a run is named twice.
 
-    Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders; one
-    that ended before its first step is left out. `read` loads one run, by default `read_run`.
+    Two runs with the same condition and seed are an error too, or, with `tell_apart`, named after their folders; but
+    attempts that were repeated are left out. `read` loads one run, by default `read_run`.
     """
     runs = label_runs([run for path in paths for run in _find(Path(path).expanduser(), read or read_run)])
-    stepped = {(run.condition, run.seed) for run in runs if run.steps}
-    # A page shows a run that is only about to begin.
-    runs = [
-        run
-        for run in runs
-        if run.steps or (tell_apart and run.status == "running") or (run.condition, run.seed) not in stepped
-    ]
+    shown = {Path(path).expanduser() for path in paths}
+    # A page shows a run that is about to begin.
+    shown |= {run.path for run in runs if tell_apart and run.status == "running"}
+    runs = _leave_out_attempts(runs, shown)
     folders = Counter(run.path.resolve() for run in runs)
     twice = [str(folder) for folder, count in folders.items() if count > 1]
     if twice:
@@ -99,6 +99,34 @@ def find_runs(
                 f"Try: leave one out, or compare the two line by line: retrain diff {other.path} {run.path}"
             )
     return runs
+
+
+def _leave_out_attempts(runs: Sequence[RunRecord], shown: Set[Path]) -> list[RunRecord]:
+    """The runs without other attempts at them, except these; each run names those that were left out."""
+    same: dict[tuple[str, int], list[RunRecord]] = {}
+    for run in runs:
+        same.setdefault((run.condition, run.seed), []).append(run)
+    attempts: dict[Path, list[str]] = {}
+    left_out = set()
+    for run in runs:
+        others = same[run.condition, run.seed] if run.path not in shown else ()
+        if kept := next((other for other in others if _is_attempt(run, other)), None):
+            attempts.setdefault(kept.path, []).append(run.path.name)
+            left_out.add(run.path)
+    return [replace(run, attempts=tuple(attempts.get(run.path, ()))) for run in runs if run.path not in left_out]
+
+
+def _is_attempt(run: RunRecord, other: RunRecord) -> bool:
+    """Whether a run is only an attempt at another: it has no step, or was renamed when the other took its folder."""
+    renamed = re.fullmatch(rf"{re.escape(other.path.name)}\.\d+", run.path.name)
+    return other.steps > 0 and (not run.steps or bool(renamed and run.path.parent == other.path.parent))
+
+
+def describe_attempts(runs: Sequence[RunRecord]) -> list[str]:
+    """Sentences on the attempts that were left out."""
+    return [
+        f"Left out as another attempt at {run.path.name}: {list_some(run.attempts)}." for run in runs if run.attempts
+    ]
 
 
 def _describe_differences(one: TrainConfig, other: TrainConfig) -> str:
@@ -274,6 +302,7 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     unfinished = [run.path.name for run in runs if run.status != "finished"]
     if unfinished:
         notes.append(f"Not finished: {', '.join(unfinished)}.")
+    notes += describe_attempts(runs)
     notes += [f"{run.path}: {plural(run.torn, 'incomplete line')} skipped." for run in runs if run.torn]
     if metric.startswith("eval_"):
         last = 1
@@ -285,6 +314,9 @@ def measure(runs: Sequence[RunRecord], metric: str, last: int = 10) -> Measured:
     for run in runs:
         steps = [s for s in run.rows(metric) if step - last < s <= step]
         numbers = [float(value) for s in steps if _is_number(value := run.rows(metric)[s].get(metric))]
+        if numbers and len(numbers) < len(steps):
+            without = plural(len(steps) - len(numbers), "step")
+            notes.append(f"{run.path.name}: {without} without a {metric}, which no mean contains.")
         if not numbers:
             raise ConfigError(f"{run.path} has no number for {metric} at step {step}.")
         values.setdefault(run.condition, {})[run.seed] = sum(numbers) / len(numbers)

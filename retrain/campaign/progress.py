@@ -136,7 +136,7 @@ def _read_run(folder: Path, checks: bool) -> RunProgress:
     return RunProgress(
         status=status,
         step=done,
-        # A run that loads after its last step gets more, and writes how many when it has loaded.
+        # One that loads in the folder of a finished run writes how many steps it will take when it has loaded.
         max_steps=None if is_loading and is_last and status == "running" else max_steps,
         condition=str(last.get("condition") or state.get("condition") or ""),
         seed=training.get("seed"),

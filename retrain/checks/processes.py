@@ -9,18 +9,28 @@ from collections.abc import Iterator, Mapping
 from retrain.config import TrainConfig
 from retrain.config.options import option_issue, options_by_path, values_of
 from retrain.errors import ConfigError, ConfigIssue
-from retrain.runtime.devices import check_gpus, device_names
+from retrain.runtime.devices import check_gpus, device_names, has_gpu
 
 LAUNCH_NOTE = "fsdp needs several processes: start it with retrain launch --processes N"
 
 
 def check_devices(config: TrainConfig) -> None:
     """Raise for missing GPUs of a local run, before anything is loaded."""
-    names_a_gpu = any(name.startswith("gpu:") for name in device_names(config.backend.devices))
-    if config.backend.backend == "local" and names_a_gpu:
+    if _names_gpu(config):
         import torch  # noqa: PLC0415  (slow to import)
 
         check_gpus(config.backend.devices, torch.cuda.device_count())
+
+
+def lacks_gpu(config: TrainConfig) -> bool:
+    """Whether a run on this machine names a GPU where the system has none; does not import PyTorch."""
+    is_elsewhere = config.campaign is not None and config.campaign.executor != "local"
+    return _names_gpu(config) and not is_elsewhere and not has_gpu()
+
+
+def _names_gpu(config: TrainConfig) -> bool:
+    names = device_names(config.backend.devices)
+    return config.backend.backend == "local" and any(name.startswith("gpu:") for name in names)
 
 
 def check_multi_process(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> None:

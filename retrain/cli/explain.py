@@ -14,7 +14,7 @@ from retrain.campaign.plan import Run, find_limits, name_conditions, runs_at_onc
 from retrain.capacity.memory import PROMPT_TOKENS, workload_of
 from retrain.capacity.plan import MEMORY_PARTS
 from retrain.checks.preflight import check_files_of_problems, find_obstacles
-from retrain.checks.processes import LAUNCH_NOTE, needs_launch
+from retrain.checks.processes import LAUNCH_NOTE, lacks_gpu, needs_launch
 from retrain.checks.unsupported import find_unsupported
 from retrain.cli.console import print_heading, print_json, print_table
 from retrain.cli.estimate import (
@@ -205,6 +205,8 @@ def find_blockers(config: TrainConfig, file: str) -> list[str]:
 def find_notes(config: TrainConfig, runs: Sequence[Run]) -> list[str]:
     """How the run must be started, parts of a method that stay off, and what is not in the numbers."""
     start = [LAUNCH_NOTE] if needs_launch(config) else []
+    if lacks_gpu(config):
+        start.append(f'devices = "{config.backend.devices}" needs a GPU, and here is none; "auto" would take the CPU')
     conditions = split_conditions(config, "the campaign").values()
     assumed = dict.fromkeys(note for one in conditions for note in find_assumptions(one))
     return [*start, *find_idle(config, runs), *assumed]

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from retrain.analysis.change import Change, Row, comparable, find_other_setup, noise_between, paired_change
-from retrain.analysis.runs import RunRecord, require_same_model
+from retrain.analysis.runs import RunRecord, describe_attempts, require_same_model
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
 from retrain.runtime.text import plural
@@ -38,7 +38,7 @@ def describe_verdict(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
             return compare_conditions(runs)
         except ConfigError as error:
             note = f"The conditions are not compared: {error}"
-    notes = [note] if note else []
+    notes = [*([note] if note else ()), *describe_attempts(runs)]
     for run in runs:
         notes += [f"{run.path.name}: --force-resume: {line}." for line in read_state(run.path).get("forced", ())]
     return before_and_after(runs, logs) | {"notes": notes}

@@ -99,7 +99,9 @@ class Console:
             self.print_once(f"  scoring holds up the step: {cause}")
         self._explain_correct_from(metrics, groups)
         if metrics["num_datums"] == 0:
-            self.print_once("  all groups have equal rewards, so nothing was learned in this step (shown once)")
+            scored = metrics["mean_reward"] is not None
+            why = "all groups have equal rewards" if scored else "no completion was scored"
+            self.print_once(f"  {why}, so nothing was learned in this step (shown once)")
         if self.live:
             self._draw()
 
@@ -178,8 +180,7 @@ def step_line(step: int, metrics: StepMetrics) -> str:
     parts = [
         f"Step {step} [{metrics['condition']}]",
         f"loss={metrics['loss']:z.4f}{late}",
-        f"reward={metrics['mean_reward']:.3f}",
-        f"correct={100 * float(metrics['correct_rate'] or 0):.1f}%",
+        *_rewards(metrics),
         f"datums={metrics['num_datums']}",
         f"bs={metrics['batch_size']}",
         f"gs={metrics['group_size']}",
@@ -191,6 +192,13 @@ def step_line(step: int, metrics: StepMetrics) -> str:
     if metrics.get("eval_pass_at_1") is not None:
         parts.insert(4, f"held-out={100 * float(metrics['eval_pass_at_1'] or 0):.1f}%")
     return " | ".join(parts)
+
+
+def _rewards(metrics: StepMetrics) -> tuple[str, str]:
+    reward, rate = metrics["mean_reward"], metrics["correct_rate"]
+    if reward is None or rate is None:
+        return "reward=none", "correct=none"
+    return f"reward={reward:.3f}", f"correct={100 * float(rate):.1f}%"
 
 
 def health_lines(metrics: StepMetrics) -> list[str]:

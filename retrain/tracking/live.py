@@ -31,7 +31,8 @@ class LiveLine:
     def update(self, step: int, metrics: StepMetrics) -> None:
         """Add a step."""
         self.done, self.metrics = step + 1, metrics
-        self.rates.append(float(metrics["correct_rate"] or 0.0))
+        if metrics["correct_rate"] is not None:
+            self.rates.append(float(metrics["correct_rate"]))
         self.seconds.append(float(metrics["step_time_s"] or 0.0))
         if metrics.get("eval_pass_at_1") is not None:
             self.held_out = float(metrics["eval_pass_at_1"] or 0.0)

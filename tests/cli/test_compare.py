@@ -486,21 +486,32 @@ def test_a_difference_to_other_seeds_of_the_baseline_is_marked(
     assert "| grpo+none | 2 | 0.3000 |" in text and "+0.0000 |" in text and "*" not in text
 
 
-def test_an_attempt_without_a_step_that_was_repeated_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attempts_that_were_repeated_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         for name, lr in (("a", 1e-3), ("b", 2e-3)):
             write_run(tmp_path / f"{name}{seed}", [0.1, 0.2], training__seed=seed, training__lr=lr)
     before = as_json(capsys, tmp_path)
-    for status, at in (("failed", {0: [0, 1]}), ("running", {})):
-        write_run(tmp_path / "a1.1", [], at, status, training__seed=1, training__lr=1e-3)
-        assert as_json(capsys, tmp_path) == before
+    for name, rates, status, at in (
+        ("a1.1", [], "failed", {0: [0, 1]}),
+        ("a1.1", [], "running", {}),
+        ("a1.1", [0.9, 0.9], "finished", {}),
+        ("of a1", [], "failed", {}),
+    ):
+        attempt = write_run(tmp_path / name, rates, at, status, training__seed=1, training__lr=1e-3)
+        assert as_json(capsys, tmp_path) == before | {
+            "notes": [f"Left out as another attempt at a1: {name}.", *before["notes"]]
+        }
         assert run(["report", str(tmp_path)]) == 0
         assert "4 runs, 2 conditions" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    with lock_folder(tmp_path / "a1.1"):
-        assert run(["report", str(tmp_path)]) == 0
-        assert "5 runs, 4 conditions" in (tmp_path / "report.html").read_text(encoding="utf-8"), "it is about to begin"
+        with lock_folder(attempt):
+            assert run(["report", str(tmp_path)]) == 0
+            page = (tmp_path / "report.html").read_text(encoding="utf-8")
+            assert "5 runs, 4 conditions" in page, "a run that is active is shown"
+        shutil.rmtree(attempt)
+    other = write_run(tmp_path / "again", [0.9, 0.9], training__seed=1, training__lr=1e-3)
+    assert "count as the same run" in refusal(capsys, tmp_path)
+    other.rename(tmp_path / "a1.1")
+    assert "count as the same run" in refusal(capsys, tmp_path / "a1", tmp_path / "a1.1")
 
 
 def test_runs_of_a_campaign_that_has_got_more_steps_are_not_finished(

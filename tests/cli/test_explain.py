@@ -77,6 +77,17 @@ def test_a_training_run_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None
     assert "logs/train/metrics.jsonl" in data["files"]
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_that_is_not_there_is_noted(
+    has_gpu: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrain.checks.processes.has_gpu", lambda: has_gpu)
+    _write('model = { model = "builtin:tiny" }\ndata = { source = "arithmetic" }\ntraining = { max_tokens = 64 }\n')
+    for devices, names_gpu in (("cpu", False), ("auto", False), ("gpu:0", True), ("gpu:0,gpu:1", True)):
+        notes = _explain(capsys, "--devices", devices)["notes"]
+        assert any("needs a GPU, and here is none" in note for note in notes) is (names_gpu and not has_gpu)
+
+
 def test_every_log_of_a_run_is_among_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     _write(starter("demo"))
     files = _explain(capsys, "--eval-every", "5", "--debug")["files"]

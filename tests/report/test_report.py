@@ -64,14 +64,14 @@ def test_without_a_folder_the_runs_in_logs_are_shown(
 
 
 def test_a_folder_of_folders_is_searched_and_runs_alike_are_distinguished(tmp_path: Path) -> None:
-    for name in ("train", "train.1", "sweeps/2026/grpo_s1"):
+    for name in ("train", "copy", "sweeps/2026/grpo_s1"):
         write_run(tmp_path / name, 1)
     write_run(tmp_path / "sweeps" / "other", 2)
     (tmp_path / ".hidden").mkdir()
     assert run(["status", str(tmp_path)]) == 0
     runs = collect([tmp_path])["runs"]
     assert len(runs) == 4
-    alike = [f"grpo+gtpo_sepa in {tmp_path / name}" for name in ("train", "train.1", "sweeps/2026/grpo_s1")]
+    alike = [f"grpo+gtpo_sepa in {tmp_path / name}" for name in ("train", "copy", "sweeps/2026/grpo_s1")]
     assert sorted(one["condition"] for one in runs) == sorted([*alike, "grpo+gtpo_sepa"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither a run nor a campaign"):

@@ -22,12 +22,14 @@ from e2e.tiny import write_tokenizer
 
 from retrain import trainer
 from retrain.advantages import AlgorithmContext
-from retrain.analysis.runs import find_runs, measure
+from retrain.analysis.measure import measure
+from retrain.analysis.runs import find_runs
 from retrain.assemble import Overrides, assemble
 from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.data import ExampleOrder
 from retrain.errors import BackendError, CheckpointError, ConfigError, PluginError, RolloutError
+from retrain.report import collect
 from retrain.runtime.control import StopRequested
 from retrain.runtime.interrupts import Interrupts
 from retrain.storage.recording import read_recordings
@@ -257,7 +259,7 @@ def test_a_reward_that_raises_in_an_evaluation_is_reported_as_such(
     assert [row["eval_reward_errors"] for row in rows(tmp_path / "logs", "eval.jsonl")] == [7, 7]
     check = next(check for check in read_progress(tmp_path / "logs").health if check.name == "reward errors")
     assert (check.level, check.step) == ("problem", 0)
-    assert check.value == "25% of completions not scored, 50% in the newest evaluation"
+    assert check.value == "25% of scores failed, 50% in the newest evaluation"
     play.script = always("raise")
     with pytest.raises(RolloutError, match="failed for 14 of 14 completions in the evaluation on held-out"):
         train_quietly(config)
@@ -339,7 +341,14 @@ def test_a_step_in_which_nothing_is_scored_has_no_rate(model: Path, tmp_path: Pa
         assert [row["correct_rate"] for row in rows(log_dir)] == [1.0, None, 1.0, None, 1.0]
     measured = measure(find_runs(logs), "correct_rate")
     assert {rate for values in measured.values.values() for rate in values.values()} == {1.0}
-    assert "grpo: 2 steps without a correct_rate, which no mean contains." in measured.notes
+    assert "Steps of them without a correct_rate: grpo 2, maxrl 2." in measured.notes
+    assert measure(find_runs(logs), "correct_rate", last=1).step == 4
+    shown = collect([tmp_path])["verdict"]
+    assert (shown["step"], shown["baseline_mean"], shown["notes"][-1]) == (4, 1.0, f"Note: {measured.notes[-1]}")
+    alone = collect(logs[:1])
+    assert "2 of 5 steps have no score and are left out." in alone["verdict"]["sentence"]
+    (check,) = [check for check in alone["runs"][0]["health"] if check["name"] == "reward errors"]
+    assert check["value"] == "0% of scores failed"
 
 
 def test_a_negative_reward_ends_a_run_with_maxrl_before_it_is_trained_on(

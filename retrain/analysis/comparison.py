@@ -11,17 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from retrain.analysis.looks import Looks
-from retrain.analysis.runs import (
+from retrain.analysis.measure import (
     Measured,
-    RunRecord,
     default_metric,
-    find_unlabelled,
     leave_out_empty,
     leave_out_unlike,
     measure,
     problem_rates,
-    read_manifest,
 )
+from retrain.analysis.runs import RunRecord, find_unlabelled, read_manifest
 from retrain.analysis.scoring import CORRECT_RATES, SCORED, edited_inputs, find_unlike
 from retrain.analysis.stats import (
     Comparison,

@@ -180,7 +180,7 @@ def _check_truncation(metrics: Sequence[Row]) -> Check:
 def _check_reward_errors(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check:
     """Failed scores in training, and in the newest evaluation, whose rates miss them."""
     limits = (0.001, 0.1)
-    check = _limit("reward errors", metrics, error_share, limits, "of completions not scored", "errors")
+    check = _limit("reward errors", metrics, error_share, limits, "of scores failed", "errors")
     check = replace(check, rule=f"{check.rule}, or in the newest evaluation")
     shares = [(int(row["step"]), share) for row in evaluations if (share := eval_error_share(row)) is not None]
     if not shares or not shares[-1][1]:
@@ -192,7 +192,7 @@ def _check_reward_errors(metrics: Sequence[Row], evaluations: Sequence[Row]) -> 
     return replace(
         check,
         level=max(check.level, level, key=SEVERITY.__getitem__),
-        value=f"{known}{_percent(last)} in the newest evaluation" + ("" if known else " not scored"),
+        value=f"{known}{_percent(last)} in the newest evaluation" + ("" if known else ": scores failed"),
         step=min((step for step in since if step is not None), default=None),
     )
 
@@ -221,7 +221,7 @@ def _check_learning(metrics: Sequence[Row], evaluations: Sequence[Row]) -> Check
         return Check("learning", level, value, rule, None, "wrong")
     rewards = [reward for row in metrics if (reward := _number(row.get("mean_reward"))) is not None]
     if len(rewards) < SHORTEST:
-        return Check("learning", "unknown", f"fewer than {SHORTEST} steps", rule)
+        return Check("learning", "unknown", _too_few(metrics, "reward"), rule)
     start, end = rewards[:WINDOW], rewards[-WINDOW:]
     before, after = statistics.fmean(start), statistics.fmean(end)
     value = f"reward {before:.3g} → {after:.3g}"
@@ -259,13 +259,18 @@ def _check_entropy(metrics: Sequence[Row]) -> Check:
     means = _means(metrics, lambda row: row.get("exec_entropy_mean"))
     kind = str(metrics[-1].get("uncertainty_kind") or "entropy") if metrics else "entropy"
     if len(means) < SHORTEST:
-        return Check("entropy", "unknown", f"fewer than {SHORTEST} steps" if means else "not logged", rule)
+        return Check("entropy", "unknown", _too_few(metrics, "value") if means else "not logged", rule)
     start, last = means[WINDOW - 1][1], means[-1][1]
     if start <= 0:
         return Check("entropy", "unknown", f"{kind} {last:.3g}", rule)
     level: Level = "problem" if last < start / 20 else "warning" if last < start / 4 else "ok"
     first = _since_step(means[WINDOW:], lambda mean: mean < start / 4)
     return Check("entropy", level, f"{kind} {start:.3g} → {last:.3g}", rule, first)
+
+
+def _too_few(metrics: Sequence[Row], what: str) -> str:
+    """That there are too few steps, or, in a longer run, too few that have it."""
+    return f"fewer than {SHORTEST} steps" + (f" with a {what}" if len(metrics) >= SHORTEST else "")
 
 
 def _check_length(metrics: Sequence[Row], max_tokens: int | None) -> Check:

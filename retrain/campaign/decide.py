@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from retrain.analysis.comparison import compare_runs, explanation_lines, find_unlike_runs, fit_table
-from retrain.analysis.runs import RunRecord, default_metric, find_runs, measure, require_same_model
+from retrain.analysis.measure import default_metric, measure, require_same_model
+from retrain.analysis.runs import RunRecord, find_runs
 from retrain.analysis.stats import sequential_test
 from retrain.campaign.manifest import Manifest
 from retrain.campaign.plan import Run

@@ -77,7 +77,8 @@ def command(
     if as_json and markdown:
         raise ConfigError("--json and --markdown are mutually exclusive.")
     from retrain.analysis.comparison import compare_runs, markdown_lines  # noqa: PLC0415  (loads scipy)
-    from retrain.analysis.runs import find_runs, require_same_model  # noqa: PLC0415
+    from retrain.analysis.measure import require_same_model  # noqa: PLC0415
+    from retrain.analysis.runs import find_runs  # noqa: PLC0415
 
     runs = find_runs(folders)
     if not allow_different_models:

@@ -109,11 +109,12 @@ class RunLog:
         return last_edit(read_state(self.path), self.columns.steps[-1]) if len(self.columns) else 0
 
     def rates(self) -> dict[int, JsonObject]:
-        """The correct rate of every step, as rows."""
+        """The correct rate of every step, as rows; null where nothing was scored."""
         rates = zip(self.columns.steps, self.columns.column("correct_rate").tolist(), strict=True)
         # Single precision has seven digits.
         return {
-            step: {"step": step, "correct_rate": float(f"{rate:.7g}")} for step, rate in rates if not math.isnan(rate)
+            step: {"step": step, "correct_rate": None if math.isnan(rate) else float(f"{rate:.7g}")}
+            for step, rate in rates
         }
 
     def health(self) -> list[JsonObject]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from retrain.analysis.change import Change, Row, comparable, find_other_setup, noise_between, paired_change
-from retrain.analysis.runs import RunRecord, describe_attempts, require_same_model
+from retrain.analysis.measure import require_same_model
+from retrain.analysis.runs import RunRecord, describe_attempts
 from retrain.errors import ConfigError
 from retrain.report.runlog import RunLog
 from retrain.runtime.text import plural
@@ -153,7 +154,9 @@ def before_and_after(runs: Sequence[RunRecord], logs: Sequence[RunLog]) -> JsonO
     if not rows:
         return result | {"kind": "waiting", "sentence": "Waiting for the first step."}
     return result | {
-        "sentence": _change(rows, kind, metric) + (_unlike(runs) if held_out else _edited(logs)) + _left_out(runs)
+        "sentence": _change(rows, kind, metric)
+        + (_unlike(runs) if held_out else _edited(logs) + _unscored(logs, metric))
+        + _left_out(runs)
     }
 
 
@@ -174,6 +177,16 @@ def _edited(logs: Sequence[RunLog]) -> str:
     if len(logs) == 1 and at:
         return f" Steps before {at[0]} are left out: {what}."
     return f" In {plural(len(at), 'run')}, steps before a change of data, code or options are left out." if at else ""
+
+
+def _unscored(logs: Sequence[RunLog], metric: str) -> str:
+    """A sentence if steps without a score are left out."""
+    values = [log.columns.column(metric)[np.array(log.columns.steps) >= log.edited_at] for log in logs]
+    count, total = sum(int(np.isnan(each).sum()) for each in values), sum(map(len, values))
+    if not 0 < count < total:
+        return ""
+    rest = "has no score and is left out" if count == 1 else "have no score and are left out"
+    return f" {count} of {plural(total, 'step')} {rest}."
 
 
 def _left_out(runs: Sequence[RunRecord]) -> str:

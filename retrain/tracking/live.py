@@ -42,7 +42,7 @@ class LiveLine:
         parts = [(f"{self.done}/{self.total}", "")] if self.total else []
         if self.rates and self.unicode:
             parts.append(("".join(BLOCKS[min(7, int(8 * rate))] for rate in self.rates), GREEN))
-        if self.rates:
+        if self.rates and self.metrics.get("correct_rate") is not None:
             parts.append((f"correct {100 * self.rates[-1]:.0f}%", ""))
         if self.held_out is not None:
             parts.append((f"held-out {100 * self.held_out:.0f}%", GREEN))

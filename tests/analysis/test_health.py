@@ -99,7 +99,7 @@ def test_shares_are_of_the_groups_sampled() -> None:
     resampled = {"groups_sampled": 24, "groups_all_right": 0, "groups_all_wrong": 16, "reward_errors": 12}
     checks = check_health(steps(late=0, **resampled))
     assert find("dead groups", checks).value == "66.7% of groups gave no signal"
-    assert find("reward errors", checks).value == "12.5% of completions not scored"
+    assert find("reward errors", checks).value == "12.5% of scores failed"
     older = check_health(steps(late=0, groups_all_right=0, groups_all_wrong=4))
     assert find("dead groups", older).value == "50% of groups gave no signal"
 
@@ -107,10 +107,10 @@ def test_shares_are_of_the_groups_sampled() -> None:
 @pytest.mark.parametrize(
     ("failed", "level", "step", "value"),
     [
-        ([0, 40], "problem", 20, "0% of completions not scored, 31.2% in the newest evaluation"),
-        ([1, 1], "warning", 0, "0% of completions not scored, 0.781% in the newest evaluation"),
-        ([40, 0], "ok", None, "0% of completions not scored"),
-        ([None, None], "ok", None, "0% of completions not scored"),
+        ([0, 40], "problem", 20, "0% of scores failed, 31.2% in the newest evaluation"),
+        ([1, 1], "warning", 0, "0% of scores failed, 0.781% in the newest evaluation"),
+        ([40, 0], "ok", None, "0% of scores failed"),
+        ([None, None], "ok", None, "0% of scores failed"),
     ],
 )
 def test_failed_scores_of_the_newest_evaluation_count(
@@ -126,7 +126,7 @@ def test_failed_scores_of_the_newest_evaluation_count(
     assert (found.level, found.step, found.value) == (level, step, value)
     if level == "problem":
         unlogged = find("reward errors", check_health([{"step": 0}], rows))
-        assert (unlogged.level, unlogged.value) == (level, "31.2% in the newest evaluation not scored")
+        assert (unlogged.level, unlogged.value) == (level, "31.2% in the newest evaluation: scores failed")
 
 
 @pytest.mark.parametrize("count", [20, *slow(60)])

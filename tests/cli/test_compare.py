@@ -491,13 +491,18 @@ def test_attempts_that_were_repeated_are_left_out(tmp_path: Path, capsys: pytest
         for name, lr in (("a", 1e-3), ("b", 2e-3)):
             write_run(tmp_path / f"{name}{seed}", [0.1, 0.2], training__seed=seed, training__lr=lr)
     before = as_json(capsys, tmp_path)
+
+    def attempted(name: str, rates: list[float], status: str, held_out: dict[int, list[int]]) -> Path:
+        own = {"training__seed": 1, "training__lr": 1e-3, "logging__log_dir": str(tmp_path / "a1")}
+        return write_run(tmp_path / name, rates, held_out, status, **own)
+
     for name, rates, status, at in (
         ("a1.1", [], "failed", {0: [0, 1]}),
         ("a1.1", [], "running", {}),
         ("a1.1", [0.9, 0.9], "finished", {}),
         ("of a1", [], "failed", {}),
     ):
-        attempt = write_run(tmp_path / name, rates, at, status, training__seed=1, training__lr=1e-3)
+        attempt = attempted(name, rates, status, at)
         assert as_json(capsys, tmp_path) == before | {
             "notes": [f"Left out as another attempt at a1: {name}.", *before["notes"]]
         }
@@ -508,10 +513,15 @@ def test_attempts_that_were_repeated_are_left_out(tmp_path: Path, capsys: pytest
             page = (tmp_path / "report.html").read_text(encoding="utf-8")
             assert "5 runs, 4 conditions" in page, "a run that is active is shown"
         shutil.rmtree(attempt)
-    other = write_run(tmp_path / "again", [0.9, 0.9], training__seed=1, training__lr=1e-3)
+    # A run whose own name ends in a number is none of them.
+    other = write_run(tmp_path / "a1.1", [0.9, 0.9], training__seed=1, training__lr=1e-3)
     assert "count as the same run" in refusal(capsys, tmp_path)
-    other.rename(tmp_path / "a1.1")
+    shutil.rmtree(other)
+    attempted("a1.1", [0.9], "finished", {})
+    assert as_json(capsys, *sorted(tmp_path.glob("[ab]*")))["notes"][0] == "Left out as another attempt at a1: a1.1."
     assert "count as the same run" in refusal(capsys, tmp_path / "a1", tmp_path / "a1.1")
+    assert run(["report", str(tmp_path / "a1"), str(tmp_path / "a1.1")]) == 0
+    assert "2 runs, 2 conditions" in (tmp_path / "a1" / "report.html").read_text(encoding="utf-8")
 
 
 def test_runs_of_a_campaign_that_has_got_more_steps_are_not_finished(

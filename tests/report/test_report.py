@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from retrain.analysis.runs import find_runs, measure, read_run
+from retrain.analysis.measure import measure
+from retrain.analysis.runs import find_runs, read_run
 from retrain.campaign.progress import read_progress
 from retrain.cli import run
 from retrain.cli.ui import Handler

@@ -224,7 +224,8 @@ def _missing_files(config: TrainConfig) -> Iterator[ConfigIssue]:
         ("[eval] path", config.eval.path if config.eval.every else "", config.held_out_source),
     ):
         if path and "path" in REGISTRIES["data"].facts(source).reads and not _exists(path):
-            text = f"= {json.dumps(path)}: there is no file {path} (looked in {Path.cwd()})."
+            looked = "" if Path(path).expanduser().is_absolute() else f" (looked in {Path.cwd()})"
+            text = f"= {json.dumps(path)}: there is no file {path}{looked}."
             yield ConfigIssue(where, text, _suggest_file(path, files))
 
 
@@ -235,7 +236,8 @@ def _suggest_file(path: str, used: Sequence[str]) -> str:
     close = get_close_matches(Path(path).name, others, n=1)
     if close:
         return f"Try: path = {json.dumps(str(Path(path).with_name(close[0])))}"
-    return "Try: check the path, which is relative to the working directory; the file has one JSON object per line"
+    relative = "" if Path(path).expanduser().is_absolute() else ", which is relative to the working directory"
+    return f"Try: check the path{relative}; the file has one JSON object per line"
 
 
 def _exists(path: str) -> bool:

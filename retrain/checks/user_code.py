@@ -34,16 +34,22 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
         where = f"[reward] terms[{index}]." if reward.terms else "[reward] "
         if term.type == "custom" and term.custom_module:
             if not _exists(term.custom_module, config.plugins.search_paths):
-                text = f"= {json.dumps(term.custom_module)}: there is no such module (looked in {Path.cwd()})."
-                name = term.custom_module.split(".")[0]
-                hint = f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
-                folders = map(Path, (".", *config.plugins.search_paths))
-                files = [file.stem for folder in folders for file in folder.expanduser().glob("*.py")]
-                if close := get_close_matches(term.custom_module, files, n=1):
-                    hint = f"Did you mean {close[0]!r}?"
-                yield ConfigIssue(f"{where}custom_module", text, hint)
+                folders = [Path(folder).expanduser().absolute() for folder in config.plugins.search_paths]
+                looked = f" (looked in {', '.join(map(str, folders))})" if folders else ""
+                text = f"= {json.dumps(term.custom_module)}: there is no such module{looked}."
+                yield ConfigIssue(f"{where}custom_module", text, _suggest_module(term.custom_module, folders))
             elif file := find_source(term.custom_module, config.plugins.search_paths):
                 yield from _check_function(f"{where}custom_function", term.custom_function, file)
+
+
+def _suggest_module(module: str, folders: Sequence[Path]) -> str:
+    name = module.split(".")[0]
+    if Path(f"{name}.py").is_file():
+        return 'It is in the working directory.  Try: [plugins] search_paths = ["."]'
+    files = [file.stem for folder in folders for file in folder.glob("*.py")]
+    if close := get_close_matches(module, files, n=1):
+        return f"Did you mean {close[0]!r}?"
+    return f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
 
 
 def _exists(module: str, search_paths: Sequence[str]) -> bool:

@@ -24,6 +24,7 @@ from retrain.cli.health import print_health
 from retrain.config import TrainConfig, find_notes
 from retrain.config.flags import click_options, load_with_flags, naming_flags, overrides_from
 from retrain.config.options import options_by_path
+from retrain.config.toml import show_value
 from retrain.errors import ConfigError, RetrainError
 from retrain.runtime.interrupts import INTERRUPTED
 from retrain.runtime.ranks import RankInfo, find_rank_info
@@ -132,6 +133,13 @@ def find_config(given: str | None, overrides: dict[str, object]) -> Path:
 
             restore_config(path.parent, _echo)
         overrides.setdefault("logging.log_dir", resumed)
+        from retrain.storage.moved import find_moved_inputs  # noqa: PLC0415  (only needed here)
+
+        moved = {option: value for option, value in find_moved_inputs(path).items() if option not in overrides}
+        for option, value in moved.items():
+            where = options_by_path()[option].where
+            _echo(f"note: {where} is now {show_value(value)}: what {path} names is gone", err=True)
+        overrides |= moved
         return path
     path = Path(DEFAULT_FILE)
     if not path.exists() and not (can_ask() and confirm_starter(path)):

@@ -28,12 +28,13 @@ from retrain.checks.preflight import (
     reads_weights,
     use_cache_if_unreachable,
 )
+from retrain.checks.user_code import find_reward_issues
 from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
 from retrain.config.toml import parse_toml
 from retrain.data import reads_file
-from retrain.errors import RetrainError
+from retrain.errors import ConfigError, RetrainError
 from retrain.isolation.redaction import redact_all
 from retrain.losses import build_loss
 from retrain.modeling.files import find_base, find_model, lacks_weights
@@ -247,6 +248,9 @@ def _try_hub_source(config: TrainConfig) -> str:
 def _try_reward(config: TrainConfig) -> str:
     from retrain.rewards import load_reward, read_spec  # noqa: PLC0415
 
+    # This process also finds what is in the working directory, and a run does not.
+    if issue := next(find_reward_issues(config), None):
+        raise ConfigError(str(issue))
     spec = read_spec(config.reward, config.plugins.search_paths)
     terms = [term for term in spec.terms if term.type != "judge"]
     for term in terms:

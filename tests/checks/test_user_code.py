@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from retrain.checks.user_code import find_reward_issues
-from retrain.cli import run
+from retrain.cli import run, trial
 from retrain.config import load_config
-from retrain.errors import PluginError
+from retrain.errors import ConfigError, PluginError
 from retrain.rewards.custom import named_extras
 
 SOURCE = '''
@@ -67,6 +67,19 @@ def test_a_missing_module_is_reported_with_the_folder() -> None:
     (issue,) = issues("nowhere.rewards", "score")
     assert issue.startswith('[reward] custom_module = "nowhere.rewards": there is no such module')
     assert str(Path.cwd()) in issue and "put nowhere.py into this folder" in issue
+
+
+def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
+    Path("beside.py").write_text("def score(response, reference):\n    return 1.0\n")
+    Path("elsewhere").mkdir()
+    own = {"reward.type": "custom", "reward.custom_module": "beside", "model.model": "builtin:tiny"}
+    config = load_config(None, own | {"plugins.search_paths": ["elsewhere"], "data.source": "arithmetic"})
+    (issue,) = map(str, find_reward_issues(config))
+    assert f"there is no such module (looked in {Path('elsewhere').absolute()})." in issue
+    assert issue.endswith('It is in the working directory.  Try: [plugins] search_paths = ["."]')
+    # In a process that finds it without them, too.
+    with pytest.raises(ConfigError, match="there is no such module"):
+        trial._try_reward(config)
 
 
 def test_a_misspelt_module_is_answered_with_the_file() -> None:

@@ -306,8 +306,9 @@ def test_the_process_says_how_each_trial_went(folder: Path) -> None:
 
 
 def test_a_module_that_ends_the_process_or_never_ends_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "tried_ending.py").write_text("import os\nos._exit(3)\n")
-    (folder / "tried_sleeping.py").write_text("import time\ntime.sleep(600)\n")
+    scores = "def score(response, reference):\n    return 1.0\n"
+    (folder / "tried_ending.py").write_text(f"import os\nos._exit(3)\n{scores}")
+    (folder / "tried_sleeping.py").write_text(f"import time\ntime.sleep(600)\n{scores}")
     options = {"reward.type": "custom", "reward.custom_module": "tried_ending"}
     (ended,) = trial.try_out(load_config(None, HERE | options))
     assert (ended.where, ended.problem) == ("[reward]", "the trial process exited with code 3")

@@ -1,0 +1,67 @@
+"""Runs whose project was moved: their config.toml names files of the old place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrain.cli import run
+from retrain.storage.moved import find_moved_inputs
+
+PROJECT = """
+[backend]
+devices = "cpu"
+adapter_path = "logs/adapter"
+[model]
+model = "builtin:tiny"
+[data]
+source = "jsonl"
+path = "data/rows.jsonl"
+[training]
+max_steps = 1
+batch_size = 2
+group_size = 2
+max_tokens = 8
+[reward]
+type = "custom"
+custom_module = "rewards_of_the_moved"
+[logging]
+log_dir = "logs"
+"""
+
+
+def write_rows(path: Path, *prompts: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+
+
+def test_a_run_of_a_moved_project_is_resumed_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    (old / "rewards_of_the_moved.py").write_text("def score(response, reference):\n    return len(response) % 2\n")
+    write_rows(old / "data" / "rows.jsonl", "1+1=", "3-1=")
+    (old / "t.toml").write_text(PROJECT)
+    monkeypatch.chdir(old)
+    assert run(["t.toml"]) == 0
+    assert find_moved_inputs(Path("logs/config.toml")) == {}
+    old.rename(new)
+    monkeypatch.chdir(new)
+    capsys.readouterr()
+    assert run(["explain", "--resume", "logs", "--max-steps", "2"]) == 0
+    assert run(["--resume", "logs", "--max-steps", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count('note: [data] path is now "data/rows.jsonl": what logs/config.toml names is gone') == 2
+    assert err.count('note: [plugins] search_paths is now ["."]: what logs/config.toml names is gone') == 2
+    assert "Done: 2 steps" in out and "changed" not in out
+    assert find_moved_inputs(Path("logs/config.toml")) == {}, "the new place is stored"
+    # Another file of that name is not what the run was trained on.
+    third = tmp_path / "third"
+    new.rename(third)
+    monkeypatch.chdir(third)
+    write_rows(third / "data" / "rows.jsonl", "4+4=", "1+1=")
+    assert run(["--resume", "logs", "--max-steps", "3"]) == 2
+    assert "was trained with other settings" in capsys.readouterr().err

@@ -47,7 +47,7 @@ from retrain.runtime.devices import is_on_cpu
 from retrain.runtime.text import plural
 from retrain.schedules.backpressure import BackPressure, NoBackPressure, USLBackPressure
 from retrain.seeding import derive_seed
-from retrain.storage.checkpoint import Checkpoints
+from retrain.storage.checkpoint import Checkpoint, Checkpoints
 from retrain.storage.folder import RunFolder
 from retrain.storage.inputs import RunInputs
 from retrain.teaching import build_teaching_scorer, check_context, check_known_context, limits_of
@@ -171,7 +171,7 @@ def _build(config: TrainConfig, force_resume: bool, console: Console, stack: Exi
     if isinstance(backend, Closeable):
         stack.push(lambda kind, error, trace: backend.close(kind))
     credit.require_entropies(backend.capabilities.gives_entropies, _name_sampler(config))
-    scorer, sampling = tasks.scorer(backend), training_distribution(config)
+    scorer, sampling = _build_scorer(tasks, backend, folder.checkpoint), training_distribution(config)
     jsonl, dashboards = JsonlTracker(folder.path), _build_dashboards(config, folder, console.print)
     planning = PlanningMasks(detector, texts) if detector is not None else None
     evaluator = _build_evaluator(config, scorer, held_out, sampling)
@@ -252,6 +252,13 @@ def _check_schedules(
             f"since [backpressure] changes the batch size. Schedules assume {plural(training.max_steps, 'step')} of "
             f"batch_size = {training.batch_size}."
         )
+
+
+def _build_scorer(tasks: TaskSource, backend: Backend, checkpoint: Checkpoint | None) -> RolloutScorer:
+    scorer = tasks.scorer(backend)
+    # A reward that has scored something before the checkpoint may return None for a whole step.
+    scorer.failures.has_scored = checkpoint is not None and checkpoint.state["progress"]["scored"] > 0
+    return scorer
 
 
 def _build_collector(

@@ -339,14 +339,17 @@ def test_a_step_in_which_nothing_is_scored_has_no_rate(model: Path, tmp_path: Pa
         (log_dir / "metrics.jsonl").unlink()
         train_quietly(fake_config(model, tmp_path, training__max_steps=5, resume__from=str(log_dir), **own))
         assert [row["correct_rate"] for row in rows(log_dir)] == [1.0, None, 1.0, None, 1.0]
+        # A resume may begin with such a step, as the uninterrupted run did.
+        train_quietly(fake_config(model, tmp_path, training__max_steps=6, resume__from=str(log_dir), **own))
+        assert rows(log_dir)[-1]["correct_rate"] is None
     measured = measure(find_runs(logs), "correct_rate")
     assert {rate for values in measured.values.values() for rate in values.values()} == {1.0}
-    assert "Steps of them without a correct_rate: grpo 2, maxrl 2." in measured.notes
-    assert measure(find_runs(logs), "correct_rate", last=1).step == 4
+    assert "Steps of them without a correct_rate: grpo 3, maxrl 3." in measured.notes
+    assert measure(find_runs(logs), "correct_rate", last=1).step == 4, "later, there is none"
     shown = collect([tmp_path])["verdict"]
-    assert (shown["step"], shown["baseline_mean"], shown["notes"][-1]) == (4, 1.0, f"Note: {measured.notes[-1]}")
+    assert (shown["step"], shown["baseline_mean"], shown["notes"][-1]) == (5, 1.0, f"Note: {measured.notes[-1]}")
     alone = collect(logs[:1])
-    assert "2 of 5 steps have no score and are left out." in alone["verdict"]["sentence"]
+    assert "3 of 6 steps have no score and are left out." in alone["verdict"]["sentence"]
     (check,) = [check for check in alone["runs"][0]["health"] if check["name"] == "reward errors"]
     assert check["value"] == "0% of scores failed"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from retrain.config import load_config
@@ -12,6 +12,7 @@ from retrain.errors import ConfigError
 
 _FILES = ("data.path", "eval.path")
 _FOLDERS = "plugins.search_paths"
+_ADAPTER = "backend.adapter_path"
 
 
 def find_moved_inputs(config_file: Path) -> dict[str, object]:
@@ -23,21 +24,42 @@ def find_moved_inputs(config_file: Path) -> dict[str, object]:
         values = values_of(load_config(config_file))
     except ConfigError:
         return {}  # reported when it is loaded to be used
-    found: dict[str, object] = {}
-    for option in _FILES:
-        path = Path(str(values.get(option) or ""))
-        here = next((file for file in _ends_of(path) if file.is_file()), None)
-        if path.is_absolute() and here is not None and not os.path.lexists(path):
-            found[option] = str(here)
-    folders = values.get(_FOLDERS)
+    files = {option: Path(str(values[option])) for option in _FILES if _is_gone(values.get(option))}
+    folders = values[_FOLDERS]
     assert isinstance(folders, tuple)
-    present = [folder if os.path.isdir(os.path.expanduser(folder)) else "." for folder in folders]
-    if "." in present and tuple(present) != folders:
+    adapter = [Path(str(values[_ADAPTER]))] if _is_gone(values.get(_ADAPTER)) else []
+    # A folder that is missing inside of one that is still there was not moved.
+    kept = {Path(folder) for folder in folders if os.path.isdir(folder)}
+    gone = {folder: Path(folder) for folder in folders if _is_gone(folder) and kept.isdisjoint(Path(folder).parents)}
+    place = _find_place([*files.values(), *adapter], list(gone.values()))
+    found: dict[str, object] = {
+        option: str(here) for option, path in files.items() if (here := _without(path, place)).is_file()
+    }
+    present = [
+        str(here) if folder in gone and (here := _without(gone[folder], place)).is_dir() else folder
+        for folder in folders
+    ]
+    if present != list(folders):
         found[_FOLDERS] = list(dict.fromkeys(present))
     return found
 
 
-def _ends_of(path: Path) -> Iterator[Path]:
-    """The path without its first folders, longest first."""
-    for count in range(1, len(path.parts)):
-        yield Path(*path.parts[count:])
+def _is_gone(path: object) -> bool:
+    return isinstance(path, str) and os.path.isabs(path) and not os.path.lexists(path)
+
+
+def _find_place(files: Sequence[Path], folders: Sequence[Path]) -> int:
+    """The number of parts of the old folder: that with which most of these paths are in the working directory."""
+
+    def fitting(depth: int) -> float:
+        found = sum(len(path.parts) > depth and _without(path, depth).exists() for path in (*files, *folders))
+        # Any folder could have been the project itself.
+        return found + 0.5 * any(len(folder.parts) == depth for folder in folders)
+
+    depths = range(1, max((len(path.parts) for path in (*files, *folders)), default=0) + 1)
+    return max(depths, key=fitting, default=0)
+
+
+def _without(path: Path, depth: int) -> Path:
+    """The path without its first parts; the working directory, if there is none left."""
+    return Path(*path.parts[depth:])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from retrain.cli import run
+from retrain.config import dump_config, load_config
 from retrain.storage.moved import find_moved_inputs
 
 PROJECT = """
@@ -65,3 +67,28 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     write_rows(third / "data" / "rows.jsonl", "4+4=", "1+1=")
     assert run(["--resume", "logs", "--max-steps", "3"]) == 2
     assert "was trained with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["."], ["."]),
+        (["lib"], ["lib"]),
+        (["lib", "."], ["lib", "."]),
+        (["gone"], None),
+        (["../elsewhere", "../elsewhere/gone"], None),
+    ],
+)
+def test_folders_are_looked_for_where_the_rest_of_the_project_is(
+    names: list[str], expected: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder inside may have the name of the project, or hold modules with the same names."""
+    for folder in ("proj", "lib", "logs/adapter"):
+        (tmp_path / "elsewhere" / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    old = tmp_path / "proj"
+    paths = {"plugins.search_paths": [os.path.normpath(old / name) for name in names]}
+    config = load_config(None, paths | {"backend.adapter_path": str(old / "logs" / "adapter")})
+    Path("logs/config.toml").write_text(dump_config(config))
+    found = find_moved_inputs(Path("logs/config.toml"))
+    assert found == ({} if expected is None else {"plugins.search_paths": expected})

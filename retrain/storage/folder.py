@@ -27,7 +27,7 @@ from retrain.storage.checkpoint import (
     read_state,
     replace_file,
 )
-from retrain.storage.inputs import find_changed_models, find_moved_files
+from retrain.storage.inputs import find_changed_models, find_moved_files, find_moved_models
 from retrain.storage.logs import EVAL_PROBLEMS, EVALS, FILES, MANIFEST, cut_logs, restore_logs, steps_after
 from retrain.storage.publishing import may_replace, other_run
 from retrain.storage.recording import drop_recordings, find_recordings
@@ -203,13 +203,15 @@ def check_resume(
     # Paths change in config.toml when files move. The model is none: its name may be that of other weights.
     paths = {path for path in paths_where("path") if options_by_path()[path].facets.path != "or_id"}
     moved = find_moved_files(checkpoint.state, stored, wanted) | (options_by_path().keys() - paths)
+    trained, digests = _trained_with(checkpoint, stored), digest_models(wanted)
+    same_models = find_moved_models(checkpoint.state, trained, wanted, digests)
     differences = sorted(
         {
-            *meaningful_differences(_trained_with(checkpoint, stored), wanted, paths),
+            *meaningful_differences(trained, wanted, paths | same_models),
             *meaningful_differences(stored, wanted, moved),
         }
     )
-    changed = find_changed_models(checkpoint.state, digest_models(wanted))
+    changed = find_changed_models(checkpoint.state, digests)
     if (differences or changed) and not force:
         raise CheckpointError(
             f"{resumed} was trained with other settings:\n"

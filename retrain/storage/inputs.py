@@ -101,6 +101,22 @@ def _recorded(saved: JsonObject) -> tuple[str, str]:
     return saved.get("data", saved.get("data_digest")) or "", saved.get("held_out", saved.get("held_out_digest")) or ""
 
 
+def find_moved_models(
+    saved: JsonObject, trained: TrainConfig, wanted: TrainConfig, digests: Mapping[str, Mapping[str, str]]
+) -> set[str]:
+    """Options that name another folder with the files of the model that was recorded."""
+    names = {
+        "model.model": (trained.model.model, wanted.model.model),
+        "teaching.student_model": (trained.teaching.student_model, wanted.teaching.student_model),
+    }
+    recorded = {name: {file: latest(d) for file, d in files.items()} for name, files in saved.get("models", {}).items()}
+    return {
+        option
+        for option, (before, now) in names.items()
+        if before != now and recorded.get(before) and digests.get(now) == recorded[before]
+    }
+
+
 def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Models whose files are not those that were last trained, by a checkpoint or trainer_state.json."""
     changed = []

@@ -12,19 +12,20 @@ from retrain.errors import ConfigError
 
 _FILES = ("data.path", "eval.path")
 _FOLDERS = "plugins.search_paths"
+_MODELS = ("model.model", "teaching.student_model")
 _ADAPTER = "backend.adapter_path"
 
 
 def find_moved_inputs(config_file: Path) -> dict[str, object]:
     """Options of a stored configuration that name what is gone, with what is in its place in the working directory.
 
-    A resume compares the contents of data and the digests of code with those that were recorded.
+    A resume compares the contents of data and models and the digests of code with those that were recorded.
     """
     try:
         values = values_of(load_config(config_file))
     except ConfigError:
         return {}  # reported when it is loaded to be used
-    files = {option: Path(str(values[option])) for option in _FILES if _is_gone(values.get(option))}
+    files = {option: Path(str(values[option])) for option in (*_FILES, *_MODELS) if _is_gone(values.get(option))}
     folders = values[_FOLDERS]
     assert isinstance(folders, tuple)
     adapter = [Path(str(values[_ADAPTER]))] if _is_gone(values.get(_ADAPTER)) else []
@@ -33,7 +34,7 @@ def find_moved_inputs(config_file: Path) -> dict[str, object]:
     gone = {folder: Path(folder) for folder in folders if _is_gone(folder) and kept.isdisjoint(Path(folder).parents)}
     place = _find_place([*files.values(), *adapter], list(gone.values()))
     found: dict[str, object] = {
-        option: str(here) for option, path in files.items() if (here := _without(path, place)).is_file()
+        option: str(here) for option, path in files.items() if (here := _without(path, place)).exists()
     }
     present = [
         str(here) if folder in gone and (here := _without(gone[folder], place)).is_dir() else folder

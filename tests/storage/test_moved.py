@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.config import dump_config, load_config
 from retrain.storage.moved import find_moved_inputs
@@ -17,7 +19,7 @@ PROJECT = """
 devices = "cpu"
 adapter_path = "logs/adapter"
 [model]
-model = "builtin:tiny"
+model = "models/mine"
 [data]
 source = "jsonl"
 path = "data/rows.jsonl"
@@ -47,6 +49,7 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     (old / "rewards_of_the_moved.py").write_text("def score(response, reference):\n    return len(response) % 2\n")
     write_rows(old / "data" / "rows.jsonl", "1+1=", "3-1=")
     (old / "t.toml").write_text(PROJECT)
+    shutil.copytree(resolve_model("builtin:tiny"), old / "models" / "mine")
     monkeypatch.chdir(old)
     assert run(["t.toml"]) == 0
     assert find_moved_inputs(Path("logs/config.toml")) == {}
@@ -57,16 +60,22 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     assert run(["--resume", "logs", "--max-steps", "2"]) == 0
     out, err = capsys.readouterr()
     assert err.count('note: [data] path is now "data/rows.jsonl": what logs/config.toml names is gone') == 2
+    assert err.count('note: [model] model is now "models/mine": what logs/config.toml names is gone') == 2
     assert err.count('note: [plugins] search_paths is now ["."]: what logs/config.toml names is gone') == 2
     assert "Done: 2 steps" in out and "changed" not in out
     assert find_moved_inputs(Path("logs/config.toml")) == {}, "the new place is stored"
-    # Another file of that name is not what the run was trained on.
+    # Another model or file of that name is not what the run was trained on.
     third = tmp_path / "third"
     new.rename(third)
     monkeypatch.chdir(third)
     write_rows(third / "data" / "rows.jsonl", "4+4=", "1+1=")
     assert run(["--resume", "logs", "--max-steps", "3"]) == 2
-    assert "was trained with other settings" in capsys.readouterr().err
+    assert "[data] path: " in capsys.readouterr().err
+    write_rows(third / "data" / "rows.jsonl", "1+1=", "3-1=")
+    settings = third / "models" / "mine" / "generation_config.json"
+    settings.write_text(settings.read_text().replace("{", '{"_": 1,', 1))
+    assert run(["--resume", "logs", "--max-steps", "3"]) == 2
+    assert "[model] model: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

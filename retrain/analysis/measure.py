@@ -179,7 +179,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 def require_same_model(runs: Sequence[RunRecord]) -> None:
     """Raise if the runs train different models."""
     models = sorted({run.config.model.model for run in runs})
-    if len(models) > 1:
+    files = {run.inputs.get(f"the files of {run.config.model.model}") for run in runs}
+    # A folder that was moved has another name.
+    is_moved = len(files) == 1 and None not in files
+    if len(models) > 1 and not is_moved:
         raise ConfigError(
             f"the runs train different models ({', '.join(models)}), so a difference may not be due to the method.  "
             "Try: retrain compare FOLDER --allow-different-models"

@@ -31,6 +31,7 @@ from retrain.storage.inputs import (
     digest_file_of_held_out,
     find_changed_models,
     find_moved_files,
+    find_moved_models,
     latest,
 )
 from retrain.storage.logs import MANIFEST
@@ -149,7 +150,7 @@ def _require_same_campaign(earlier: Manifest, runs: Sequence[Run]) -> None:
         if {wanted.model.model, wanted.teaching.student_model} - digests.keys() - {""}:
             digests |= digest_models(wanted)
         state = read_state(run.folder)
-        moved = find_moved_files(state, trained, wanted)
+        moved = find_moved_files(state, trained, wanted) | find_moved_models(state, trained, wanted, digests)
         differences = meaningful_differences(trained, wanted, moved) + find_changed_models(state, digests)
         if trained.eval.every and wanted.eval.every:
             # A single run may be evaluated otherwise; the runs of a campaign are compared.

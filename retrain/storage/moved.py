@@ -34,7 +34,7 @@ def find_moved_inputs(config_file: Path) -> dict[str, object]:
     gone = {folder: Path(folder) for folder in folders if _is_gone(folder) and kept.isdisjoint(Path(folder).parents)}
     place = _find_place([*files.values(), *adapter], list(gone.values()))
     found: dict[str, object] = {
-        option: str(here) for option, path in files.items() if (here := _without(path, place)).exists()
+        option: str(_without(path, place)) for option, path in files.items() if _is_inside(path, place)
     }
     present = [
         str(here) if folder in gone and (here := _without(gone[folder], place)).is_dir() else folder
@@ -53,12 +53,17 @@ def _find_place(files: Sequence[Path], folders: Sequence[Path]) -> int:
     """The number of parts of the old folder: that with which most of these paths are in the working directory."""
 
     def fitting(depth: int) -> float:
-        found = sum(len(path.parts) > depth and _without(path, depth).exists() for path in (*files, *folders))
+        found = sum(_is_inside(path, depth) for path in (*files, *folders))
         # Any folder could have been the project itself.
         return found + 0.5 * any(len(folder.parts) == depth for folder in folders)
 
     depths = range(1, max((len(path.parts) for path in (*files, *folders)), default=0) + 1)
     return max(depths, key=fitting, default=0)
+
+
+def _is_inside(path: Path, depth: int) -> bool:
+    """Whether a path of a folder of so many parts is in the working directory."""
+    return len(path.parts) > depth and _without(path, depth).exists()
 
 
 def _without(path: Path, depth: int) -> Path:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from retrain.analysis.measure import require_same_model
+from retrain.analysis.runs import find_runs
 from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.config import dump_config, load_config
@@ -64,6 +66,14 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     assert err.count('note: [plugins] search_paths is now ["."]: what logs/config.toml names is gone') == 2
     assert "Done: 2 steps" in out and "changed" not in out
     assert find_moved_inputs(Path("logs/config.toml")) == {}, "the new place is stored"
+    # A comparison with a run that has not been resumed here; it is the model of both.
+    kept = Path(shutil.copytree("logs", "earlier"))
+    text = (kept / "config.toml").read_text().replace(str(new / "models"), str(old / "models"))
+    (kept / "config.toml").write_text(text.replace("seed = ", "seed = 1 # "))
+    state = json.loads((kept / "trainer_state.json").read_text())
+    state["models"] = {str(old / "models" / "mine"): files for files in state["models"].values()}
+    (kept / "trainer_state.json").write_text(json.dumps(state))
+    require_same_model(find_runs([Path("logs"), kept]))
     # Another model or file of that name is not what the run was trained on.
     third = tmp_path / "third"
     new.rename(third)
@@ -101,3 +111,14 @@ def test_folders_are_looked_for_where_the_rest_of_the_project_is(
     Path("logs/config.toml").write_text(dump_config(config))
     found = find_moved_inputs(Path("logs/config.toml"))
     assert found == ({} if expected is None else {"plugins.search_paths": expected})
+
+
+def test_what_was_outside_of_the_project_is_not_looked_for_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    paths = {"plugins.search_paths": [str(tmp_path / "proj")], "data.source": "jsonl", "data.path": "/gone.jsonl"}
+    config = load_config(None, paths | {"model.model": "/nowhere/model"})
+    Path("config.toml").write_text(dump_config(config))
+    assert find_moved_inputs(Path("config.toml")) == {"plugins.search_paths": ["."]}

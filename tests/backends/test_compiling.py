@@ -44,6 +44,7 @@ def rows(length: int, count: int) -> list[Datum]:
     ]
 
 
+@pytest.mark.slow
 def test_prompts_and_tokens_of_any_number_run_through_one_graph_per_layer(
     tiny: Path, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

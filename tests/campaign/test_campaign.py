@@ -437,6 +437,7 @@ def test_a_run_that_was_skipped_and_then_run_is_not_called_skipped(
     assert "no run was skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_decision_stands_when_the_campaign_is_started_again(tmp_path: Path, monkeypatch: Patch) -> None:
     config = campaign_config(tmp_path, seeds=list(range(1, 9)), stop_when="decided")
     run_with(FakeExecutor(clearly_better), config, monkeypatch)
@@ -510,6 +511,7 @@ def test_conditions_of_different_models_are_not_compared(tmp_path: Path, monkeyp
     assert "Note: conditions train different models" in printed
 
 
+@pytest.mark.slow
 def test_equal_conditions_are_not_stopped(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     config = campaign_config(tmp_path, seeds=list(range(1, 8)), stop_when="decided")
     executor = FakeExecutor()

@@ -105,6 +105,7 @@ def test_folders_without_init_files_that_cannot_be_read_or_are_hidden(monkeypatc
     assert digest("package.grading") == before["package.grading"]
 
 
+@pytest.mark.slow
 def test_imports_are_followed_within_seconds_in_a_large_folder() -> None:
     for number in range(600):
         Path(f"part{number}.py").write_text(

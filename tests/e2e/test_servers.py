@@ -47,6 +47,7 @@ def config_of(server: Loopback, folder: Path, **overrides: Any) -> TrainConfig:
     return fake_config(server.model, folder, **own | overrides)
 
 
+@pytest.mark.slow
 def test_a_run_trains_through_a_server_and_proves_the_policy_at_every_step(server: Loopback, tmp_path: Path) -> None:
     result, printed = train_quietly(config_of(server, tmp_path))
     metrics = rows(result.log_dir)

@@ -174,6 +174,7 @@ def test_templates_that_fill_the_context_are_rejected_before_anything_is_sampled
     assert not (tmp_path / "logs" / "emergence" / "generations.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_built_in_templates_run(model: Path, tmp_path: Path) -> None:
     built_in = {
         f"teaching__{name}_template": "" for name in ("student_diagnostic", "teacher_adaptive", "student_with_teaching")

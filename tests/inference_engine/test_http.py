@@ -175,6 +175,7 @@ def test_an_adapter_is_delivered_once_and_the_one_before_goes(rig: Make, server:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_several_servers_share_the_requests_and_all_get_the_adapter(rig: Make, server: Loopback, model: Path) -> None:
     with Loopback(model) as second:
         one = rig(server, second)

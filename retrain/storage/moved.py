@@ -36,10 +36,8 @@ def find_moved_inputs(config_file: Path) -> dict[str, object]:
     found: dict[str, object] = {
         option: str(_without(path, place)) for option, path in files.items() if _is_inside(path, place)
     }
-    present = [
-        str(here) if folder in gone and (here := _without(gone[folder], place)).is_dir() else folder
-        for folder in folders
-    ]
+    moved = [name for name, path in gone.items() if len(path.parts) == place or _is_inside(path, place)]
+    present = [str(_without(gone[folder], place)) if folder in moved else folder for folder in folders]
     if present != list(folders):
         found[_FOLDERS] = list(dict.fromkeys(present))
     return found

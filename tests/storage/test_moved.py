@@ -118,7 +118,10 @@ def test_what_was_outside_of_the_project_is_not_looked_for_in_it(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    paths = {"plugins.search_paths": [str(tmp_path / "proj")], "data.source": "jsonl", "data.path": "/gone.jsonl"}
-    config = load_config(None, paths | {"model.model": "/nowhere/model"})
-    Path("config.toml").write_text(dump_config(config))
-    assert find_moved_inputs(Path("config.toml")) == {"plugins.search_paths": ["."]}
+    (tmp_path / "elsewhere" / "rows.jsonl").touch()
+    inside, outside = str(tmp_path / "proj"), "/nowhere/lib"
+    paths = {"plugins.search_paths": [inside, outside], "data.source": "jsonl", "data.path": "/gone.jsonl"}
+    paths |= {"model.model": "/nowhere/model", "eval.path": f"{inside}/rows.jsonl"}
+    Path("config.toml").write_text(dump_config(load_config(None, paths)))
+    found = find_moved_inputs(Path("config.toml"))
+    assert found == {"plugins.search_paths": [".", outside], "eval.path": "rows.jsonl"}

@@ -504,6 +504,8 @@ def test_conditions_with_other_rewards_are_not_called_better(
 
 def test_conditions_of_different_models_are_not_compared(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     model = str(shutil.copytree(resolve_model("builtin:tiny"), tmp_path / "model"))
+    # A copy with the same files is the same model.
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5}')
     config = campaign_config(tmp_path / "logs", conditions=[GRPO, GRPO | {"model.model": model}])
     assert run_with(FakeExecutor(), config, monkeypatch) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -121,7 +121,8 @@ def find_changed_models(saved: JsonObject, digests: Mapping[str, Mapping[str, st
     """Models whose files are not those that were last trained, by a checkpoint or trainer_state.json."""
     changed = []
     for name, trained in saved.get("models", {}).items():
-        now = digests.get(name, trained)
+        if (now := digests.get(name)) is None:
+            continue
         files = sorted(file for file in trained.keys() | now.keys() if latest(trained.get(file)) != now.get(file))
         if files:
             changed.append(f"the model {name} has changed since: {list_some(files)}")

@@ -36,6 +36,10 @@ def find_moved_inputs(config_file: Path) -> dict[str, object]:
     found: dict[str, object] = {
         option: str(_without(path, place)) for option, path in files.items() if _is_inside(path, place)
     }
+    # One inside of the run's folder follows by itself.
+    if adapter and _is_inside(adapter[0], place):
+        here = _without(adapter[0], place)
+        found |= {_ADAPTER: str(here)} if config_file.parent.resolve() not in here.resolve().parents else {}
     moved = [name for name, path in gone.items() if len(path.parts) == place or _is_inside(path, place)]
     present = [str(_without(gone[folder], place)) if folder in moved else folder for folder in folders]
     if present != list(folders):

@@ -119,9 +119,13 @@ def test_what_was_outside_of_the_project_is_not_looked_for_in_it(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "rows.jsonl").touch()
+    (tmp_path / "elsewhere" / "adapters").mkdir()
+    (tmp_path / "elsewhere" / "logs").mkdir()
     inside, outside = str(tmp_path / "proj"), "/nowhere/lib"
     paths = {"plugins.search_paths": [inside, outside], "data.source": "jsonl", "data.path": "/gone.jsonl"}
     paths |= {"model.model": "/nowhere/model", "eval.path": f"{inside}/rows.jsonl"}
-    Path("config.toml").write_text(dump_config(load_config(None, paths)))
-    found = find_moved_inputs(Path("config.toml"))
-    assert found == {"plugins.search_paths": [".", outside], "eval.path": "rows.jsonl"}
+    paths |= {"backend.adapter_path": f"{inside}/adapters"}
+    Path("logs/config.toml").write_text(dump_config(load_config(None, paths)))
+    found = find_moved_inputs(Path("logs/config.toml"))
+    expected = {"plugins.search_paths": [".", outside], "eval.path": "rows.jsonl", "backend.adapter_path": "adapters"}
+    assert found == expected

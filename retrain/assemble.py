@@ -256,8 +256,10 @@ def _check_schedules(
 
 def _build_scorer(tasks: TaskSource, backend: Backend, checkpoint: Checkpoint | None) -> RolloutScorer:
     scorer = tasks.scorer(backend)
-    # A reward that has scored something before the checkpoint may return None for a whole step.
-    scorer.failures.has_scored = checkpoint is not None and checkpoint.state["progress"]["scored"] > 0
+    if checkpoint is not None:
+        # A reward that has scored something before, in training or an evaluation, may return None for a whole step.
+        saved = checkpoint.state
+        scorer.failures.has_scored = saved.get("has_scored", saved["progress"]["scored"] > 0)
     return scorer
 
 

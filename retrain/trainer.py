@@ -374,6 +374,7 @@ def save(parts: Parts, state: RunState, status: str) -> Path | None:
         "max_steps": parts.config.training.max_steps,
         "order": parts.order.state_dict(),
         **asdict(parts.inputs),
+        "has_scored": parts.evaluator.scorer.failures.has_scored,
         "config": parts.folder.settings(),
         "sepa": parts.sepa.state_dict(),
         "backpressure": parts.backpressure.state_dict(),

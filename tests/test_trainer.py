@@ -324,6 +324,17 @@ def test_a_reward_that_does_not_apply_to_most_leaves_them_out(model: Path, tmp_p
         train_quietly(fake_config(model, tmp_path, **config))
 
 
+def test_a_score_of_an_evaluation_counts_after_a_resume(model: Path, tmp_path: Path, play: type[Play]) -> None:
+    """Steps without a score are accepted once something was scored, before and after a resume."""
+    texts = chain(repeat("right", 14), repeat("skip"))
+    play.script = staticmethod(lambda prompt, index, rng: next(texts))
+    own = {"reward__custom_function": "score_some", "training__batch_size": 1, "eval__samples": 2}
+    own |= {"eval__every": 5, "eval__path": str(write_held_out(tmp_path))}
+    train_quietly(fake_config(model, tmp_path, training__max_steps=1, **own))
+    train_quietly(fake_config(model, tmp_path, resume__from=str(tmp_path / "logs"), training__max_steps=2, **own))
+    assert [row["correct_rate"] for row in rows(tmp_path / "logs")] == [None, None]
+
+
 def test_a_step_in_which_nothing_is_scored_has_no_rate(model: Path, tmp_path: Path, play: type[Play]) -> None:
     logs = [tmp_path / mode for mode in ("grpo", "maxrl")]
     for log_dir in logs:

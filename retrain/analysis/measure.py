@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import TypeGuard
 
 from retrain.analysis.runs import RunRecord, describe_attempts
-from retrain.analysis.scoring import describe_other_evaluation, find_unlike
+from retrain.analysis.scoring import describe_other_evaluation, find_unlike, named_inputs
 from retrain.data.order import is_same_digest
 from retrain.errors import ConfigError
 from retrain.runtime.text import list_some, plural
@@ -179,7 +179,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 def require_same_model(runs: Sequence[RunRecord]) -> None:
     """Raise if the runs train different models."""
     models = sorted({run.config.model.model for run in runs})
-    files = {run.inputs.get(f"the files of {run.config.model.model}") for run in runs}
+    files = {named_inputs(run.inputs, run.config).get("model.model") for run in runs}
     # A folder that was moved has another name.
     is_moved = len(files) == 1 and None not in files
     if len(models) > 1 and not is_moved:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from retrain.analysis.change import Row
-from retrain.analysis.scoring import Inputs, read_inputs
+from retrain.analysis.scoring import Inputs, named_inputs, read_inputs
 from retrain.config import TrainConfig, load_config
 from retrain.config.options import free_on_resume, paths_where, values_of
 from retrain.config.toml import format_value, show_value
@@ -206,12 +206,12 @@ def read_rows(path: Path, is_valid: Callable[[Row], bool] = has_step) -> tuple[d
 def label_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Add options to the labels of conditions that have the same label and differ in them."""
     settings = _methods(runs)
+    parts = {path: _count_parts([options[path] for options in settings]) for path in settings[0]} if runs else {}
     labelled = []
     for run, options in zip(runs, settings, strict=True):
         others = [values for other, values in zip(runs, settings, strict=True) if other.condition == run.condition]
         differing = [path for path in options if any(values.get(path) != options[path] for values in others)]
-        # Only the last part of a path, which would make tables too wide.
-        extra = "".join(f",{path.split('.')[-1]}={_short(options[path])}" for path in differing)
+        extra = "".join(f",{p.split('.')[-1]}={_short(options[p], parts[p])}" for p in differing)
         labelled.append(replace(run, condition=run.condition + extra))
     return labelled
 
@@ -221,10 +221,10 @@ def find_unlabelled(runs: Sequence[RunRecord], baseline: str) -> list[str]:
     methods = {run.condition: method for run, method in zip(runs, _methods(runs), strict=True)}
     first, found = methods.get(baseline, {}), []
     for name, method in methods.items():
-        shown = {path for path in method if any(f"{path.split('.')[-1]}=" in label for label in (name, baseline))}
+        shown = {path for path in method if all(f"{path.split('.')[-1]}=" in label for label in (name, baseline))}
         differing = [p for p in method if p not in shown | _IN_LABELS and first and method[p] != first.get(p)]
         if differing:
-            both = [f"{path} ({_short(method[path])}, {_short(first.get(path))})" for path in differing]
+            both = [f"{path} ({', '.join(_tell_apart(method[path], first.get(path)))})" for path in differing]
             found.append(f"{name} and {baseline} also differ in {list_some(both)}.")
     return found
 
@@ -237,12 +237,29 @@ def _methods(runs: Sequence[RunRecord]) -> list[dict[str, object]]:
     if any(each.schedule != "constant" or 0 < each.warmup_steps < 1 for each in optimizers):
         # The learning rate of a step depends on the number of steps.
         excluded -= {"training.max_steps", "training.epochs"}
-    return [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
+    methods = [{p: v for p, v in values_of(run.config).items() if p not in excluded} for run in runs]
+    # The same file or model in another place is the same.
+    first: dict[tuple[str, str], object] = {}
+    for run, method in zip(runs, methods, strict=True):
+        for path, digest in named_inputs(run.inputs, run.config).items():
+            method[path] = first.setdefault((path, digest), method[path])
+    return methods
 
 
-def _short(value: object) -> str:
+def _tell_apart(*values: object) -> list[str]:
+    return [_short(value, _count_parts(values)) for value in values]
+
+
+def _count_parts(values: Sequence[object]) -> int:
+    """The last parts that tell different paths apart; whole paths would make tables too wide."""
+    paths = {value for value in values if isinstance(value, str)}
+    most = max((path.count("/") + 1 for path in paths), default=1)
+    return next((n for n in range(1, most) if len({_short(path, n) for path in paths}) == len(paths)), most)
+
+
+def _short(value: object, parts: int = 1) -> str:
     text = value if isinstance(value, str) else format_value(value)
-    return text.rstrip("/").rsplit("/", 1)[-1]
+    return "/".join(text.rstrip("/").split("/")[-parts:])
 
 
 def config_differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[object, object]]:

@@ -74,6 +74,17 @@ def read_inputs(state: JsonObject, config: TrainConfig) -> Inputs:
     return found | {"the options of a forced resume": repr(state.get("forced") or [])}
 
 
+def named_inputs(inputs: Inputs, config: TrainConfig) -> dict[str, str]:
+    """The digests of data and models that options name by their place, by option."""
+    data = next((digest for name, digest in inputs.items() if name.startswith("the training data\n")), None)
+    found = {
+        "data.path": data if config.data.path else None,
+        "model.model": inputs.get(f"the files of {config.model.model}"),
+        "teaching.student_model": inputs.get(f"the files of {config.teaching.student_model}"),
+    }
+    return {option: digest for option, digest in found.items() if digest}
+
+
 def edited_inputs(one: Inputs, other: Inputs) -> list[str]:
     """The inputs that both have and that are not the same."""
     return [

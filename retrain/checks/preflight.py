@@ -16,7 +16,7 @@ from pathlib import Path
 
 from retrain.checks.connections import check_tinker_address, server_kind
 from retrain.checks.keys import missing_keys
-from retrain.checks.user_code import find_reward_issues
+from retrain.checks.user_code import find_missing_plugins, find_reward_issues
 from retrain.config import TrainConfig
 from retrain.config.options import Option, all_options, ignored_on_tinker, values_of
 from retrain.config.reasons import trains_complete_steps
@@ -95,6 +95,7 @@ def find_obstacles(config: TrainConfig) -> Iterator[ConfigIssue]:
     yield from (issue for _, issue in missing_keys(config))
     yield from _missing_files(config)
     yield from find_reward_issues(config)
+    yield from find_missing_plugins(config)
     for where, name in models_of(config).items():
         yield from _quantized_model(where, name)
         yield from find_missing_model(where, name)

@@ -1,7 +1,8 @@
 """Code of the user that a configuration names, examined without importing it.
 
-Custom rewards: the module exists, and the function has the expected signature. The training process never imports a
-reward's module, and its worker processes, which report what cannot be seen in the source, start seconds later.
+Plugins and environments: the module exists. Custom rewards: the function has the expected signature, too. The training
+process never imports a reward's module, and its worker processes, which report what cannot be seen in the source, start
+seconds later.
 """
 
 from __future__ import annotations
@@ -14,14 +15,42 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from retrain.config import TrainConfig
+from retrain.config.rules.values import named_parts
 from retrain.config.schema import Reward, RewardTerm
+from retrain.config.unused import why_unused
+from retrain.environments.verifiers.modules import explain_not_installed, module_name
 from retrain.errors import ConfigIssue
 from retrain.isolation.sources import find_source, find_spec
+from retrain.plugins import REGISTRIES, is_dotted_path, is_plugin, split_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
 _ARGUMENTS = 2
 _IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def find_missing_plugins(config: TrainConfig) -> Iterator[ConfigIssue]:
+    """Parts whose module does not exist, and an environment of verifiers that is not installed."""
+    search_paths = config.plugins.search_paths
+    for where, kind, option, name in named_parts(config):
+        is_named = is_plugin(kind, name) and is_dotted_path(name)
+        if is_named and not why_unused(option, config) and name not in REGISTRIES[kind].discovered():
+            module = split_path(name)[0]
+            if not _exists(module, search_paths):
+                yield _missing_module(where, name, module, search_paths)
+    environment = config.environment
+    if environment.provider == "verifiers" and not environment.auto_install:
+        module = module_name(environment.id)
+        if not _exists(module, search_paths) and not find_spec(f"verifiers.v1.tasksets.{module}", ()):
+            text, _, hint = explain_not_installed(environment.id).partition("  ")
+            yield ConfigIssue("[environment] id", text, hint)
+
+
+def _missing_module(where: str, name: str, module: str, search_paths: Sequence[str]) -> ConfigIssue:
+    folders = [Path(folder).expanduser().absolute() for folder in search_paths]
+    looked = f" (looked in {', '.join(map(str, folders))})" if folders else ""
+    what = "such module" if name == module else f"module {module!r}"
+    return ConfigIssue(where, f"= {json.dumps(name)}: there is no {what}{looked}.", _suggest_module(module, folders))
 
 
 def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -34,10 +63,8 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
         where = f"[reward] terms[{index}]." if reward.terms else "[reward] "
         if term.type == "custom" and term.custom_module:
             if not _exists(term.custom_module, config.plugins.search_paths):
-                folders = [Path(folder).expanduser().absolute() for folder in config.plugins.search_paths]
-                looked = f" (looked in {', '.join(map(str, folders))})" if folders else ""
-                text = f"= {json.dumps(term.custom_module)}: there is no such module{looked}."
-                yield ConfigIssue(f"{where}custom_module", text, _suggest_module(term.custom_module, folders))
+                module = term.custom_module
+                yield _missing_module(f"{where}custom_module", module, module, config.plugins.search_paths)
             elif file := find_source(term.custom_module, config.plugins.search_paths):
                 yield from _check_function(f"{where}custom_function", term.custom_function, file)
 

@@ -52,6 +52,7 @@ ENVIRONMENT = "[environment] provider"
 # What the trials of backends, servers, data and models depend on.
 _MACHINE = ("backend", "inference", "model", "lora", "teaching", "data", "eval", "environment")
 _MARK = "trial: "
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from retrain.cli.trial import main; main()"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def try_out(config: TrainConfig) -> list[Trial]:
         return []
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "from retrain.cli.trial import main; main()"],
+            # With the import path of the run, which lacks the working directory unless it is a search path.
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             input=dump_config(config),
             capture_output=True,
             encoding="utf-8",
@@ -248,7 +250,7 @@ def _try_hub_source(config: TrainConfig) -> str:
 def _try_reward(config: TrainConfig) -> str:
     from retrain.rewards import load_reward, read_spec  # noqa: PLC0415
 
-    # This process also finds what is in the working directory, and a run does not.
+    # Loading would also import a function for TRL, which a run refuses.
     if issue := next(find_reward_issues(config), None):
         raise ConfigError(str(issue))
     spec = read_spec(config.reward, config.plugins.search_paths)

@@ -192,7 +192,8 @@ def read_answer(value: object, field: str, named: bool) -> str:
     # Only a solution contains more than its answer; unit tests, for example, must reach a custom reward unchanged.
     extracted = final_answer(value) if field == "solution" else gsm8k_answer(value)
     if field == "solution" and not named and not extracted:
-        raise BadRow(r"has a 'solution' without \boxed{}")
+        hint = 'if it is the answer itself: [data] answer_field = "solution"'
+        raise BadRow(rf"has a 'solution' without \boxed{{}} ({hint})")
     return _check_unicode(extracted or value, field)
 
 

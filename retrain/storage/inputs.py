@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +35,15 @@ class RunInputs:
     """Of the held-out problems; empty without evaluations."""
     forced: list[str] = field(default_factory=list)
     """Options that --force-resume changed, with both values and the step; no digests."""
+    project: str = field(default_factory=os.getcwd)
+    """The folder that the run was started in, or continued in after that one was moved."""
     edited_at: int = 0
     """The step since which the run has trained with the same data, code, models and options."""
 
     def add_earlier(self, saved: JsonObject) -> list[str]:
         """Continue a run with what a checkpoint of it has recorded; return what was edited since, in sentences."""
+        if os.path.lexists(project := saved.get("project", "")):
+            self.project = project
         if not saved["progress"]["step"]:
             self.forced = []
             return []  # nothing was trained with it

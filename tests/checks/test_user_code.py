@@ -1,4 +1,4 @@
-"""Custom rewards, checked without importing them."""
+"""Custom rewards and plugins, checked without importing them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from retrain.checks.user_code import find_reward_issues
+from retrain.checks.user_code import find_missing_plugins, find_reward_issues
 from retrain.cli import run, trial
 from retrain.config import load_config
-from retrain.errors import ConfigError, PluginError
+from retrain.errors import PluginError
 from retrain.rewards.custom import named_extras
 
 SOURCE = '''
@@ -77,9 +77,48 @@ def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
     (issue,) = map(str, find_reward_issues(config))
     assert f"there is no such module (looked in {Path('elsewhere').absolute()})." in issue
     assert issue.endswith('It is in the working directory.  Try: [plugins] search_paths = ["."]')
-    # In a process that finds it without them, too.
-    with pytest.raises(ConfigError, match="there is no such module"):
-        trial._try_reward(config)
+    # The process that tries it out is in the working directory, too.
+    (problem,) = [each.problem for each in trial.try_out(config) if each.where == "[reward]"]
+    assert "there is no such module" in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"algorithm.advantage_mode": "min.adv"},
+            """[algorithm] advantage_mode = "min.adv": there is no module 'min' (""",
+        ),
+        ({"reward.type": "nowhere:Reward"}, """[reward] type = "nowhere:Reward": there is no module 'nowhere' ("""),
+        (
+            {"reward.terms": [{"type": "no.Reward"}]},
+            """[reward] terms[0].type = "no.Reward": there is no module 'no' (""",
+        ),
+        ({"environment.provider": "nowhere.Env"}, """[environment] provider = "nowhere.Env": there is no module"""),
+        (
+            {"environment.provider": "verifiers", "environment.id": "me/nowhere"},
+            "[environment] id = 'me/nowhere' is not installed: there is no module 'nowhere'.",
+        ),
+        ({"environment.provider": "verifiers", "environment.id": "me/nowhere", "environment.auto_install": True}, ""),
+        ({"environment.provider": "verifiers", "environment.id": "harbor"}, ""),
+        ({"environment.provider": "package.grading", "reward.type": "nowhere.Reward"}, ""),
+        ({"algorithm.advantage_mode": "mine.score"}, ""),
+        ({"algorithm.algorithm_mode": "mine.score", "algorithm.advantage_mode": "nowhere.adv"}, ""),
+    ],
+)
+def test_a_plugin_whose_module_is_missing_is_reported(options: dict[str, object], expected: str) -> None:
+    found = [f"{issue.where} {issue.text}" for issue in find_missing_plugins(load_config(None, options))]
+    assert len(found) == bool(expected) and all(text.startswith(expected) for text in found)
+
+
+def test_explain_reports_a_missing_plugin_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("retrain.toml").write_text('[backend]\ndevices = "cpu"\n[environment]\nprovider = "min.Env"\n')
+    given = ["--model", "builtin:tiny", "--max-tokens", "8"]
+    for command, code in (["explain"], 1), ([], 2):
+        assert run([*command, *given]) == code
+        out, err = capsys.readouterr()
+        assert '[environment] provider = "min.Env": there is no module' in out + err
+        assert "Did you mean 'mine'?" in out + err
 
 
 def test_a_misspelt_module_is_answered_with_the_file() -> None:

@@ -120,6 +120,27 @@ def test_options_that_no_label_shows_are_named(campaign: Path, capsys: pytest.Ca
     )
 
 
+def test_data_and_models_in_equally_named_files_are_told_apart_by_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for mode, version, seed in (("grpo", "v1", 1), ("grpo", "v2", 2), ("maxrl", "v1", 1), ("maxrl", "v1", 2)):
+        data = {"data__source": "jsonl", "data__path": f"/data/{version}/rows.jsonl", "algorithm__advantage_mode": mode}
+        runs.append(write_run(tmp_path / f"{mode}_{version}_{seed}", [0.5, 0.5], training__seed=seed, **data))
+    assert "grpo+none,path=v1/rows.jsonl and grpo+none,path=v2/rows.jsonl have no seed" in refusal(capsys, *runs)
+    notes = as_json(capsys, *runs[1:])["notes"]
+    assert "maxrl+none and grpo+none also differ in data.path (v1/rows.jsonl, v2/rows.jsonl)." in " ".join(notes)
+    # The same contents in another place are the same data.
+    for folder in runs:
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"data": "one"}))
+    (comparison,) = as_json(capsys, *runs)["comparisons"]
+    assert (comparison["baseline"], comparison["condition"]) == ("grpo+none", "maxrl+none")
+    models = [write_run(tmp_path / name, [0.5], model__model=f"/{name}/final") for name in ("a", "b")]
+    found = as_json(capsys, *models, "--allow-different-models")
+    assert [each["condition"] for each in found["comparisons"]] == ["grpo+none,model=b/final"]
+
+
 def test_a_problem_without_a_score_in_every_run_makes_no_difference(
     campaign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

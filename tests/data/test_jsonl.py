@@ -185,7 +185,10 @@ BAD_ROWS = [
     ('{"prompt": "a", "answer": ""}', "has no answer in 'answer'"),
     ('{"prompt": "a", "answer": ["b"]}', "has a list in 'answer', where text or a number belongs"),
     ('{"prompt": "a", "answer": {"b": 1}}', "has an object in 'answer', where text or a number belongs"),
-    ('{"prompt": "a", "solution": "no box"}', r"has a 'solution' without \boxed{}"),
+    (
+        '{"prompt": "a", "solution": "no box"}',
+        r"""'solution' without \boxed{} (if it is the answer itself: [data] answer_field = "solution")""",
+    ),
     ("{}", "it has none at all"),
     (r'{"prompt": "ab\ud800", "answer": "b"}', "has an unpaired surrogate in 'prompt' (character 3)"),
     (

@@ -14,6 +14,7 @@ from retrain.analysis.runs import find_runs
 from retrain.builtin import resolve_model
 from retrain.cli import run
 from retrain.config import dump_config, load_config
+from retrain.storage.inputs import RunInputs
 from retrain.storage.moved import find_moved_inputs
 
 PROJECT = """
@@ -88,29 +89,37 @@ def test_a_run_of_a_moved_project_is_resumed_there(
     assert "[model] model: " in capsys.readouterr().err
 
 
+def write_run(project: Path, **options: object) -> Path:
+    """A run's folder in the working directory, as one that was started in `project` would have it."""
+    Path("logs").mkdir(exist_ok=True)
+    Path("logs/trainer_state.json").write_text(json.dumps({"project": str(project)}))
+    options = {"logging.log_dir": "logs"} | {name.replace("__", "."): value for name, value in options.items()}
+    Path("logs/config.toml").write_text(dump_config(load_config(None, options)))
+    return Path("logs/config.toml")
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
         (["."], ["."]),
         (["lib"], ["lib"]),
         (["lib", "."], ["lib", "."]),
-        (["gone"], None),
+        (["gone"], ["gone"]),
         (["../elsewhere", "../elsewhere/gone"], None),
     ],
 )
-def test_folders_are_looked_for_where_the_rest_of_the_project_is(
+def test_search_paths_inside_of_a_moved_project_follow_it(
     names: list[str], expected: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder inside may have the name of the project, or hold modules with the same names."""
-    for folder in ("proj", "lib", "logs/adapter"):
+    """A folder inside may have the name of the project, as a package often has."""
+    for folder in ("proj", "lib"):
         (tmp_path / "elsewhere" / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
     old = tmp_path / "proj"
-    paths = {"plugins.search_paths": [os.path.normpath(old / name) for name in names]}
-    config = load_config(None, paths | {"backend.adapter_path": str(old / "logs" / "adapter")})
-    Path("logs/config.toml").write_text(dump_config(config))
-    found = find_moved_inputs(Path("logs/config.toml"))
-    assert found == ({} if expected is None else {"plugins.search_paths": expected})
+    folders = [os.path.normpath(old / name) for name in names]
+    # An adapter in the run's folder follows it by itself.
+    config_file = write_run(old, plugins__search_paths=folders, backend__adapter_path=str(old / "logs" / "adapter"))
+    assert find_moved_inputs(config_file) == ({} if expected is None else {"plugins.search_paths": expected})
 
 
 def test_what_was_outside_of_the_project_is_not_looked_for_in_it(
@@ -118,14 +127,34 @@ def test_what_was_outside_of_the_project_is_not_looked_for_in_it(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "rows.jsonl").touch()
-    (tmp_path / "elsewhere" / "adapters").mkdir()
-    (tmp_path / "elsewhere" / "logs").mkdir()
-    inside, outside = str(tmp_path / "proj"), "/nowhere/lib"
-    paths = {"plugins.search_paths": [inside, outside], "data.source": "jsonl", "data.path": "/gone.jsonl"}
-    paths |= {"model.model": "/nowhere/model", "eval.path": f"{inside}/rows.jsonl"}
-    paths |= {"backend.adapter_path": f"{inside}/adapters"}
-    Path("logs/config.toml").write_text(dump_config(load_config(None, paths)))
-    found = find_moved_inputs(Path("logs/config.toml"))
-    expected = {"plugins.search_paths": [".", outside], "eval.path": "rows.jsonl", "backend.adapter_path": "adapters"}
-    assert found == expected
+    Path("rows.jsonl").touch()
+    Path("proj").mkdir()
+    old, outside = tmp_path / "proj", "/nowhere/proj"
+    paths = {"data__source": "jsonl", "data__path": "/nowhere/rows.jsonl", "model__model": f"{outside}/model"}
+    paths |= {"eval__path": f"{old}/rows.jsonl", "backend__adapter_path": f"{old}/adapters"}
+    config_file = write_run(old, plugins__search_paths=[str(old), outside], **paths)
+    moved = {"plugins.search_paths": [".", outside], "eval.path": "rows.jsonl", "backend.adapter_path": "adapters"}
+    assert find_moved_inputs(config_file) == moved
+
+
+def test_nothing_follows_a_project_that_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter or file that was deleted or renamed there is not looked for elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("best").mkdir()
+    Path("rows.jsonl").touch()
+    paths = {"data__source": "jsonl", "data__path": str(tmp_path / "old" / "rows.jsonl")}
+    config_file = write_run(tmp_path, backend__adapter_path=str(tmp_path / "out" / "best"), **paths)
+    assert find_moved_inputs(config_file) == {}
+
+
+def test_a_resume_from_elsewhere_keeps_the_folder_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = RunInputs("", {}, {})
+    assert inputs.project == str(tmp_path)
+    monkeypatch.chdir("/")
+    for recorded, expected in ((str(tmp_path), str(tmp_path)), (str(tmp_path / "gone"), "/"), (None, "/")):
+        resumed, earlier = RunInputs("", {}, {}), {"project": recorded} if recorded else {}
+        resumed.add_earlier({"progress": {"step": 1}} | earlier)
+        assert resumed.project == expected

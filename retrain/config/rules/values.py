@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from retrain.config.options import all_options, option_issue, values_of
+from retrain.config.options import Option, all_options, option_issue, options_by_path, values_of
 from retrain.config.schema import TrainConfig
 from retrain.errors import ConfigIssue
 from retrain.plugins import REGISTRIES
@@ -27,14 +27,18 @@ _SET_BY = {
 
 def check_names(config: TrainConfig) -> Iterator[ConfigIssue]:
     """The name of a part is built in, installed, or a dotted path."""
-    values = values_of(config)
-    named = [(o.where, o.kind, values[o.path], o.default) for o in all_options() if o.kind and o.path in values]
-    named += [(f"[reward] terms[{n}].type", "reward", term.type, "match") for n, term in enumerate(config.reward.terms)]
-    for where, kind, name, default in named:
+    for where, kind, option, name in named_parts(config):
         # Empty is valid only as the default.
-        text = REGISTRIES[kind].explain_unknown(name) if name or default else ""
+        text = "" if name == option.default == "" else REGISTRIES[kind].explain_unknown(name)
         if text:
             yield ConfigIssue(where, text)
+
+
+def named_parts(config: TrainConfig) -> Iterator[tuple[str, str, Option, str]]:
+    """The names of parts in a configuration: where each is, its registry and the option that it is in."""
+    values, terms = values_of(config), options_by_path()["reward.terms"]
+    yield from ((o.where, o.kind, o, str(values[o.path])) for o in all_options() if o.kind and o.path in values)
+    yield from ((f"{terms.where}[{n}].type", "reward", terms, term.type) for n, term in enumerate(config.reward.terms))
 
 
 def check_devices(config: TrainConfig) -> Iterator[ConfigIssue]:

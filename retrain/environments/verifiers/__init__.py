@@ -13,7 +13,13 @@ from importlib.metadata import version
 
 from retrain.config import schema
 from retrain.environments import Environment, Log
-from retrain.environments.verifiers.modules import NEEDS_V1, installed_version, is_shipped, module_name
+from retrain.environments.verifiers.modules import (
+    NEEDS_V1,
+    explain_not_installed,
+    installed_version,
+    is_shipped,
+    module_name,
+)
 from retrain.environments.verifiers.prime import install_environment
 from retrain.errors import ConfigError
 
@@ -27,7 +33,7 @@ def load(section: schema.Environment, log: Log) -> Environment:
     installed = installed_version()
     if importlib.util.find_spec(module) is None and not is_shipped(section.id):
         if not section.auto_install:
-            raise ConfigError(_not_installed(section.id, module))
+            raise ConfigError(f"[environment] id {explain_not_installed(section.id)}")
         install_environment(section.id, log)
         importlib.invalidate_caches()
         if importlib.util.find_spec(module) is None:
@@ -44,16 +50,3 @@ def load(section: schema.Environment, log: Log) -> Environment:
 
         return ClassicEnvironment(section, log)
     raise ConfigError(f"verifiers {version('verifiers')} is too old.  Try: {NEEDS_V1}")
-
-
-def _not_installed(id: str, module: str) -> str:
-    # Without an owner the Prime CLI installs from a local folder, and a package index has unrelated packages.
-    how = (
-        f"prime env install {id}, or auto_install = true"
-        if "/" in id
-        else f'id = "owner/{id}" with auto_install = true'
-    )
-    return (
-        f"[environment] id = {id!r} is not installed: there is no module {module!r}.  Try: {how}; "
-        f"or add the folder of {module}.py to [plugins] search_paths."
-    )

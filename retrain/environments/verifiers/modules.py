@@ -52,3 +52,18 @@ def is_shipped(id: str) -> bool:
         return importlib.util.find_spec(f"verifiers.v1.tasksets.{module_name(id)}") is not None
     except ModuleNotFoundError:
         return False
+
+
+def explain_not_installed(id: str) -> str:
+    """Why an environment without a module cannot be loaded, and what to do."""
+    module = module_name(id)
+    # Without an owner the Prime CLI installs from a local folder, and a package index has unrelated packages.
+    how = (
+        f"prime env install {id}, or auto_install = true"
+        if "/" in id
+        else f'id = "owner/{id}" with auto_install = true'
+    )
+    return (
+        f"= {id!r} is not installed: there is no module {module!r}.  Try: {how}; "
+        f"or add the folder of {module}.py to [plugins] search_paths."
+    )

@@ -47,6 +47,9 @@ class Part:
     """Whether a data source has examples without end."""
     id_is_module: bool = False
     """Whether the `id` in its table names a Python module, of the user or installed."""
+    explains_missing: str = ""
+    """For an environment provider: a function of its table and the search paths, as "module:attribute", that returns an
+    issue if there is no such environment, without importing it."""
     server_flags: Mapping[str, str] = field(default_factory=dict)
     """For a server, its flags that correspond to options of `[inference]` about sampling in this process."""
 
@@ -155,8 +158,11 @@ def import_path(path: str, kind: str) -> object:
         if not error.name:
             raise PluginError(f"{kind} plugin {path!r}: importing {module_name!r} failed: {error!r}") from error
         if module_name == error.name or module_name.startswith(f"{error.name}."):
+            package, _, inner = error.name.rpartition(".")
             hint = suggest_module(path) or (
-                f"Try: put {module_name.split('.')[0]}.py into the working directory, or name its folder in "
+                f"The package {package} has no {inner}."
+                if package
+                else f"Try: put {error.name}.py into the working directory, or name its folder in "
                 '[plugins] search_paths = ["folder"].'
             )
             raise PluginError(f"{kind} plugin {path!r}: there is no module {module_name!r}. {hint}") from error
@@ -329,8 +335,15 @@ REGISTRIES: dict[str, Registry] = {
             "environment",
             "environment provider",
             {
-                "builtin": "retrain.environments.builtin:load",
-                "verifiers": Part("retrain.environments.verifiers:load", packages=("verifiers",), id_is_module=True),
+                "builtin": Part(
+                    "retrain.environments.builtin:load", explains_missing="retrain.environments.builtin:explain_missing"
+                ),
+                "verifiers": Part(
+                    "retrain.environments.verifiers:load",
+                    packages=("verifiers",),
+                    id_is_module=True,
+                    explains_missing="retrain.environments.verifiers.modules:explain_missing",
+                ),
                 "reasoning_gym": Part("retrain.environments.reasoning_gym:load", packages=("reasoning-gym",)),
             },
         ),

@@ -8,20 +8,20 @@ seconds later.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from retrain.config import TrainConfig
+from retrain.config.options import Option
 from retrain.config.rules.values import named_parts
 from retrain.config.schema import Reward, RewardTerm
 from retrain.config.unused import why_unused
-from retrain.environments.verifiers.modules import explain_not_installed, module_name
 from retrain.errors import ConfigIssue
-from retrain.isolation.sources import find_source, find_spec
-from retrain.plugins import REGISTRIES, is_dotted_path, is_plugin, split_path
+from retrain.isolation.sources import find_source, find_spec, is_findable
+from retrain.plugins import REGISTRIES, import_path, is_dotted_path, is_plugin, split_path
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Of a reward function: the response and the reference.
@@ -30,20 +30,34 @@ _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
 def find_missing_plugins(config: TrainConfig) -> Iterator[ConfigIssue]:
-    """Parts whose module does not exist, and an environment of verifiers that is not installed."""
+    """Parts whose module does not exist, and an environment that its provider does not have."""
     search_paths = config.plugins.search_paths
     for where, kind, option, name in named_parts(config):
-        is_named = is_plugin(kind, name) and is_dotted_path(name)
-        if is_named and not why_unused(option, config) and name not in REGISTRIES[kind].discovered():
-            module = split_path(name)[0]
-            if not _exists(module, search_paths):
-                yield _missing_module(where, name, module, search_paths)
-    environment = config.environment
-    if environment.provider == "verifiers" and not environment.auto_install:
-        module = module_name(environment.id)
-        if not _exists(module, search_paths) and not find_spec(f"verifiers.v1.tasksets.{module}", ()):
-            text, _, hint = explain_not_installed(environment.id).partition("  ")
-            yield ConfigIssue("[environment] id", text, hint)
+        is_named = is_plugin(kind, name) and is_dotted_path(name) and name not in REGISTRIES[kind].discovered()
+        module = split_path(name)[0]
+        if is_named and _is_loaded(option, config) and not is_findable(module, search_paths):
+            yield _missing_module(where, name, module, search_paths)
+    provider = config.environment.provider
+    if target := REGISTRIES["environment"].facts(provider).explains_missing:
+        explain: Any = import_path(target, "environment")
+        if issue := explain(config.environment, search_paths):
+            yield issue
+
+
+def _is_loaded(option: Option, config: TrainConfig) -> bool:
+    """Whether the run will load the part that an option names; options may be kept for when it is used again."""
+    if option.path == "eval.source" and not config.eval.every:
+        return False
+    return not why_unused(option, config) and (option.path != "planning.detector" or uses_detector(config))
+
+
+def uses_detector(config: TrainConfig) -> bool:
+    """Whether the run will load `[planning] detector`; not known for a transform of the user."""
+    mode, registry = config.algorithm.transform_mode, REGISTRIES["transform"]
+    if config.algorithm.algorithm_mode or is_plugin("transform", mode):
+        return bool(config.algorithm.algorithm_mode)
+    spec: Any = registry.load(mode)
+    return bool(spec.needs_planning)
 
 
 def _missing_module(where: str, name: str, module: str, search_paths: Sequence[str]) -> ConfigIssue:
@@ -62,7 +76,7 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
     for index, term in enumerate(terms):
         where = f"[reward] terms[{index}]." if reward.terms else "[reward] "
         if term.type == "custom" and term.custom_module:
-            if not _exists(term.custom_module, config.plugins.search_paths):
+            if not is_findable(term.custom_module, config.plugins.search_paths):
                 module = term.custom_module
                 yield _missing_module(f"{where}custom_module", module, module, config.plugins.search_paths)
             elif file := find_source(term.custom_module, config.plugins.search_paths):
@@ -70,22 +84,17 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
 
 
 def _suggest_module(module: str, folders: Sequence[Path]) -> str:
-    name = module.split(".")[0]
+    name, *inner = module.split(".")
+    if inner and (package := find_spec(name, list(map(str, folders)))):
+        files = (file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py"))
+        close = get_close_matches(".".join(inner), [file.stem for file in files], n=1)
+        return f"Did you mean '{name}.{close[0]}'?" if close else f"The package {name} has no {'.'.join(inner)}."
     if Path(f"{name}.py").is_file():
         return 'It is in the working directory.  Try: [plugins] search_paths = ["."]'
     files = [file.stem for folder in folders for file in folder.glob("*.py")]
     if close := get_close_matches(module, files, n=1):
         return f"Did you mean {close[0]!r}?"
     return f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
-
-
-def _exists(module: str, search_paths: Sequence[str]) -> bool:
-    """Whether the module or its outermost package can be found, by any of Python's finders."""
-    outermost = module.split(".")[0]
-    try:
-        return bool(find_spec(outermost, search_paths) or importlib.util.find_spec(outermost))
-    except ValueError:
-        return True  # in use without a spec, like __main__
 
 
 def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:

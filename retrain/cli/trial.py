@@ -28,7 +28,7 @@ from retrain.checks.preflight import (
     reads_weights,
     use_cache_if_unreachable,
 )
-from retrain.checks.user_code import find_reward_issues
+from retrain.checks.user_code import find_reward_issues, uses_detector
 from retrain.cli.trial_servers import try_launch, try_servers, try_service
 from retrain.config import TrainConfig, dump_config
 from retrain.config.load import build_config
@@ -162,7 +162,8 @@ def _own_trials(config: TrainConfig) -> Iterator[tuple[str, Attempt]]:
     )
     if algorithm.algorithm_mode or any(is_plugin(kind, name) for kind, name in named):
         yield "[algorithm]", _try_algorithm
-    if is_plugin("planning", config.planning.detector):
+    may_need = uses_detector(config) or is_plugin("transform", algorithm.transform_mode)
+    if is_plugin("planning", config.planning.detector) and may_need:
         yield "[planning] detector", _try_detector
     if is_plugin("loss", config.loss.type):
         yield "[loss] type", _try_loss

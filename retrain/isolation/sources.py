@@ -22,6 +22,7 @@ from importlib.machinery import (
     SourceFileLoader,
     SourcelessFileLoader,
 )
+from importlib.util import find_spec as find_installed
 from importlib.util import source_from_cache
 from pathlib import Path
 
@@ -50,6 +51,20 @@ def find_spec(module: str, search_paths: Sequence[str]) -> ModuleSpec | None:
             return None
         paths = list(spec.submodule_search_locations or [])
     return spec
+
+
+def is_findable(module: str, search_paths: Sequence[str]) -> bool:
+    """Whether a module can be found; of one that is installed, its outermost package, which may create the others."""
+    outermost = module.partition(".")[0]
+    folders = {os.path.realpath(os.path.expanduser(folder)) for folder in search_paths}
+    spec = find_spec(outermost, search_paths)
+    # In the folder itself: an environment with packages may be somewhere inside of it.
+    if spec is not None and spec.origin and not folders.isdisjoint(map(str, Path(spec.origin).resolve().parents[:2])):
+        return module in sys.modules or find_spec(module, search_paths) is not None
+    try:
+        return spec is not None or find_installed(outermost) is not None
+    except ValueError:
+        return True  # in use without a spec, like __main__
 
 
 def read_sources(module: str, search_paths: Sequence[str]) -> tuple[Sources, Sources]:

@@ -42,6 +42,9 @@ def _in_a_folder_with_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("broken.py").write_text("def score(:\n")
     Path("package").mkdir()
     Path("package/grading.py").write_text(SOURCE)
+    Path("regular").mkdir()
+    Path("regular/__init__.py").touch()
+    Path("regular/grading.py").write_text(SOURCE)
 
 
 @pytest.mark.parametrize("function", ["score", "graded", "Length", "Length.score", "bound", "partial", "maths"])
@@ -101,6 +104,27 @@ def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
         ),
         ({"environment.provider": "verifiers", "environment.id": "me/nowhere", "environment.auto_install": True}, ""),
         ({"environment.provider": "verifiers", "environment.id": "harbor"}, ""),
+        (
+            {"environment.provider": "builtin", "environment.id": "guess_number"},
+            '[environment] id = "guess_number" is not a built-in environment.',
+        ),
+        (
+            {"algorithm.advantage_mode": "regular.gradin:score"},
+            """[algorithm] advantage_mode = "regular.gradin:score": there is no module 'regular.gradin' (""",
+        ),
+        (
+            {"algorithm.advantage_mode": "mine.inner:score"},
+            """[algorithm] advantage_mode = "mine.inner:score": there is""",
+        ),
+        ({"algorithm.advantage_mode": "regular.grading:score"}, ""),
+        ({"algorithm.advantage_mode": "os.path:join"}, ""),
+        ({"eval.source": "nowhere.Rows", "eval.every": 0}, ""),
+        ({"eval.source": "nowhere.Rows", "eval.every": 2}, '[eval] source = "nowhere.Rows": there is no module'),
+        ({"planning.detector": "nowhere.Detector", "algorithm.transform_mode": "gtpo"}, ""),
+        (
+            {"planning.detector": "nowhere.Detector", "algorithm.transform_mode": "gtpo_sepa"},
+            '[planning] detector = "nowhere.Detector": there is no module',
+        ),
         ({"environment.provider": "package.grading", "reward.type": "nowhere.Reward"}, ""),
         ({"algorithm.advantage_mode": "mine.score"}, ""),
         ({"algorithm.algorithm_mode": "mine.score", "algorithm.advantage_mode": "nowhere.adv"}, ""),
@@ -109,6 +133,12 @@ def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
 def test_a_plugin_whose_module_is_missing_is_reported(options: dict[str, object], expected: str) -> None:
     found = [f"{issue.where} {issue.text}" for issue in find_missing_plugins(load_config(None, options))]
     assert len(found) == bool(expected) and all(text.startswith(expected) for text in found)
+
+
+def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> None:
+    assert issues("regular.gradin", "score")[0].endswith("Did you mean 'regular.grading'?")
+    assert issues("regular.other", "score")[0].endswith("The package regular has no other.")
+    assert issues("regular", "score")[0].endswith("It defines no function.")
 
 
 def test_explain_reports_a_missing_plugin_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:

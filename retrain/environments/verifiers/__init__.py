@@ -33,7 +33,7 @@ def load(section: schema.Environment, log: Log) -> Environment:
     installed = installed_version()
     if importlib.util.find_spec(module) is None and not is_shipped(section.id):
         if not section.auto_install:
-            raise ConfigError(f"[environment] id {explain_not_installed(section.id)}")
+            raise ConfigError(str(explain_not_installed(section.id)))
         install_environment(section.id, log)
         importlib.invalidate_caches()
         if importlib.util.find_spec(module) is None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from retrain.errors import ConfigError, MissingExtraError, PluginError
+from retrain.config import schema
+from retrain.errors import ConfigError, ConfigIssue, MissingExtraError, PluginError
+from retrain.isolation.sources import find_spec, is_findable
 
 NEEDS_V1 = 'pip install "verifiers>=0.4"'
 NEEDS_CLASSIC = 'pip install "verifiers>=0.1.14,<0.4"'
@@ -54,7 +57,14 @@ def is_shipped(id: str) -> bool:
         return False
 
 
-def explain_not_installed(id: str) -> str:
+def explain_missing(section: schema.Environment, search_paths: Sequence[str] = ()) -> ConfigIssue | None:
+    """An issue if the environment is not installed and will not be."""
+    module = module_name(section.id)
+    is_there = is_findable(module, search_paths) or find_spec(f"verifiers.v1.tasksets.{module}", ()) is not None
+    return None if is_there or section.auto_install else explain_not_installed(section.id)
+
+
+def explain_not_installed(id: str) -> ConfigIssue:
     """Why an environment without a module cannot be loaded, and what to do."""
     module = module_name(id)
     # Without an owner the Prime CLI installs from a local folder, and a package index has unrelated packages.
@@ -63,7 +73,8 @@ def explain_not_installed(id: str) -> str:
         if "/" in id
         else f'id = "owner/{id}" with auto_install = true'
     )
-    return (
-        f"= {id!r} is not installed: there is no module {module!r}.  Try: {how}; "
-        f"or add the folder of {module}.py to [plugins] search_paths."
+    return ConfigIssue(
+        "[environment] id",
+        f"= {id!r} is not installed: there is no module {module!r}.",
+        f"Try: {how}; or add the folder of {module}.py to [plugins] search_paths.",
     )

@@ -86,8 +86,8 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
 def _suggest_module(module: str, folders: Sequence[Path]) -> str:
     name, *inner = module.split(".")
     if inner and (package := find_spec(name, list(map(str, folders)))):
-        files = (file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py"))
-        close = get_close_matches(".".join(inner), [file.stem for file in files], n=1)
+        inside = (file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py"))
+        close = get_close_matches(".".join(inner), [file.stem for file in inside], n=1)
         return f"Did you mean '{name}.{close[0]}'?" if close else f"The package {name} has no {'.'.join(inner)}."
     if Path(f"{name}.py").is_file():
         return 'It is in the working directory.  Try: [plugins] search_paths = ["."]'

@@ -139,8 +139,11 @@ def suggest_module(name: str, attribute: str = "") -> str:
     if file is None:
         return ""
     attribute = file["attribute"] or attribute
-    folder = f', and [plugins] search_paths = ["{file["folder"]}"]' if file["folder"] else ""
-    return f'Try: "{file["module"]}{f":{attribute}" if attribute else ""}"{folder}'
+    module, folder = file["module"], Path(file["folder"] or "")
+    while folder.name and (folder / "__init__.py").is_file():  # a package
+        module, folder = f"{folder.name}.{module}", folder.parent
+    paths = "" if folder == Path() else f', and [plugins] search_paths = ["{folder}"]'
+    return f'Try: "{module}{f":{attribute}" if attribute else ""}"{paths}'
 
 
 def split_path(path: str) -> tuple[str, str]:

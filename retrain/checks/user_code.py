@@ -64,7 +64,9 @@ def _missing_module(where: str, name: str, module: str, search_paths: Sequence[s
     folders = [Path(folder).expanduser().absolute() for folder in search_paths]
     looked = f" (looked in {', '.join(map(str, folders))})" if folders else ""
     what = "such module" if name == module else f"module {module!r}"
-    return ConfigIssue(where, f"= {json.dumps(name)}: there is no {what}{looked}.", _suggest_module(module, folders))
+    return ConfigIssue(
+        where, f"= {json.dumps(name)}: there is no {what}{looked}.", _suggest_module(module, search_paths)
+    )
 
 
 def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
@@ -83,18 +85,22 @@ def find_reward_issues(config: TrainConfig) -> Iterator[ConfigIssue]:
                 yield from _check_function(f"{where}custom_function", term.custom_function, file)
 
 
-def _suggest_module(module: str, folders: Sequence[Path]) -> str:
+def _suggest_module(module: str, search_paths: Sequence[str]) -> str:
     name, *inner = module.split(".")
-    if inner and (package := find_spec(name, list(map(str, folders)))):
-        inside = (file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py"))
-        close = get_close_matches(".".join(inner), [file.stem for file in inside], n=1)
+    if inner and (package := find_spec(name, search_paths)):
+        files = [file for folder in package.submodule_search_locations or () for file in Path(folder).glob("*.py")]
+        close = get_close_matches(".".join(inner), [file.stem for file in files], n=1)
         return f"Did you mean '{name}.{close[0]}'?" if close else f"The package {name} has no {'.'.join(inner)}."
     if Path(f"{name}.py").is_file():
-        return 'It is in the working directory.  Try: [plugins] search_paths = ["."]'
-    files = [file.stem for folder in folders for file in folder.glob("*.py")]
-    if close := get_close_matches(module, files, n=1):
+        longer = json.dumps([*search_paths, "."])
+        return f"It is in the working directory.  Try: [plugins] search_paths = {longer}"
+    folders = [Path(folder).expanduser() for folder in search_paths]
+    files = [file for folder in folders for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py"))]
+    names = [file.parent.name if file.name == "__init__.py" else file.stem for file in files]
+    if close := get_close_matches(module, names, n=1):
         return f"Did you mean {close[0]!r}?"
-    return f'Try: put {name}.py into this folder, or set [plugins] search_paths = ["folder"]'
+    where = f"into {search_paths[0]}" if search_paths and search_paths[0] != "." else "here"
+    return f"Try: put {name}.py {where}, or add its folder to [plugins] search_paths"
 
 
 def _check_function(where: str, name: str, file: Path) -> Iterator[ConfigIssue]:

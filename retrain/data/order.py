@@ -164,8 +164,8 @@ class ExampleOrder:
         """Raise if the data has another size than at `state`."""
         if state["examples"] != len(self._examples):
             raise CheckpointError(
-                f"the checkpoint was made with {state['examples']} examples, the data now has {len(self._examples)}. "
-                "Try: the same [data] table and [training] max_examples as before."
+                f"the checkpoint was made with {state['examples']} examples, the data now has {len(self._examples)}, "
+                "so their order is another one.  Try: the data and [training] max_examples as before, or a new run"
             )
 
 

@@ -11,6 +11,7 @@ from retrain.checks.user_code import find_missing_plugins, find_reward_issues
 from retrain.cli import run, trial
 from retrain.config import load_config
 from retrain.errors import PluginError
+from retrain.plugins import suggest_module
 from retrain.rewards.custom import named_extras
 
 SOURCE = '''
@@ -69,7 +70,7 @@ def test_a_function_of_one_argument_is_reported_with_its_signature() -> None:
 def test_a_missing_module_is_reported_with_the_folder() -> None:
     (issue,) = issues("nowhere.rewards", "score")
     assert issue.startswith('[reward] custom_module = "nowhere.rewards": there is no such module')
-    assert str(Path.cwd()) in issue and "put nowhere.py into this folder" in issue
+    assert str(Path.cwd()) in issue and "put nowhere.py here, or add its folder to" in issue
 
 
 def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
@@ -79,7 +80,7 @@ def test_a_module_beside_the_folders_that_are_searched_is_named() -> None:
     config = load_config(None, own | {"plugins.search_paths": ["elsewhere"], "data.source": "arithmetic"})
     (issue,) = map(str, find_reward_issues(config))
     assert f"there is no such module (looked in {Path('elsewhere').absolute()})." in issue
-    assert issue.endswith('It is in the working directory.  Try: [plugins] search_paths = ["."]')
+    assert issue.endswith('It is in the working directory.  Try: [plugins] search_paths = ["elsewhere", "."]')
     # The process that tries it out is in the working directory, too.
     (problem,) = [each.problem for each in trial.try_out(config) if each.where == "[reward]"]
     assert "there is no such module" in problem
@@ -139,6 +140,13 @@ def test_a_module_that_a_package_lacks_is_answered_with_those_that_it_has() -> N
     assert issues("regular.gradin", "score")[0].endswith("Did you mean 'regular.grading'?")
     assert issues("regular.other", "score")[0].endswith("The package regular has no other.")
     assert issues("regular", "score")[0].endswith("It defines no function.")
+    assert issues("regula", "score")[0].endswith("Did you mean 'regular'?")
+    assert suggest_module("regular/grading.py") == 'Try: "regular.grading"'
+    Path("source").mkdir()
+    Path("regular").rename("source/regular")
+    assert suggest_module("source/regular/grading.py:score") == (
+        'Try: "regular.grading:score", and [plugins] search_paths = ["source"]'
+    )
 
 
 def test_explain_reports_a_missing_plugin_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:
